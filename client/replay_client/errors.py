@@ -1,0 +1,101 @@
+"""What can go wrong, one class a remedy, each carrying the gRPC code it travels as."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class ReplayError(Exception):
+    """Base of every error of this package.
+
+    `code` says what happened to a program; the message says it to a person and is never to be parsed.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+
+class TableNotFoundError(ReplayError):
+    """The server has no table of that name; the message lists those it has."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class InvalidRequestError(ReplayError, ValueError):
+    """The request can never succeed as it stands; nothing was changed."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class StaleItemError(InvalidRequestError):
+    """The item's policy version lags by more than the table's `max_staleness`; it was not inserted."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    """The item is larger than the server, or one of its tables, ever holds."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class TableFullError(ReplayError):
+    """The table is full and configured with `when_full = "reject"`, or the server's memory bound is reached."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DeadlineExceededError(ReplayError, TimeoutError):
+    """The wait ended before the request could proceed; the message says what it waited for."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class ServerUnavailableError(ReplayError, ConnectionError):
+    """No server answers at the address, or the connection broke and did not come back in time."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class AuthenticationError(ReplayError):
+    """The token is missing or wrong."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class ServerClosedError(ReplayError):
+    """The server is shutting down, or this client was closed; the request was not carried out."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class UnsupportedError(ReplayError):
+    """The server does not have this operation, as it is configured or at all."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+_CLASSES: dict[grpc.StatusCode, type[ReplayError]] = {
+    cls.code: cls
+    for cls in (
+        TableNotFoundError,
+        InvalidRequestError,
+        StaleItemError,
+        PayloadTooLargeError,
+        TableFullError,
+        DeadlineExceededError,
+        ServerUnavailableError,
+        AuthenticationError,
+        ServerClosedError,
+        UnsupportedError,
+    )
+}
+_CLASSES[grpc.StatusCode.PERMISSION_DENIED] = AuthenticationError
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def error_of(code: grpc.StatusCode | int, message: str) -> ReplayError:
+    """The error that a gRPC status (an enum member or its number) stands for."""
+    status = _BY_NUMBER.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
+    return _CLASSES.get(status, ReplayError)(message or f"the server answered {status.name} without a message")

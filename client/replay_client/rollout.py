@@ -1,0 +1,295 @@
+"""RolloutGroup, one prompt with its G completions, and the byte format in which it travels and is stored.
+
+    0        8               16                     H                      64-aligned
+    +--------+---------------+----------------------+-----------+----------+--------- ...
+    | magic  | header length | msgpack header       | padding   | array 0  | array 1
+    +--------+---------------+----------------------+-----------+----------+--------- ...
+
+The header names every array with its dtype, shape and offset from the start, and holds the small fields. Arrays are
+little-endian, C order, each aligned to 64 bytes. Decoding makes views into the buffer and trusts nothing in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"RPLYGRP\x01"  # the last byte is the format version
+ALIGNMENT = 64
+_PREFIX = len(MAGIC) + 8
+_MAX_HEADER = 64 * 2**20
+_DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class RolloutGroup:
+    """One prompt with its G completions: ragged, never padded. T is the number of tokens of all completions together.
+
+    Arrays are converted to the dtypes below and checked against each other at construction; a ValueError names the
+    field, its value and what would be valid.
+    """
+
+    prompt_ids: Int32
+    """(P,) prompt tokens."""
+    completion_ids: Int32
+    """(T,) tokens of the completions, one after the other."""
+    completion_lengths: Int32
+    """(G,) how many of them each completion has; 0 is allowed."""
+    rollout_logprobs: Float32
+    """(T,) the sampler's log-probability of each token; NaN where unknown."""
+    rewards: Float32
+    """(G,)"""
+    advantages: Float32
+    """(G,)"""
+    policy_version: int = 0
+    """Version of the policy that the generation started from."""
+    policy_version_end: int | None = None
+    """Version it ended with, where that differs."""
+    prompt_id: str = ""
+    """Names the prompt across epochs."""
+    loss_mask: Bool | None = None
+    """(T,) False for tokens the policy did not write, such as the output of a tool."""
+    finish_reasons: tuple[str, ...] | None = None
+    """(G,) why each completion ended, for example "stop" or "length"."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """How the tokens were drawn: temperature, top_p, top_k, logprobs_mode."""
+    extras: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Any other arrays: log-probabilities of a reference model, images, expert routing."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Small facts that msgpack can hold."""
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = _vector("prompt_ids", self.prompt_ids, np.int32)
+        self.completion_ids = _vector("completion_ids", self.completion_ids, np.int32)
+        self.completion_lengths = _vector("completion_lengths", self.completion_lengths, np.int32)
+        self.rollout_logprobs = _vector("rollout_logprobs", self.rollout_logprobs, np.float32)
+        self.rewards = _vector("rewards", self.rewards, np.float32)
+        self.advantages = _vector("advantages", self.advantages, np.float32)
+        tokens, group_size = self.completion_ids.size, self.completion_lengths.size
+        if group_size == 0:
+            raise ValueError("completion_lengths is empty: a group has at least one completion")
+        if (self.completion_lengths < 0).any() or int(self.completion_lengths.sum(dtype=np.int64)) != tokens:
+            raise ValueError(
+                f"completion_lengths {self.completion_lengths.tolist()} must be non-negative and sum to the "
+                f"{tokens} tokens of completion_ids"
+            )
+        _expect_size("rollout_logprobs", self.rollout_logprobs, tokens, "T")
+        _expect_size("rewards", self.rewards, group_size, "G")
+        _expect_size("advantages", self.advantages, group_size, "G")
+        if self.loss_mask is not None:
+            self.loss_mask = _vector("loss_mask", self.loss_mask, np.bool_)
+            _expect_size("loss_mask", self.loss_mask, tokens, "T")
+        if self.finish_reasons is not None:
+            self.finish_reasons = tuple(self.finish_reasons)
+            if len(self.finish_reasons) != group_size:
+                raise ValueError(f"finish_reasons has {len(self.finish_reasons)} entries, not G = {group_size}")
+        for name in ("policy_version", "policy_version_end"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
+        for name, array in self.extras.items():
+            self.extras[name] = np.asarray(array)
+            if self.extras[name].dtype.name not in _DTYPES:
+                raise ValueError(
+                    f"extras[{name!r}] has dtype {self.extras[name].dtype}, not one of {', '.join(_DTYPES)}"
+                )
+
+    @property
+    def group_size(self) -> int:
+        """G, the number of completions."""
+        return int(self.completion_lengths.size)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens of all completions together."""
+        return int(self.completion_ids.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays (the encoded form adds a header and padding)."""
+        return sum(array.nbytes for _, array in self._arrays())
+
+    def completions(self) -> list[Int32]:
+        """The G completions as views of `completion_ids`."""
+        ends = np.cumsum(self.completion_lengths)
+        return [
+            self.completion_ids[end - n : end] for end, n in zip(ends, self.completion_lengths, strict=True)
+        ]
+
+    def encode(self) -> bytes:
+        """The group in the byte format of this module."""
+        return b"".join(self.encode_pieces())
+
+    def encode_pieces(self) -> list[bytes | memoryview]:
+        """The byte format as consecutive buffers: the header, then each array without a copy."""
+        arrays, table, offset = [], [], 0
+        for name, array in self._arrays():
+            array = np.ascontiguousarray(array, dtype=_DTYPES[array.dtype.name]).reshape(array.shape)
+            table.append([name, array.dtype.name, list(array.shape), offset])
+            arrays.append(array)
+            offset += _aligned(array.nbytes)
+        fields = {
+            "policy_version": int(self.policy_version),
+            "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
+            "prompt_id": self.prompt_id,
+            "finish_reasons": self.finish_reasons,
+            "sampling": self.sampling,
+            "meta": self.meta,
+        }
+        try:
+            # Offsets count from the first array, so that the header's own length does not matter to it.
+            header = msgpack.packb({"arrays": table, "fields": fields})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"sampling and meta must hold only what msgpack can (None, bool, int, float, str, bytes, "
+                f"list, dict): {error}"
+            ) from error
+        start = _aligned(_PREFIX + len(header))
+        prefix = MAGIC + len(header).to_bytes(8, "little") + header
+        pieces: list[bytes | memoryview] = [prefix.ljust(start, b"\0")]
+        for array in arrays:
+            if array.nbytes:
+                pieces.append(memoryview(array.reshape(-1).view(np.uint8)))
+                if padding := _aligned(array.nbytes) - array.nbytes:
+                    pieces.append(bytes(padding))
+        return pieces
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
+        """The group held by `data`; its arrays are read-only views of it.
+
+        Raises ValueError, with what is wrong and where, for anything that `encode` could not have written.
+        """
+        view = memoryview(data).toreadonly().cast("B")
+        if len(view) < _PREFIX or view[: len(MAGIC) - 1] != MAGIC[:-1]:
+            raise ValueError(f"not a rollout group: {len(view)} bytes that begin with {bytes(view[:8])!r}")
+        if view[len(MAGIC) - 1] != MAGIC[-1]:
+            raise ValueError(f"rollout group of format {view[len(MAGIC) - 1]}; this version reads {MAGIC[-1]}")
+        header_length = int.from_bytes(view[len(MAGIC) : _PREFIX], "little")
+        if header_length > min(_MAX_HEADER, len(view) - _PREFIX):
+            raise ValueError(f"header of {header_length} bytes in a rollout group of {len(view)}")
+        try:
+            header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
+            fields, table = header["fields"], header["arrays"]
+            body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
+            arrays = {name: _view(body, name, *entry) for name, *entry in table}
+            if len(arrays) != len(table):
+                raise ValueError("an array is named twice")
+            extras = {name[7:]: arrays.pop(name) for name in list(arrays) if name.startswith("extras/")}
+            reasons = fields.pop("finish_reasons")
+            return cls(**arrays, **fields, extras=extras, finish_reasons=None if reasons is None else tuple(reasons))
+        except ValueError as error:
+            raise ValueError(f"damaged rollout group: {error}") from error
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise ValueError(f"damaged rollout group: {type(error).__name__}: {error}") from error
+        except msgpack.UnpackException as error:
+            raise ValueError(f"damaged rollout group: header: {type(error).__name__}: {error}") from error
+
+    def _arrays(self) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+        yield "prompt_ids", self.prompt_ids
+        yield "completion_ids", self.completion_ids
+        yield "completion_lengths", self.completion_lengths
+        yield "rollout_logprobs", self.rollout_logprobs
+        if self.loss_mask is not None:
+            yield "loss_mask", self.loss_mask
+        yield "rewards", self.rewards
+        yield "advantages", self.advantages
+        for name, array in self.extras.items():
+            yield f"extras/{name}", array
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in every field, bit for bit (so that an unknown log-probability equals an unknown one)."""
+        if not isinstance(other, RolloutGroup):
+            return NotImplemented
+        mine, theirs = dict(self._arrays()), dict(other._arrays())
+        small = ("policy_version", "policy_version_end", "prompt_id", "finish_reasons", "sampling", "meta")
+        return (
+            mine.keys() == theirs.keys()
+            and all(_same(mine[name], theirs[name]) for name in mine)
+            and all(getattr(self, name) == getattr(other, name) for name in small)
+        )
+
+
+def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
+    if array.dtype == dtype:
+        return array
+    kinds = {"i": "iu", "b": "b", "f": "fiu"}[np.dtype(dtype).kind]
+    if array.size and array.dtype.kind not in kinds:
+        raise ValueError(f"{name} must hold {np.dtype(dtype).name}, not {array.dtype}")
+    if array.size and np.dtype(dtype).kind == "i":
+        info = np.iinfo(np.int32)
+        if int(array.min()) < info.min or int(array.max()) > info.max:
+            raise ValueError(f"{name} has values from {array.min()} to {array.max()}, outside int32")
+    return array.astype(dtype)
+
+
+def _expect_size(name: str, array: npt.NDArray[Any], size: int, axis: str) -> None:
+    if array.size != size:
+        raise ValueError(f"{name} has {array.size} entries, not {axis} = {size}")
+
+
+def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> npt.NDArray[Any]:
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is None:
+        raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(_DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (offset, *shape)) or len(shape) > 32:
+        raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
+    size = math.prod(shape) * dtype.itemsize
+    if offset % ALIGNMENT or offset + size > len(body):
+        raise ValueError(f"array {name!r} lies at {offset} to {offset + size}, outside {len(body)} bytes or unaligned")
+    return np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset if size else 0).reshape(shape)
+
+
+def group_from_completions(
+    *,
+    prompt_ids: npt.ArrayLike,
+    completions: Iterable[npt.ArrayLike],
+    logprobs: Iterable[npt.ArrayLike],
+    rewards: npt.ArrayLike,
+    advantages: npt.ArrayLike,
+    **fields: Any,
+) -> RolloutGroup:
+    """A group from one array of tokens and one of log-probabilities for each completion; `fields` as in RolloutGroup."""
+    tokens_G = [np.asarray(ids, dtype=np.int32).reshape(-1) for ids in completions]
+    logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
+    for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):
+        if tokens.size != lps.size:
+            raise ValueError(f"completion {index} has {tokens.size} tokens and {lps.size} log-probabilities")
+    return RolloutGroup(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        completion_ids=np.concatenate(tokens_G) if tokens_G else np.zeros(0, np.int32),
+        completion_lengths=np.array([tokens.size for tokens in tokens_G], dtype=np.int32),
+        rollout_logprobs=np.concatenate(logprobs_G) if logprobs_G else np.zeros(0, np.float32),
+        rewards=np.asarray(rewards, dtype=np.float32),
+        advantages=np.asarray(advantages, dtype=np.float32),
+        **fields,
+    )
+
+

@@ -1,0 +1,57 @@
+"""Scores of a group: advantages, whether it teaches anything, and its replay priority (numpy only)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if rewards.ndim != 1 or rewards.size == 0:
+        raise ValueError(f"rewards must have shape (G,) with G >= 1, not {rewards.shape}")
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, not {rewards.tolist()}")
+    return rewards
+
+
+def _std(rewards_G: npt.NDArray[np.float64]) -> float:
+    # Bessel's correction, as torch.std and TRL; a single completion has no spread.
+    return float(rewards_G.std(ddof=1)) if rewards_G.size > 1 else 0.0
+
+
+def group_advantages(
+    rewards_G: npt.ArrayLike, scale: Literal["group", "none"] = "group", eps: float = 1e-4
+) -> FloatArray:
+    """Advantages of the G completions of one prompt, float32 (G,).
+
+    `scale="group"`: (r - mean) / (std + eps), std over the group with Bessel's correction (GRPO, arXiv 2402.03300).
+    `scale="none"`: r - mean (Dr. GRPO, arXiv 2503.20783).
+
+    Raises ValueError for rewards that are not finite or not one-dimensional, and for another `scale`.
+    """
+    rewards = _rewards(rewards_G)
+    centred = rewards - rewards.mean()
+    if scale == "group":
+        return (centred / (_std(rewards) + eps)).astype(np.float32)
+    if scale == "none":
+        return centred.astype(np.float32)
+    raise ValueError(f"scale must be 'group' or 'none', not {scale!r}")
+
+
+def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
+    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score)."""
+    rewards = _rewards(rewards_G)
+    if is_zero_variance(rewards):
+        return 0.0
+    return float(np.abs(np.asarray(advantages_G, dtype=np.float64)).sum() * _std(rewards))
+
+
+def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = 1e-6) -> bool:
+    """Whether all rewards of a group are equal up to `tolerance` (max - min), so that it gives no gradient."""
+    rewards = _rewards(rewards_G)
+    return bool(rewards.max() - rewards.min() <= tolerance)

@@ -1,0 +1,27 @@
+"""Generates the Python code of replay.proto beside it, or into another folder: `python -m protos.generate [FOLDER]`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROTOS = Path(__file__).parent
+
+
+def generate(out: Path) -> None:
+    """Writes replay_pb2.py, replay_pb2_grpc.py and their stubs under `out`/replay_protos."""
+    kinds = ["python", "grpc_python", "mypy", "mypy_grpc"]
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}"]
+        + [f"--{kind}_out={'quiet:' if kind.startswith('mypy') else ''}{out}" for kind in kinds]
+        + [str(PROTOS / "replay_protos/replay.proto")],
+        check=True,
+        # protoc finds the plugins of mypy-protobuf beside the interpreter
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
+    )
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else PROTOS)

@@ -1,0 +1,1 @@
+"""The wire protocol: `replay.proto` and the code generated from it (`make protos`)."""

@@ -1,0 +1,59 @@
+"""Columns: the items of one table, a numpy array per fact, a slot (index) per item."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class Columns:
+    """Slots are reused; `slots` maps the key of each item to its own. Arrays double when they are full."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self.key = np.zeros(0, dtype=np.uint64)
+        self.priority = np.zeros(0)
+        self.policy_version = np.zeros(0, dtype=np.int64)
+        self.order = np.zeros(0, dtype=np.int64)
+        """Counts insertions: the lower, the older. An item that is given back keeps its order."""
+        self.inserted_at = np.zeros(0)
+        """Seconds of the server's clock."""
+        self.size = np.zeros(0, dtype=np.int64)
+        """Bytes of the payload."""
+        self.times_sampled = np.zeros(0, dtype=np.int64)
+        self.forwarded = np.zeros(0, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add(self, key: int) -> int:
+        """A slot for `key`; its columns are for the caller to fill."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.slots[key] = slot
+        self.key[slot] = key
+        return slot
+
+    def remove(self, slot: int) -> None:
+        del self.slots[int(self.key[slot])]
+        self._free.append(slot)
+
+    def used(self) -> IntArray:
+        """The slots of all items, in the order of insertion."""
+        slots = np.fromiter(self.slots.values(), dtype=np.int64, count=len(self.slots))
+        return slots[np.argsort(self.order[slots], kind="stable")]
+
+    def _grow(self) -> None:
+        old = self.key.size
+        new = max(64, 2 * old)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                grown = np.zeros(new, dtype=column.dtype)
+                grown[:old] = column
+                setattr(self, name, grown)
+        self._free.extend(range(new - 1, old - 1, -1))

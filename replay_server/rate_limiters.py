@@ -1,0 +1,116 @@
+"""RateLimiter: how many samples an insert allows, and the other way round.
+
+    can_sample(n):  size >= min_size  and  inserts * spi - samples - n >= min_diff
+    can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
+
+with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
+reverb/cc/rate_limiter.cc). Deletes and evictions change the size and never the difference.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+
+@dataclass
+class RateLimiter:
+    """One limiter: its four constants, and its three counters since the start or reset."""
+
+    samples_per_insert: float
+    min_size: int
+    min_diff: float
+    max_diff: float
+    inserts: int = 0
+    samples: int = 0
+    deletes: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.inserts - self.deletes
+
+    def can_insert(self, n: int) -> bool:
+        return (
+            self.inserts + n - self.deletes <= self.min_size
+            or (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
+        )
+
+    def can_sample(self, n: int) -> bool:
+        return (
+            self.size >= self.min_size
+            and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
+        )
+
+    def most_samples(self) -> float:
+        """How many samples could be taken now, one after the other."""
+        if self.size < self.min_size:
+            return 0
+        most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
+        return max(0, math.floor(most)) if math.isfinite(most) else most
+
+    def largest_batch(self) -> float:
+        """No batch larger than this can ever be sampled at once: inserting stops before there is enough for it."""
+        return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff
+
+    def why_no_insert(self, n: int) -> str:
+        spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
+        return (
+            f"({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples} samples = {difference:.12g} "
+            f"> max_diff {self.max_diff:.12g}"
+        )
+
+    def why_no_sample(self, n: int) -> str:
+        if self.size < self.min_size:
+            return f"size {self.size} < min_size {self.min_size}"
+        spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
+        return (
+            f"{self.inserts} inserts * {spi:.12g} - {self.samples} samples - {n} requested = {difference:.12g} "
+            f"< min_diff {self.min_diff:.12g}"
+        )
+
+
+def min_size(min_size: int = 1) -> RateLimiter:
+    """Sampling waits for `min_size` items; inserting never waits."""
+    return RateLimiter(1.0, min_size, -math.inf, math.inf)
+
+
+def sample_to_insert_ratio(
+    samples_per_insert: float, min_size: int = 1, error_buffer: float | tuple[float, float] | None = None
+) -> RateLimiter:
+    """Keeps samples / inserts at `samples_per_insert`, within `error_buffer`: e for spi * min_size ± e, or both ends.
+
+    Raises ValueError for constants that must block for ever; warns of those that may surprise.
+    """
+    spi = samples_per_insert
+    if not spi > 0 or not math.isfinite(spi):
+        raise ValueError(f"samples_per_insert must be a positive number, not {spi}")
+    middle = spi * min_size
+    if isinstance(error_buffer, tuple):
+        least, most = error_buffer
+    else:
+        # The narrowest buffer allowed lets neither side run ahead for long; ten times that is comfortable.
+        error = 10 * max(1.0, spi) if error_buffer is None else error_buffer
+        least, most = middle - error, middle + error
+    if not most - least >= 2 * max(1.0, spi):
+        raise ValueError(
+            f"max_diff {most:.12g} - min_diff {least:.12g} must be at least 2 * max(1, samples_per_insert) = "
+            f"{2 * max(1.0, spi):.12g}, or inserts and samples block each other: widen error_buffer"
+        )
+    if least > middle:
+        raise ValueError(
+            f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would wait for "
+            f"inserts that are never admitted; lower min_diff or raise min_size"
+        )
+    if most < middle:
+        warnings.warn(
+            f"max_diff {most:.12g} is below samples_per_insert * min_size = {middle:.12g}: after min_size inserts no more "
+            f"are admitted until enough has been sampled",
+            stacklevel=2,
+        )
+    return RateLimiter(spi, min_size, least, most)
+
+
+def queue(size: int) -> RateLimiter:
+    """Inserting waits while `size` items have not been sampled; each is sampled once. Also the limiter of a stack."""
+    return RateLimiter(1.0, 1, 0.0, float(size))

@@ -1,0 +1,268 @@
+"""Selectors: which item comes next, for sampling and for removal.
+
+A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` names the first n without
+taking them out: distinct slots in the order in which they come, together with each one's probability of coming first. Ties
+go to the older item.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from replay_server.columns import Columns, FloatArray, IntArray
+from replay_server.sum_tree import SumTree
+
+
+class Selector(Protocol):
+    def insert(self, slot: int) -> None:
+        """A slot whose columns have just been filled."""
+
+    def delete(self, slot: int) -> None:
+        """A slot that is about to be freed."""
+
+    def update(self, slots: IntArray) -> None:
+        """Slots whose priorities have just changed."""
+
+    def selectable(self) -> int:
+        """How many distinct slots `select` can name."""
+
+    def holds(self, slot: int) -> bool:
+        """Whether `select` can name this slot of the table."""
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        """Up to n distinct slots (n,), and the probability with which each would have come first (n,)."""
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        """n draws, each from all slots again; empty if there is nothing to draw."""
+
+
+class Fifo:
+    """By age, oldest first (or newest first). Amortised O(1) an operation; O(size) to give back an item in the middle."""
+
+    def __init__(self, columns: Columns, newest_first: bool = False) -> None:
+        self._columns = columns
+        self._newest_first = newest_first
+        # (order, slot) by ascending order. Deleted ones stay until they reach an end or are too many.
+        self._entries: deque[tuple[int, int]] = deque()
+        self._live: dict[int, int] = {}  # slot -> order
+
+    def insert(self, slot: int) -> None:
+        order = int(self._columns.order[slot])
+        self._live[slot] = order
+        entries = self._entries
+        if not entries or order > entries[-1][0]:
+            entries.append((order, slot))
+        elif order < entries[0][0]:
+            entries.appendleft((order, slot))
+        else:
+            live = [entry for entry in entries if self._live.get(entry[1]) == entry[0] and entry[0] != order]
+            self._entries = deque(sorted([*live, (order, slot)]))
+
+    def delete(self, slot: int) -> None:
+        del self._live[slot]
+        entries, live = self._entries, self._live
+        while entries and live.get(entries[0][1]) != entries[0][0]:
+            entries.popleft()
+        while entries and live.get(entries[-1][1]) != entries[-1][0]:
+            entries.pop()
+        if len(entries) > 2 * len(live) + 64:
+            self._entries = deque(entry for entry in entries if live.get(entry[1]) == entry[0])
+
+    def update(self, slots: IntArray) -> None:
+        pass
+
+    def selectable(self) -> int:
+        return len(self._live)
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._live
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        chosen: list[int] = []
+        for order, slot in reversed(self._entries) if self._newest_first else self._entries:
+            if len(chosen) == n:
+                break
+            if self._live.get(slot) == order:
+                chosen.append(slot)
+        return _certain(chosen)
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        return _repeat(self.select(1, rng), n)
+
+
+class Heap:
+    """By priority, lowest first (or highest first), then by age. O(log size) an operation, amortised."""
+
+    def __init__(self, columns: Columns, highest_first: bool = False) -> None:
+        self._columns = columns
+        self._sign = -1.0 if highest_first else 1.0
+        # (rank, order, slot); an entry counts only while it is the latest of its slot.
+        self._entries: list[tuple[float, int, int]] = []
+        self._live: dict[int, tuple[float, int, int]] = {}
+
+    def insert(self, slot: int) -> None:
+        entry = (self._sign * float(self._columns.priority[slot]), int(self._columns.order[slot]), slot)
+        self._live[slot] = entry
+        heapq.heappush(self._entries, entry)
+
+    def delete(self, slot: int) -> None:
+        del self._live[slot]
+        self._compact()
+
+    def update(self, slots: IntArray) -> None:
+        for slot in slots.tolist():
+            self.insert(slot)
+        self._compact()
+
+    def selectable(self) -> int:
+        return len(self._live)
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._live
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        entries, live = self._entries, self._live
+        chosen: list[tuple[float, int, int]] = []
+        while entries and len(chosen) < n:
+            entry = heapq.heappop(entries)
+            # An update to the same priority leaves two equal entries, which come out one after the other.
+            if live.get(entry[2]) == entry and (not chosen or chosen[-1] != entry):
+                chosen.append(entry)
+        for entry in chosen:
+            heapq.heappush(entries, entry)
+        return _certain([slot for _, _, slot in chosen])
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        return _repeat(self.select(1, rng), n)
+
+    def _compact(self) -> None:
+        if len(self._entries) > 2 * len(self._live) + 64:
+            self._entries = list(self._live.values())
+            heapq.heapify(self._entries)
+
+
+class Uniform:
+    """Every item with the same probability. O(1) an operation."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._slots = np.zeros(64, dtype=np.int64)  # the first `_count` are in use, in no order
+        self._count = 0
+        self._where: dict[int, int] = {}  # slot -> index in `_slots`
+
+    def insert(self, slot: int) -> None:
+        if self._count == self._slots.size:
+            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
+        self._slots[self._count] = slot
+        self._where[slot] = self._count
+        self._count += 1
+
+    def delete(self, slot: int) -> None:
+        index = self._where.pop(slot)
+        self._count -= 1
+        last = int(self._slots[self._count])
+        if last != slot:
+            self._slots[index] = last
+            self._where[last] = index
+
+    def update(self, slots: IntArray) -> None:
+        pass
+
+    def selectable(self) -> int:
+        return self._count
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._where
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        n = min(n, self._count)
+        return self._with_probability(self._slots[rng.choice(self._count, n, replace=False)] if n else _NONE)
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        return self._with_probability(self._slots[rng.integers(self._count, size=n)] if self._count else _NONE)
+
+    def _with_probability(self, slots: IntArray) -> tuple[IntArray, FloatArray]:
+        return slots, np.full(slots.size, 1.0 / max(1, self._count))
+
+
+class Prioritized:
+    """In proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). O(log size) an operation.
+
+    An item of priority 0 is never drawn. Distinct draws are successive: each from what the draws before have left.
+    """
+
+    def __init__(self, columns: Columns, exponent: float = 1.0) -> None:
+        self._columns = columns
+        self._exponent = exponent
+        self._tree = SumTree()
+        self._positive: set[int] = set()
+
+    def insert(self, slot: int) -> None:
+        self.update(np.array([slot], dtype=np.int64))
+
+    def delete(self, slot: int) -> None:
+        self._positive.discard(slot)
+        self._tree.set(np.array([slot], dtype=np.int64), _ZERO)
+
+    def update(self, slots: IntArray) -> None:
+        weights = self._columns.priority[slots] ** self._exponent
+        self._tree.set(slots, weights)
+        positive = weights > 0
+        if positive.all():
+            self._positive.update(slots.tolist())
+        else:
+            self._positive.update(slots[positive].tolist())
+            self._positive.difference_update(slots[~positive].tolist())
+
+    def selectable(self) -> int:
+        return len(self._positive)
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._positive
+
+    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        # The first appearances in a sequence of independent draws are a sequence of successive draws without
+        # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
+        n = min(n, len(self._positive))
+        tree, total, chosen, saved = self._tree, self._tree.total, [], []
+        missing = n
+        while missing:
+            drawn = self._draw(missing, rng)
+            _, first = np.unique(drawn, return_index=True)
+            drawn = drawn[np.sort(first)]
+            chosen.append(drawn)
+            missing -= drawn.size
+            saved.append(tree.get(drawn))
+            if missing:
+                tree.set(drawn, np.zeros(drawn.size))
+        for slots, weights in zip(chosen[:-1], saved[:-1], strict=True):
+            tree.set(slots, weights)
+        if not chosen:
+            return _NONE, _ZERO[:0]
+        return np.concatenate(chosen), np.concatenate(saved) / total
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        if not self._positive:
+            return _NONE, _ZERO[:0]
+        slots = self._draw(n, rng)
+        return slots, self._tree.get(slots) / self._tree.total
+
+    def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
+        return self._tree.find(rng.random(n) * self._tree.total)
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_ZERO = np.zeros(1)
+
+
+def _certain(slots: list[int]) -> tuple[IntArray, FloatArray]:
+    probabilities = np.zeros(len(slots))
+    probabilities[:1] = 1.0
+    return np.array(slots, dtype=np.int64), probabilities
+
+
+def _repeat(first: tuple[IntArray, FloatArray], n: int) -> tuple[IntArray, FloatArray]:
+    return np.repeat(first[0], n), np.repeat(first[1], n)

@@ -1,0 +1,434 @@
+"""Table: the items of one table and every change to them. Nothing here waits and nothing here knows about gRPC.
+
+An item is a key with its columns; its payload belongs to the buffer, which counts the tables (and batches) that hold the key:
+
+    insert ──▶ in the table ──draw──▶ in the table and in a Batch ──take──▶ in the table, or consumed
+                    │                              └────────────give_back──▶ as before the draw
+                    └── evicted, deleted, stale: gone
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_server.columns import Columns, FloatArray, IntArray
+from replay_server.config import TableConfig
+from replay_server.metrics import BlockedTime, Meter
+
+_MAX_SCOPES = 1024
+"""Scopes remembered by a table; the one used longest ago is forgotten first."""
+
+
+@dataclass
+class Counters:
+    """What happened since the start or the last reset; the fields of TableInfo of the same names."""
+
+    inserts: int = 0
+    samples: int = 0
+    consumed: int = 0
+    deleted: int = 0
+    evicted: int = 0
+    evicted_unsampled: int = 0
+    stale: int = 0
+    stale_refused: int = 0
+    duplicates: int = 0
+    forwarded: int = 0
+    forward_refused: int = 0
+
+
+@dataclass
+class SampleRequest:
+    """What one batch shall be."""
+
+    num_samples: int
+    min_samples: int
+    distinct: bool = True
+    scope: str = ""
+    exclude: frozenset[int] = frozenset()
+
+
+@dataclass
+class Batch:
+    """Items drawn together, in hand until they are taken or given back. Columns of n rows, as at the draw."""
+
+    keys: npt.NDArray[np.uint64]
+    priorities: FloatArray
+    probabilities: FloatArray
+    policy_versions: IntArray
+    inserted_at: FloatArray
+    times_sampled: IntArray
+    """This time included."""
+    sizes: IntArray
+    orders: IntArray
+    forwarded: npt.NDArray[np.bool_]
+    consumed: npt.NDArray[np.bool_]
+    """Rows that left the table with this draw."""
+    table_size: int
+    scope: str
+    epoch: int
+
+    def __len__(self) -> int:
+        return int(self.keys.size)
+
+
+@dataclass
+class Table:
+    config: TableConfig
+    clock: Callable[[], float]
+    """Seconds; never goes back."""
+    on_leave: Callable[[int], None]
+    """Called with the key of every item that leaves the table, except those that leave into a Batch."""
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.config.seed)
+        self.inserted = Meter(self.clock())
+        self.sampled = Meter(self.clock())
+        self.insert_blocked = BlockedTime(self.clock())
+        self.sample_blocked = BlockedTime(self.clock())
+        self._order = 0
+        self._epoch = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.columns = Columns()
+        self.limiter = self.config.rate_limiter.build()
+        self.sampler = self.config.sampler.build(self.columns)
+        # One structure serves both roles where they agree, as in a queue.
+        same = self.config.remover == self.config.sampler
+        self.remover = self.sampler if same else self.config.remover.build(self.columns)
+        self.bytes = 0
+        self.in_hand = 0
+        """Rows of batches that are neither taken nor given back."""
+        self._scopes: OrderedDict[str, set[int]] = OrderedDict()
+        self._epoch += 1
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def size(self) -> int:
+        return len(self.columns)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.columns.slots
+
+    # ------------------------------------------------------------------------------------------------ insert
+
+    def why_no_insert(self, nbytes: int) -> str | None:
+        """Why an item of `nbytes` has to wait; None: it may come in."""
+        if not self.limiter.can_insert(1):
+            return self.limiter.why_no_insert(1)
+        if self.config.when_full == "block":
+            return self.why_full(nbytes)
+        return None
+
+    def why_full(self, nbytes: int) -> str | None:
+        """Which bound an item of `nbytes` would break."""
+        if self.size >= self.config.max_size:
+            return f"size {self.size} = max_size {self.config.max_size}"
+        if self.config.max_bytes is not None and self.bytes + nbytes > self.config.max_bytes:
+            return f"{self.bytes} bytes + {nbytes} > max_bytes {self.config.max_bytes}"
+        return None
+
+    def too_stale(self, policy_version: int, current: int) -> bool:
+        return self.config.max_staleness is not None and current - policy_version > self.config.max_staleness
+
+    def insert(self, key: int, priority: float, policy_version: int, nbytes: int) -> None:
+        """Adds an item, after making room for it. The caller has asked `why_no_insert`."""
+        while self.why_full(nbytes) and self.size:
+            self.evict()
+        self._order += 1
+        self._add(key, priority, policy_version, nbytes, order=self._order, inserted_at=self.clock())
+        self.limiter.inserts += 1
+        self.counters.inserts += 1
+        self.inserted.add(1, self.clock())
+
+    def evict(self) -> None:
+        """Removes the item that the remover names."""
+        chosen, _ = self.remover.select(1, self.rng)
+        # `prioritized` names nothing when all priorities are 0; then the oldest goes.
+        slot = int(chosen[0]) if chosen.size else int(self.columns.used()[0])
+        self.counters.evicted += 1
+        self.counters.evicted_unsampled += int(self.columns.times_sampled[slot] == 0)
+        self.limiter.deletes += 1
+        self._remove(slot)
+
+    def _add(
+        self,
+        key: int,
+        priority: float,
+        policy_version: int,
+        nbytes: int,
+        *,
+        order: int,
+        inserted_at: float,
+        times_sampled: int = 0,
+        forwarded: bool = False,
+    ) -> None:
+        columns = self.columns
+        slot = columns.add(key)
+        columns.priority[slot] = priority
+        columns.policy_version[slot] = policy_version
+        columns.order[slot] = order
+        columns.inserted_at[slot] = inserted_at
+        columns.size[slot] = nbytes
+        columns.times_sampled[slot] = times_sampled
+        columns.forwarded[slot] = forwarded
+        self.bytes += nbytes
+        self.sampler.insert(slot)
+        if self.remover is not self.sampler:
+            self.remover.insert(slot)
+
+    def _remove(self, slot: int, leaves: bool = True) -> None:
+        key = int(self.columns.key[slot])
+        self.sampler.delete(slot)
+        if self.remover is not self.sampler:
+            self.remover.delete(slot)
+        self.bytes -= int(self.columns.size[slot])
+        self.columns.remove(slot)
+        if leaves:
+            self.on_leave(key)
+
+    # ------------------------------------------------------------------------------------------------ sample
+
+    def available(self, request: SampleRequest) -> int:
+        """How many rows a batch for `request` could have, the limiter apart."""
+        selectable = self.sampler.selectable()
+        if not request.distinct:
+            return request.num_samples if selectable else 0
+        return selectable - len(self._excluded(request))
+
+    def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
+        """Why a batch of n rows has to wait; None: it may be drawn."""
+        if not self.limiter.can_sample(n):
+            return self.limiter.why_no_sample(n)
+        if (available := self.available(request)) < n:
+            excluded = len(self._excluded(request))
+            left_out = f", {excluded} excluded" if excluded else ""
+            if unselectable := self.size - self.sampler.selectable():
+                left_out += f", {unselectable} of priority 0"
+            return f"{available} of {n} samples available (size {self.size}{left_out})"
+        return None
+
+    def most_available(self, request: SampleRequest) -> int:
+        """The largest batch that could be drawn for `request` now, at most what it asks for."""
+        return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
+
+    def draw(self, request: SampleRequest, n: int) -> Batch:
+        """Draws n rows. The caller has asked `why_no_sample`."""
+        columns = self.columns
+        if request.distinct:
+            excluded = self._excluded(request)
+            slots, probabilities = self.sampler.select(n + len(excluded), self.rng)
+            if excluded:
+                # Leaving out some of a sequence of successive draws leaves one of the others.
+                kept = ~np.isin(slots, np.fromiter(excluded, dtype=np.int64, count=len(excluded)))
+                slots, probabilities = slots[kept], probabilities[kept]
+            slots, probabilities = slots[:n], probabilities[:n]
+        else:
+            slots, probabilities = self.sampler.select_repeated(n, self.rng)
+        assert slots.size == n, (slots.size, n)
+        np.add.at(columns.times_sampled, slots, 1)
+        times_sampled = columns.times_sampled[slots]
+        limit = self.config.max_times_sampled
+        batch = Batch(
+            keys=columns.key[slots],
+            priorities=columns.priority[slots],
+            probabilities=probabilities,
+            policy_versions=columns.policy_version[slots],
+            inserted_at=columns.inserted_at[slots],
+            times_sampled=times_sampled,
+            sizes=columns.size[slots],
+            orders=columns.order[slots],
+            forwarded=columns.forwarded[slots],
+            consumed=times_sampled >= limit if limit else np.zeros(n, dtype=np.bool_),
+            table_size=self.size,
+            scope=request.scope,
+            epoch=self._epoch,
+        )
+        if request.scope:
+            self._scope(request.scope).update(batch.keys.tolist())
+        for slot in slots[batch.consumed].tolist():
+            self._remove(slot, leaves=False)
+        consumed = int(batch.consumed.sum())
+        self.limiter.samples += n
+        self.limiter.deletes += consumed
+        self.counters.samples += n
+        self.counters.consumed += consumed
+        self.sampled.add(n, self.clock())
+        self.in_hand += n
+        return batch
+
+    def take(self, batch: Batch) -> list[int]:
+        """The batch is its reader's now. Returns the rows that are to join the table named in `forward_to`."""
+        if batch.epoch != self._epoch:
+            return []
+        self.in_hand -= len(batch)
+        if self.config.forward_to is None:
+            return []
+        rows = []
+        for row in np.flatnonzero(~batch.forwarded & (batch.priorities > 0)).tolist():
+            slot = self.columns.slots.get(int(batch.keys[row]))
+            if slot is not None:
+                if self.columns.forwarded[slot]:  # by a batch that was taken between this one's draw and now
+                    continue
+                self.columns.forwarded[slot] = True
+            rows.append(row)
+        return rows
+
+    def give_back(self, batch: Batch) -> list[int]:
+        """Undoes the draw. Returns the rows that are in the table again; the others stay gone (reset, deleted)."""
+        if batch.epoch != self._epoch:
+            return []
+        n, consumed = len(batch), int(batch.consumed.sum())
+        self.in_hand -= n
+        self.limiter.samples -= n
+        self.limiter.deletes -= consumed
+        self.counters.samples -= n
+        self.counters.consumed -= consumed
+        if batch.scope:
+            self._scope(batch.scope).difference_update(batch.keys.tolist())
+        rows = []
+        # Highest order first, so that each goes straight to the front of a Fifo.
+        for row in np.argsort(-batch.orders, kind="stable").tolist():
+            key = int(batch.keys[row])
+            if batch.consumed[row]:
+                self._add(
+                    key,
+                    float(batch.priorities[row]),
+                    int(batch.policy_versions[row]),
+                    int(batch.sizes[row]),
+                    order=int(batch.orders[row]),
+                    inserted_at=float(batch.inserted_at[row]),
+                    times_sampled=int(batch.times_sampled[row]) - 1,
+                    forwarded=bool(batch.forwarded[row]),
+                )
+                rows.append(row)
+            elif (slot := self.columns.slots.get(key)) is not None:
+                self.columns.times_sampled[slot] -= 1
+        return rows
+
+    def _excluded(self, request: SampleRequest) -> set[int]:
+        """The slots that `request` must not get and that the sampler might name."""
+        keys: Iterable[int] = request.exclude
+        if request.scope and (given := self._scopes.get(request.scope)):
+            keys = given | request.exclude
+        found = {slot for key in keys if (slot := self.columns.slots.get(key)) is not None}
+        return {slot for slot in found if self.sampler.holds(slot)} if found else found
+
+    def _scope(self, name: str) -> set[int]:
+        keys = self._scopes.setdefault(name, set())
+        self._scopes.move_to_end(name)
+        if len(self._scopes) > _MAX_SCOPES:
+            self._scopes.popitem(last=False)
+        return keys
+
+    # ------------------------------------------------------------------------------------- update, delete, stale, reset
+
+    def update_priorities(self, keys: IntArray, priorities: FloatArray) -> list[int]:
+        """Sets the priorities (validated by the caller); of a key named twice the last counts. Returns missing keys."""
+        wanted = dict(zip(keys.tolist(), priorities.tolist(), strict=True))
+        missing = [key for key in wanted if key not in self.columns.slots]
+        for key in missing:
+            del wanted[key]
+        slots = np.fromiter((self.columns.slots[key] for key in wanted), dtype=np.int64, count=len(wanted))
+        self.columns.priority[slots] = np.fromiter(wanted.values(), dtype=np.float64, count=len(wanted))
+        self.sampler.update(slots)
+        if self.remover is not self.sampler:
+            self.remover.update(slots)
+        return missing
+
+    def delete(self, keys: Iterable[int]) -> list[int]:
+        """Removes items. Returns missing keys."""
+        missing = []
+        for key in dict.fromkeys(keys):
+            slot = self.columns.slots.get(key)
+            if slot is None:
+                missing.append(key)
+                continue
+            self.counters.deleted += 1
+            self.limiter.deletes += 1
+            self._remove(slot)
+        return missing
+
+    def drop_stale(self, current: int) -> int:
+        """Drops every item that lags by more than `max_staleness`. Returns how many.
+
+        A stale drop takes back its insert from the limiter: it can give no samples any more, and the difference between
+        inserts and samples, which bounds a queue, would otherwise never come down again.
+        """
+        if self.config.max_staleness is None or not self.size:
+            return 0
+        slots = self.columns.used()
+        slots = slots[current - self.columns.policy_version[slots] > self.config.max_staleness]
+        for slot in slots.tolist():
+            self._remove(slot)
+        self.limiter.inserts -= slots.size
+        self.counters.stale += slots.size
+        return int(slots.size)
+
+    def reset(self) -> int:
+        """Removes all items and sets all counters to 0. Returns how many items there were."""
+        keys = list(self.columns.slots)
+        self.counters = Counters()
+        self._clear()
+        for key in keys:
+            self.on_leave(key)
+        return len(keys)
+
+    # ------------------------------------------------------------------------------------------------ look inside
+
+    def select_items(
+        self,
+        *,
+        order_by: Literal["age", "priority", "policy_version", "times_sampled", "size"],
+        descending: bool,
+        min_priority: float,
+        max_priority: float,
+        min_version: float,
+        max_version: float,
+    ) -> IntArray:
+        """The slots of the items within the bounds (all inclusive), in the order asked for; ties older first."""
+        columns, slots = self.columns, self.columns.used()
+        priority, version = columns.priority[slots], columns.policy_version[slots]
+        slots = slots[
+            (priority >= min_priority)
+            & (priority <= max_priority)
+            & (version >= min_version)
+            & (version <= max_version)
+        ]
+        if order_by == "age":  # ascending age: the youngest first
+            return slots if descending else slots[::-1]
+        values = getattr(columns, order_by)[slots]
+        return slots[np.argsort(-values if descending else values, kind="stable")]
+
+    def configure(self, config: TableConfig) -> None:
+        """Puts another configuration (of the same name) into force, keeping items and counters."""
+        assert config.name == self.name
+        old, self.config = self.config, config
+        limiter = config.rate_limiter.build()
+        limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
+        limiter.deletes = self.limiter.deletes
+        self.limiter = limiter
+        if (config.sampler, config.remover) != (old.sampler, old.remover):
+            self.sampler = config.sampler.build(self.columns)
+            same = config.remover == config.sampler
+            self.remover = self.sampler if same else config.remover.build(self.columns)
+            for slot in self.columns.used().tolist():
+                self.sampler.insert(slot)
+                if not same:
+                    self.remover.insert(slot)
+        while self.size > config.max_size or self.bytes > (config.max_bytes or math.inf):
+            self.evict()
+
+    def counts(self) -> dict[str, int]:
+        return {item.name: getattr(self.counters, item.name) for item in fields(Counters)}
