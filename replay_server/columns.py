@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+KeyArray = npt.NDArray[np.uint64]
 
 
 class Columns:

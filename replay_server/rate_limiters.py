@@ -37,10 +37,7 @@ class RateLimiter:
         )
 
     def can_sample(self, n: int) -> bool:
-        return (
-            self.size >= self.min_size
-            and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
-        )
+        return self.size >= self.min_size and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
 
     def most_samples(self) -> float:
         """How many samples could be taken now, one after the other."""

@@ -1,7 +1,7 @@
 """SumTree: numbers at positions, drawn in proportion to their size.
 
-A complete binary tree in one array: the leaves at [capacity, 2 * capacity), each inner node the sum of its two children.
-Nodes are recomputed from their children and never adjusted by differences, so rounding does not pile up under churn.
+A complete binary tree in one array: the leaves at [capacity, 2 * capacity), each inner node the sum of its two
+children. Nodes are recomputed from their children and never adjusted by differences, so rounding does not pile up under churn.
 Setting m leaves and drawing m are each one pass over log2(capacity) levels.
 """
 
@@ -24,7 +24,7 @@ class SumTree:
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
         self._nodes = np.zeros(2 * capacity)
-        self._scalars = memoryview(self._nodes)  # indexing a memoryview is much cheaper than indexing an array
+        self._scalars = self._nodes.data  # indexing a memoryview is much cheaper than indexing an array
 
     @property
     def total(self) -> float:

@@ -13,15 +13,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.columns import Columns, FloatArray, IntArray
+from replay_server.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.config import TableConfig
 from replay_server.metrics import BlockedTime, Meter
 
+ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 _MAX_SCOPES = 1024
 """Scopes remembered by a table; the one used longest ago is forgotten first."""
 
@@ -58,7 +58,7 @@ class SampleRequest:
 class Batch:
     """Items drawn together, in hand until they are taken or given back. Columns of n rows, as at the draw."""
 
-    keys: npt.NDArray[np.uint64]
+    keys: KeyArray
     priorities: FloatArray
     probabilities: FloatArray
     policy_versions: IntArray
@@ -334,7 +334,7 @@ class Table:
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
-    def update_priorities(self, keys: IntArray, priorities: FloatArray) -> list[int]:
+    def update_priorities(self, keys: KeyArray, priorities: FloatArray) -> list[int]:
         """Sets the priorities (validated by the caller); of a key named twice the last counts. Returns missing keys."""
         wanted = dict(zip(keys.tolist(), priorities.tolist(), strict=True))
         missing = [key for key in wanted if key not in self.columns.slots]
@@ -390,14 +390,14 @@ class Table:
     def select_items(
         self,
         *,
-        order_by: Literal["age", "priority", "policy_version", "times_sampled", "size"],
+        order_by: str,
         descending: bool,
         min_priority: float,
         max_priority: float,
         min_version: float,
         max_version: float,
     ) -> IntArray:
-        """The slots of the items within the bounds (all inclusive), in the order asked for; ties older first."""
+        """The slots of the items within the bounds (all inclusive), by one of ITEM_ORDERS; ties older first."""
         columns, slots = self.columns, self.columns.used()
         priority, version = columns.priority[slots], columns.policy_version[slots]
         slots = slots[

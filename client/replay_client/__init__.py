@@ -1,0 +1,34 @@
+"""The client of the replay server. Imports neither torch nor the server."""
+
+from replay_client.aio import AsyncReplayClient
+from replay_client.client import ReplayClient
+from replay_client.records import (
+    ItemInfo,
+    ItemPage,
+    MutationResult,
+    PermitLease,
+    Policy,
+    Sample,
+    SampleInfo,
+    ServerInfo,
+    StoredItem,
+    TableInfo,
+)
+from replay_client.rollout import RolloutGroup, group_from_completions
+
+__all__ = [
+    "AsyncReplayClient",
+    "ItemInfo",
+    "ItemPage",
+    "MutationResult",
+    "PermitLease",
+    "Policy",
+    "ReplayClient",
+    "RolloutGroup",
+    "Sample",
+    "SampleInfo",
+    "ServerInfo",
+    "StoredItem",
+    "TableInfo",
+    "group_from_completions",
+]

@@ -128,9 +128,7 @@ class RolloutGroup:
     def completions(self) -> list[Int32]:
         """The G completions as views of `completion_ids`."""
         ends = np.cumsum(self.completion_lengths)
-        return [
-            self.completion_ids[end - n : end] for end, n in zip(ends, self.completion_lengths, strict=True)
-        ]
+        return [self.completion_ids[end - n : end] for end, n in zip(ends, self.completion_lengths, strict=True)]
 
     def encode(self) -> bytes:
         """The group in the byte format of this module."""
@@ -165,7 +163,7 @@ class RolloutGroup:
         pieces: list[bytes | memoryview] = [prefix.ljust(start, b"\0")]
         for array in arrays:
             if array.nbytes:
-                pieces.append(memoryview(array.reshape(-1).view(np.uint8)))
+                pieces.append(array.reshape(-1).view(np.uint8).data)
                 if padding := _aligned(array.nbytes) - array.nbytes:
                     pieces.append(bytes(padding))
         return pieces
@@ -188,7 +186,7 @@ class RolloutGroup:
             header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
             fields, table = header["fields"], header["arrays"]
             body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
-            arrays = {name: _view(body, name, *entry) for name, *entry in table}
+            arrays: dict[str, Any] = {name: _view(body, name, *entry) for name, *entry in table}
             if len(arrays) != len(table):
                 raise ValueError("an array is named twice")
             extras = {name[7:]: arrays.pop(name) for name in list(arrays) if name.startswith("extras/")}
@@ -291,5 +289,3 @@ def group_from_completions(
         advantages=np.asarray(advantages, dtype=np.float32),
         **fields,
     )
-
-

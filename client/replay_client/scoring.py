@@ -35,12 +35,10 @@ def group_advantages(
     Raises ValueError for rewards that are not finite or not one-dimensional, and for another `scale`.
     """
     rewards = _rewards(rewards_G)
-    centred = rewards - rewards.mean()
-    if scale == "group":
-        return (centred / (_std(rewards) + eps)).astype(np.float32)
-    if scale == "none":
-        return centred.astype(np.float32)
-    raise ValueError(f"scale must be 'group' or 'none', not {scale!r}")
+    if scale not in ("group", "none"):
+        raise ValueError(f"scale must be 'group' or 'none', not {scale!r}")
+    divisor = _std(rewards) + eps if scale == "group" else 1.0
+    return np.asarray((rewards - rewards.mean()) / divisor, dtype=np.float32)
 
 
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:

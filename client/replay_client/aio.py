@@ -1,0 +1,353 @@
+"""AsyncReplayClient: the client, on asyncio. The blocking ReplayClient is a thin layer over it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from replay_protos import replay_pb2 as pb
+
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.errors import ServerUnavailableError, error_of
+from replay_client.frames import Item, KeySequence, PayloadJoiner, pack_items
+from replay_client.records import (
+    Buffer,
+    ItemPage,
+    MutationResult,
+    PermitLease,
+    Policy,
+    Sample,
+    ServerInfo,
+    StoredItem,
+    TableInfo,
+    item_page_of,
+    policy_of,
+    samples_of,
+    server_info_of,
+    stored_items_of,
+)
+from replay_client.rollout import RolloutGroup
+from replay_client.sampler import AsyncSampler
+from replay_client.writer import AsyncWriter, Pipeline
+
+if TYPE_CHECKING:
+    from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
+
+WRITER_BYTES = 256 << 20
+"""Payload bytes that a writer keeps in flight at most, unless told otherwise."""
+
+
+class AsyncReplayClient:
+    """A client of the replay server at `address` ("host:port").
+
+    Every method takes `timeout` in seconds; left out it is the client's own, and None waits for ever. While no server
+    answers, methods try again until their time is up; then they raise ServerUnavailableError. All errors are subclasses
+    of `replay_client.errors.ReplayError`. A client belongs to one event loop.
+    """
+
+    def __init__(self, address: str, timeout: float | None = 30.0) -> None:
+        self._connection = Connection(address, timeout)
+        self._keys = KeySequence()
+
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
+    # ------------------------------------------------------------------------------------------------ insert
+
+    async def insert(
+        self,
+        group: RolloutGroup | Buffer,
+        priorities: Mapping[str, float],
+        *,
+        key: int | None = None,
+        policy_version: int | None = None,
+        permits: PermitLease | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> int:
+        """Inserts one group (or raw bytes) into each table of `priorities`, and returns its key.
+
+        Returns when the item is in its tables. Inserting the same `key` again does nothing, so a broken connection
+        neither duplicates nor loses. `policy_version` is the group's own unless given; `permits` uses up one of a lease.
+
+        Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
+        DeadlineExceededError (with the reason).
+        """
+        seconds = self._connection.seconds(timeout)
+        lease = permits.id if permits else 0
+        item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, lease)
+        requests = list(pack_items([item]))
+
+        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> pb.InsertResponse:
+            if len(requests) == 1:
+                return await stub.Insert(requests[0], timeout=rpc_timeout)
+            call = stub.InsertStream(iter(requests), timeout=rpc_timeout)
+            async for response in call:
+                if response.decided:
+                    call.cancel()
+                    return response
+            raise ServerUnavailableError(f"{self.address} ended the insert without an answer")
+
+        response = await self._connection.call(attempt, seconds)
+        for error in response.errors:
+            raise error_of(error.code, error.message)
+        return item.key
+
+    def writer(
+        self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT
+    ) -> AsyncWriter:
+        """A pipeline of inserts with at most `max_in_flight` groups and `max_bytes` payload bytes not acknowledged.
+
+        `timeout` bounds how long each group may wait to be admitted.
+        """
+        pipeline = Pipeline(
+            self._connection,
+            asyncio.get_running_loop(),
+            max_in_flight,
+            max_bytes,
+            self._connection.seconds(timeout),
+        )
+        return AsyncWriter(pipeline, self._keys)
+
+    # ------------------------------------------------------------------------------------------------ sample
+
+    async def sample(
+        self,
+        table: str,
+        num_samples: int = 1,
+        *,
+        min_samples: int | None = None,
+        timeout: Timeout = DEFAULT,
+        distinct: bool = True,
+        scope: str = "",
+        exclude: Iterable[int] = (),
+    ) -> list[Sample]:
+        """Draws `num_samples` items; when the time is up `min_samples` of them are enough (left out: all).
+
+        `distinct`: no item twice in the result. `scope`: no item that was given out under the same scope before, to
+        anyone, for example a training step that several ranks share. `exclude`: keys that must not come.
+
+        Raises DeadlineExceededError with the reason if there are fewer.
+        """
+        seconds = self._connection.seconds(timeout)
+        request = pb.SampleRequest(
+            table=table,
+            num_samples=num_samples,
+            min_samples=min_samples,
+            timeout=seconds,
+            allow_repeats=not distinct,
+            scope=scope,
+            exclude=exclude,
+        )
+
+        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[Sample]:
+            first, payloads = await _joined(stub.Sample(request, timeout=rpc_timeout))
+            return samples_of(first, payloads)
+
+        return await self._connection.call(attempt, seconds)
+
+    def sampler(
+        self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
+    ) -> AsyncSampler:
+        """An endless iterator over full batches, of which the server draws up to `prefetch` ahead.
+
+        `timeout` bounds the wait for each batch.
+        """
+        request = pb.SampleRequest(table=table, num_samples=batch_size, allow_repeats=not distinct)
+
+        async def explain() -> str:
+            info = (await self.server_info(tables=[table])).tables[table]
+            return info.sampling.reason or f"{table}: no batch of {batch_size} within the time"
+
+        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout), explain)
+
+    # ---------------------------------------------------------------------------------- update, delete, get, list
+
+    async def update_priorities(
+        self, table: str, priorities: Mapping[int, float], *, timeout: Timeout = DEFAULT
+    ) -> MutationResult:
+        """Sets the priorities of items of one table, by key. All or nothing: a bad priority changes none of them."""
+        keys = np.fromiter(priorities.keys(), dtype=np.uint64, count=len(priorities))
+        values = np.fromiter(priorities.values(), dtype=np.float64, count=len(priorities))
+        return await self.update_priority_arrays(table, keys, values, timeout=timeout)
+
+    async def update_priority_arrays(
+        self,
+        table: str,
+        keys: npt.NDArray[np.uint64],
+        priorities: npt.NDArray[np.float64],
+        *,
+        timeout: Timeout = DEFAULT,
+    ) -> MutationResult:
+        """`update_priorities` for arrays of shape (n,)."""
+        request = pb.UpdatePrioritiesRequest(table=table, keys=keys.tolist(), priorities=priorities.tolist())
+        return await self._mutate(lambda stub, seconds: stub.UpdatePriorities(request, timeout=seconds), timeout)
+
+    async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
+        """Removes items from one table; those that are in other tables stay there."""
+        request = pb.DeleteRequest(table=table, keys=keys)
+        return await self._mutate(lambda stub, seconds: stub.Delete(request, timeout=seconds), timeout)
+
+    async def _mutate(self, attempt: Any, timeout: Timeout) -> MutationResult:
+        response: pb.MutationResponse = await self._connection.call(attempt, self._connection.seconds(timeout))
+        return MutationResult(response.applied, tuple(response.missing))
+
+    async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
+        """The items of these keys that the server holds, without counting as sampling."""
+        request = pb.GetRequest(keys=keys)
+
+        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[StoredItem]:
+            first, payloads = await _joined(stub.Get(request, timeout=rpc_timeout))
+            return stored_items_of(first, payloads)
+
+        return await self._connection.call(attempt, self._connection.seconds(timeout))
+
+    async def list_items(
+        self,
+        table: str,
+        *,
+        limit: int = 100,
+        order_by: Literal["age", "priority", "policy_version", "times_sampled", "size"] = "age",
+        descending: bool = False,
+        page: str = "",
+        min_priority: float | None = None,
+        max_priority: float | None = None,
+        min_staleness: int | None = None,
+        max_staleness: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> ItemPage:
+        """Facts about the items of a table within the bounds (inclusive), a page at a time, without payloads."""
+        request = pb.ListItemsRequest(
+            table=table,
+            limit=limit,
+            page=page,
+            order_by=order_by,
+            descending=descending,
+            min_priority=min_priority,
+            max_priority=max_priority,
+            min_staleness=min_staleness,
+            max_staleness=max_staleness,
+        )
+        response = await self._connection.call(
+            lambda stub, seconds: stub.ListItems(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return item_page_of(response)
+
+    # ------------------------------------------------------------------------------------------------ tables
+
+    async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
+        """The server and its tables (all, or those named)."""
+        request = pb.GetServerInfoRequest(tables=tables)
+        response = await self._connection.call(
+            lambda stub, seconds: stub.GetServerInfo(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return server_info_of(response)
+
+    async def update_table(self, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
+        """Changes fields of a table's TableConfig at run time, for example `max_size=8192`; items and counters stay."""
+        request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
+        return await self._connection.call(
+            lambda stub, seconds: stub.UpdateTable(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+
+    async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
+        """Empties a table and sets its counters to 0. Returns how many items were removed."""
+        request = pb.ResetRequest(table=table)
+        response = await self._connection.call(
+            lambda stub, seconds: stub.Reset(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return response.removed
+
+    # ------------------------------------------------------------------------------- policy version, admission
+
+    async def set_policy_version(
+        self, version: int, weights: str = "", *, rollback: bool = False, timeout: Timeout = DEFAULT
+    ) -> Policy:
+        """Says that `version` updates are done and where the weights lie. Lower than before only with `rollback`."""
+        request = pb.SetPolicyVersionRequest(version=version, weights=weights, rollback=rollback)
+        response = await self._connection.call(
+            lambda stub, seconds: stub.SetPolicyVersion(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return policy_of(response)
+
+    async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
+        """The current policy version and where its weights lie."""
+        response = await self._connection.call(
+            lambda stub, seconds: stub.GetPolicy(pb.GetPolicyRequest(), timeout=seconds),
+            self._connection.seconds(timeout),
+        )
+        return policy_of(response)
+
+    async def watch_policy(self) -> AsyncIterator[Policy]:
+        """The current policy, then every new one (the newest, where several follow fast). Reconnects by itself."""
+        patience = Patience(self._connection, self._connection.timeout)
+        last: tuple[int, str] | None = None
+        while True:
+            call = self._connection.stub.WatchPolicy(pb.GetPolicyRequest())
+            try:
+                async for message in call:
+                    patience.renew()
+                    if (message.version, message.weights) != last:
+                        last = message.version, message.weights
+                        yield policy_of(message)
+            except grpc.aio.AioRpcError as error:
+                await patience.pause_or_raise(error)
+            finally:
+                call.cancel()
+
+    async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
+        """Permission to generate `count` groups, as soon as they will not be too stale.
+
+        Raises DeadlineExceededError with the reason, and UnsupportedError where the server has no [admission].
+        """
+        seconds = self._connection.seconds(timeout)
+        request = pb.AcquirePermitsRequest(count=count, timeout=seconds)
+        response = await self._connection.call(
+            lambda stub, rpc_seconds: stub.AcquirePermits(request, timeout=rpc_seconds), seconds
+        )
+        return PermitLease(response.lease, response.count, response.ttl)
+
+    async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
+        """Gives back permits that will not be used (0: all that are left). Returns how many."""
+        request = pb.ReleasePermitsRequest(lease=lease.id, count=count)
+        response = await self._connection.call(
+            lambda stub, seconds: stub.ReleasePermits(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return response.released
+
+    # ------------------------------------------------------------------------------------------------ the client
+
+    async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
+        """Makes the server write a checkpoint. Returns its name. Raises UnsupportedError where it cannot."""
+        response = await self._connection.call(
+            lambda stub, seconds: stub.Checkpoint(pb.CheckpointRequest(name=name), timeout=seconds),
+            self._connection.seconds(timeout),
+        )
+        return response.name
+
+    async def close(self) -> None:
+        """Lets go of the connection; what the server drew ahead for this client goes back."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def _joined(call: Any) -> tuple[Any, list[Buffer]]:
+    """The first message of a stream and the payloads in all of it."""
+    first, joiner = None, PayloadJoiner([])
+    async for message in call:
+        if first is None:
+            first, joiner = message, PayloadJoiner(message.payload_sizes)
+        joiner.feed(message.payloads)
+    if first is None or not joiner.complete:
+        raise ServerUnavailableError("the server ended the answer in the middle")
+    return first, joiner.payloads

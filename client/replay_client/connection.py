@@ -1,0 +1,128 @@
+"""Connection: a gRPC channel to one server, with one rule for deadlines, retries and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc
+from replay_protos.replay_pb2_grpc import ReplayStub
+
+from replay_client.errors import ReplayError, ServerUnavailableError, error_of
+
+if TYPE_CHECKING:
+    from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
+
+T = TypeVar("T")
+
+_GRACE = 5.0
+"""Seconds that the server gets beyond the timeout to say what the request waited for."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between attempts to reach a server that does not answer; doubled each time."""
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+class Unset:
+    """The type of DEFAULT."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: Final = Unset()
+"""A timeout that was not given: the client's own."""
+Timeout = float | None | Unset
+"""Seconds; None: for ever, because the caller says so."""
+
+
+class Connection:
+    def __init__(self, address: str, timeout: float | None) -> None:
+        check_timeout(timeout)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"address must be host:port, for example 127.0.0.1:7400, not {address!r}")
+        self.address = address
+        self.timeout = timeout
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: ReplayAsyncStub | None = None
+
+    @property
+    def stub(self) -> ReplayAsyncStub:
+        """Connects at the first use, because a channel belongs to the event loop that runs then."""
+        if self._stub is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+            self._stub = ReplayStub(self._channel)
+        return self._stub
+
+    def seconds(self, timeout: Timeout) -> float | None:
+        """The timeout that holds."""
+        if isinstance(timeout, Unset):
+            return self.timeout
+        check_timeout(timeout)
+        return timeout
+
+    async def call(self, attempt: Callable[[ReplayAsyncStub, float | None], Awaitable[T]], timeout: float | None) -> T:
+        """The result of `attempt(stub, rpc_timeout)`, tried again while no server answers and there is time."""
+        patience = Patience(self, timeout)
+        while True:
+            try:
+                return await attempt(self.stub, None if timeout is None else patience.remaining() + _GRACE)
+            except grpc.aio.AioRpcError as error:
+                await patience.pause_or_raise(error)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class Patience:
+    """How long to go on trying to reach a server. Any other failure ends it at once."""
+
+    def __init__(self, connection: Connection, timeout: float | None) -> None:
+        self._connection = connection
+        self._timeout = timeout
+        self._pause = _FIRST_PAUSE
+        self._end = math.inf
+        self.renew()
+
+    def renew(self) -> None:
+        """The server has answered: the time starts again."""
+        self._pause = _FIRST_PAUSE
+        if self._timeout is not None:
+            self._end = asyncio.get_running_loop().time() + self._timeout
+
+    def remaining(self) -> float:
+        return max(0.0, self._end - asyncio.get_running_loop().time())
+
+    async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
+        """Waits before the next attempt, or raises what `error` means."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise self._connection_error(error) from None
+        if self.remaining() <= self._pause:
+            waited = "" if not self._timeout else f" (tried for {self._timeout:g} s)"
+            raise ServerUnavailableError(
+                f"no replay server answers at {self._connection.address}{waited}: {error.details()}; is it running "
+                f"(`replay serve`), and is the address right?"
+            ) from None
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _connection_error(self, error: grpc.aio.AioRpcError) -> ReplayError:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
+            # gRPC's own words: the server said nothing at all, not even after the grace.
+            return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
+        return error_of(error.code(), error.details() or "")
+
+
+def check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout must be a number of seconds from 0, or None to wait for ever, not {timeout!r}")

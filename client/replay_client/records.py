@@ -1,0 +1,231 @@
+"""Records: what the client's methods return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from replay_protos import replay_pb2 as pb
+
+from replay_client.rollout import RolloutGroup
+
+TableInfo = pb.TableInfo
+"""Everything about one table; fields as documented in replay.proto. `config` is the JSON of its TableConfig."""
+AdmissionInfo = pb.AdmissionInfo
+
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """Where a sample comes from, as things stood when it was drawn."""
+
+    key: int
+    priority: float
+    probability: float
+    """Of being drawn first in its request; 1 or 0 where the selector is not random."""
+    age: float
+    """Seconds since it was inserted."""
+    policy_version: int
+    staleness: int
+    """How many policy versions it lagged."""
+    times_sampled: int
+    """This time included."""
+    table_size: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One item out of a table."""
+
+    info: SampleInfo
+    payload: Buffer
+    """The bytes that were inserted."""
+
+    @cached_property
+    def group(self) -> RolloutGroup:
+        """The payload as a group; decoded at the first use. Raises ValueError if it is not one."""
+        return RolloutGroup.decode(self.payload)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One table that holds an item."""
+
+    priority: float
+    times_sampled: int
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """One item, wherever it lies."""
+
+    key: int
+    age: float
+    policy_version: int
+    staleness: int
+    tables: dict[str, Membership]
+    payload: Buffer
+
+    @cached_property
+    def group(self) -> RolloutGroup:
+        return RolloutGroup.decode(self.payload)
+
+
+@dataclass(frozen=True)
+class ItemInfo:
+    """One row of `list_items`."""
+
+    key: int
+    priority: float
+    age: float
+    policy_version: int
+    staleness: int
+    times_sampled: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ItemPage:
+    """Some of the items of a table."""
+
+    items: Sequence[ItemInfo]
+    matching: int
+    """Items that match, on all pages."""
+    next_page: str
+    """For `list_items(page=...)`; empty: this was the last."""
+
+
+@dataclass(frozen=True)
+class MutationResult:
+    """What an update or delete did."""
+
+    applied: int
+    missing: tuple[int, ...]
+    """Keys that are not in the table."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The trainer's current policy."""
+
+    version: int
+    """Finished updates."""
+    weights: str
+    """Where its weights lie; empty: never published."""
+    age: float
+    """Seconds since it was set."""
+
+
+@dataclass(frozen=True)
+class PermitLease:
+    """Permits to generate groups."""
+
+    id: int
+    count: int
+    ttl: float
+    """Seconds until unused permits go back."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server and its tables."""
+
+    version: str
+    server_id: int
+    """New at each start of the server."""
+    uptime: float
+    """Seconds."""
+    policy: Policy
+    admission: AdmissionInfo | None
+    """None where admission is not configured."""
+    tables: dict[str, TableInfo]
+    items: int
+    bytes: int
+    max_bytes: int
+    """0: no bound."""
+    storage: str
+    insert_streams: int
+    sample_streams: int
+
+
+def policy_of(message: pb.Policy) -> Policy:
+    return Policy(message.version, message.weights, message.age)
+
+
+def server_info_of(message: pb.ServerInfo) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        server_id=message.server_id,
+        uptime=message.uptime,
+        policy=policy_of(message.policy),
+        admission=message.admission if message.HasField("admission") else None,
+        tables={table.name: table for table in message.tables},
+        items=message.items,
+        bytes=message.bytes,
+        max_bytes=message.max_bytes,
+        storage=message.storage,
+        insert_streams=message.insert_streams,
+        sample_streams=message.sample_streams,
+    )
+
+
+def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer]) -> list[Sample]:
+    """The samples of a batch; `first` is the message with its columns."""
+    columns = zip(
+        first.keys,
+        first.priorities,
+        first.probabilities,
+        first.ages,
+        first.policy_versions,
+        first.times_sampled,
+        payloads,
+        strict=True,
+    )
+    return [
+        Sample(
+            SampleInfo(
+                key=key,
+                priority=priority,
+                probability=probability,
+                age=age,
+                policy_version=version,
+                staleness=max(0, first.policy_version - version),
+                times_sampled=times,
+                table_size=first.table_size,
+            ),
+            payload,
+        )
+        for key, priority, probability, age, version, times, payload in columns
+    ]
+
+
+def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
+    tables: list[dict[str, Membership]] = [{} for _ in first.keys]
+    for member in first.memberships:
+        for row, priority, times in zip(member.rows, member.priorities, member.times_sampled, strict=True):
+            tables[row][member.table] = Membership(priority, times)
+    return [
+        StoredItem(key, age, version, max(0, first.policy_version - version), held, payload)
+        for key, age, version, held, payload in zip(
+            first.keys, first.ages, first.policy_versions, tables, payloads, strict=True
+        )
+    ]
+
+
+def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
+    columns = zip(
+        response.keys,
+        response.priorities,
+        response.ages,
+        response.policy_versions,
+        response.times_sampled,
+        response.payload_sizes,
+        strict=True,
+    )
+    items = [
+        ItemInfo(key, priority, age, version, max(0, response.policy_version - version), times, nbytes)
+        for key, priority, age, version, times, nbytes in columns
+    ]
+    return ItemPage(items, response.matching, response.next_page)

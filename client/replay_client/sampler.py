@@ -1,0 +1,143 @@
+"""Sampler: batches drawn ahead of their use, without counting as sampled before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+import grpc
+from replay_protos import replay_pb2 as pb
+
+from replay_client.connection import Connection, Patience
+from replay_client.errors import DeadlineExceededError
+from replay_client.frames import PayloadJoiner
+from replay_client.records import Sample, samples_of
+
+_Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, pb.SampleResponse]
+
+
+class AsyncSampler:
+    """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
+
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller: until then
+    the server takes it back when this client goes away, or when something in it has gone stale.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        request: pb.SampleRequest,
+        prefetch: int,
+        timeout: float | None,
+        explain: Callable[[], Awaitable[str]],
+    ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch must be at least 0, not {prefetch}")
+        self._connection = connection
+        self._request = request
+        self._prefetch = prefetch
+        self._timeout = timeout
+        self._explain = explain
+        """Why sampling this table waits, in words."""
+        self._call: _Call | None = None
+        self._ahead = 0
+        """Batches that the server may have drawn and that were not handed out."""
+        self._ready: list[tuple[int, list[Sample]]] = []
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Sample]:
+        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        if self._closed:
+            raise StopAsyncIteration
+        patience = Patience(self._connection, self._connection.timeout)
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    try:
+                        return await self._next()
+                    except grpc.aio.AioRpcError as error:
+                        self._drop_call()
+                        await patience.pause_or_raise(error)
+        except TimeoutError:
+            # The stream is in the middle of something: the next call begins a new one.
+            self._drop_call()
+            raise DeadlineExceededError(await self._explain()) from None
+        except BaseException:
+            self._drop_call()
+            raise
+
+    async def _next(self) -> list[Sample]:
+        if self._call is None:
+            self._call = self._connection.stub.SampleStream()
+            self._ahead = max(1, self._prefetch)
+            await self._write(pb.SampleStreamRequest(open=self._request, credit=self._ahead))
+        elif self._ahead == 0:
+            self._ahead = 1
+            await self._write(pb.SampleStreamRequest(credit=1))
+        while True:
+            while not self._ready:
+                await self._receive()
+            batch_id, samples = self._ready.pop(0)
+            # Asking costs one short round trip and makes it certain that nothing stale is handed out.
+            await self._write(pb.SampleStreamRequest(take=batch_id, credit=1 if self._prefetch else 0))
+            taken = await self._receive(batch_id)
+            if not taken and not self._prefetch:
+                await self._write(pb.SampleStreamRequest(credit=1))
+            if taken:
+                self._ahead -= 0 if self._prefetch else 1
+                return samples
+
+    async def _receive(self, asked: int = 0) -> bool:
+        """Reads up to the next batch (into `_ready`), or up to the answer for batch `asked`: whether it is ours."""
+        while True:
+            message = await self._read()
+            if message.taken or message.revoked:
+                assert asked in (message.taken, message.revoked)
+                return bool(message.taken)
+            joiner = PayloadJoiner(message.payload_sizes)
+            joiner.feed(message.payloads)
+            while not joiner.complete:
+                joiner.feed((await self._read()).payloads)
+            self._ready.append((message.batch, samples_of(message, joiner.payloads)))
+            if not asked:
+                return True
+
+    async def _read(self) -> pb.SampleResponse:
+        assert self._call is not None
+        message = await self._call.read()
+        if not isinstance(message, pb.SampleResponse):  # EOF: the status says why
+            raise grpc.aio.AioRpcError(
+                await self._call.code(),
+                await self._call.initial_metadata(),
+                await self._call.trailing_metadata(),
+                await self._call.details(),
+            )
+        return message
+
+    async def _write(self, request: pb.SampleStreamRequest) -> None:
+        assert self._call is not None
+        try:
+            await self._call.write(request)
+        except asyncio.InvalidStateError:
+            pass  # the stream has ended; reading says why
+
+    def _drop_call(self) -> None:
+        """The server takes back what was not handed out."""
+        if self._call is not None:
+            self._call.cancel()
+        self._call = None
+        self._ready.clear()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._drop_call()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

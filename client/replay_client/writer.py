@@ -1,0 +1,253 @@
+"""Writer: inserts in a pipeline, in order, bounded, acknowledged, and across reconnects.
+
+insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ gone
+                ▲                     │
+                └──── reconnect ──────┘       same keys, so the server takes each item once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import grpc
+from replay_protos import replay_pb2 as pb
+
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, error_of
+from replay_client.frames import Item, KeySequence, pack_items
+from replay_client.records import Buffer, PermitLease
+from replay_client.rollout import RolloutGroup
+
+_SEND_AHEAD = 1024
+"""Items taken from the unsent ones at a time."""
+
+
+class Pipeline:
+    """What the blocking and the asyncio writer share. Its methods may be called from any thread.
+
+    `offer` and `when_drained` never wait: where they cannot do their work at once they keep a callback, which is called,
+    on the event loop, when trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        loop: asyncio.AbstractEventLoop,
+        max_in_flight: int,
+        max_bytes: int,
+        timeout: float | None,
+    ) -> None:
+        if max_in_flight < 1 or max_bytes < 1:
+            raise ValueError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
+        self.timeout = timeout
+        self.refused: dict[int, ReplayError] = {}
+        """Items the server refused, by key, with the reason; nothing was stored for them."""
+        self._connection = connection
+        self._loop = loop
+        self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
+        self._lock = threading.Lock()
+        self._unsent: deque[Item] = deque()
+        self._unacknowledged: deque[Item] = deque()
+        self._in_flight, self._bytes = 0, 0
+        self._unreported: list[ReplayError] = []
+        self._failure: ReplayError | None = None
+        self._room: list[Callable[[], None]] = []
+        self._drained: list[Callable[[], None]] = []
+        self._wake = asyncio.Event()
+        self._awake = False
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, item: Item, when_room: Callable[[], None]) -> bool:
+        """Takes the item if there is room. Raises what went wrong with earlier ones."""
+        with self._lock:
+            self._raise()
+            if self._in_flight and (
+                self._in_flight >= self._max_in_flight or self._bytes + item.nbytes > self._max_bytes
+            ):
+                self._room.append(when_room)
+                return False
+            self._unsent.append(item)
+            self._in_flight += 1
+            self._bytes += item.nbytes
+            wake, self._awake = not self._awake, True
+        if wake:
+            self._loop.call_soon_threadsafe(self._start)
+        return True
+
+    def drained(self, when_drained: Callable[[], None]) -> bool:
+        """Whether everything is acknowledged. Raises what went wrong."""
+        with self._lock:
+            if not self._in_flight or self._failure is not None:
+                self._raise()
+                return True
+            self._drained.append(when_drained)
+            return False
+
+    def seconds(self, timeout: Timeout) -> float | None:
+        return self._connection.seconds(timeout)
+
+    def waiting(self) -> str:
+        return f"{self._in_flight} items ({self._bytes} bytes) are not acknowledged yet by {self._connection.address}"
+
+    async def close(self) -> None:
+        """Stops sending. What is not acknowledged by now may or may not have been stored."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._fail(ServerClosedError("the writer is closed"))
+
+    def _raise(self) -> None:
+        if self._unreported:
+            error, self._unreported = self._unreported[0], []
+            raise error
+        if self._failure is not None:
+            raise self._failure
+
+    def _start(self) -> None:
+        self._wake.set()
+        if self._task is None:
+            self._task = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        patience = Patience(self._connection, self._connection.timeout)
+        try:
+            while True:
+                try:
+                    await self._stream(patience)
+                except grpc.aio.AioRpcError as error:
+                    await patience.pause_or_raise(error)
+                with self._lock:  # what was sent and not acknowledged goes first, in the old order
+                    self._unsent.extendleft(reversed(self._unacknowledged))
+                    self._unacknowledged.clear()
+                self._wake.set()
+        except ReplayError as error:
+            self._fail(error)
+
+    async def _stream(self, patience: Patience) -> None:
+        """Sends and reads until the stream breaks."""
+        call = self._connection.stub.InsertStream()
+        reader = asyncio.create_task(self._read(call, patience))
+        reader.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not reader.done():
+                await self._wake.wait()
+                self._wake.clear()
+                while not reader.done() and (items := self._next_items()):
+                    for request in pack_items(items):
+                        await call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader knows why the stream broke
+        except BaseException:
+            reader.cancel()
+            raise
+        finally:
+            call.cancel()
+        await reader
+
+    def _next_items(self) -> list[Item]:
+        with self._lock:
+            items = [self._unsent.popleft() for _ in range(min(len(self._unsent), _SEND_AHEAD))]
+            self._unacknowledged.extend(items)
+            self._awake = bool(items)
+        return items
+
+    async def _read(
+        self, call: grpc.aio.StreamStreamCall[pb.InsertRequest, pb.InsertResponse], patience: Patience
+    ) -> None:
+        async for response in call:
+            patience.renew()
+            errors = {error.key: error_of(error.code, error.message) for error in response.errors}
+            with self._lock:
+                for _ in range(response.decided):
+                    item = self._unacknowledged.popleft()
+                    self._in_flight -= 1
+                    self._bytes -= item.nbytes
+                self.refused.update(errors)
+                self._unreported.extend(errors.values())
+            self._call(self._room)
+            if not self._in_flight:
+                self._call(self._drained)
+        # A server ends a stream only with an error; ending it without one means that it lost it.
+        raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
+
+    def _fail(self, error: ReplayError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+        self._call(self._room)
+        self._call(self._drained)
+
+    def _call(self, callbacks: list[Callable[[], None]]) -> None:
+        with self._lock:
+            waiting = callbacks[:]
+            callbacks.clear()
+        for callback in waiting:
+            callback()
+
+
+class AsyncWriter:
+    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, used with `async with`."""
+
+    def __init__(self, pipeline: Pipeline, keys: KeySequence) -> None:
+        self.pipeline = pipeline
+        self._keys = keys
+
+    @property
+    def refused(self) -> Mapping[int, ReplayError]:
+        """Items that the server refused, by key, with the reason."""
+        return self.pipeline.refused
+
+    async def insert(
+        self,
+        group: RolloutGroup | Buffer,
+        priorities: Mapping[str, float],
+        *,
+        policy_version: int | None = None,
+        permits: PermitLease | None = None,
+    ) -> int:
+        """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
+
+        Raises what went wrong with an earlier insert, once for each time that something did.
+        """
+        item = self.item(group, priorities, policy_version, permits)
+        while True:
+            room = asyncio.Event()
+            if self.pipeline.offer(item, room.set):
+                return item.key
+            await room.wait()
+
+    def item(
+        self,
+        group: RolloutGroup | Buffer,
+        priorities: Mapping[str, float],
+        policy_version: int | None,
+        permits: PermitLease | None,
+    ) -> Item:
+        lease = permits.id if permits else 0
+        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, lease)
+
+    async def flush(self, timeout: Timeout = DEFAULT) -> None:
+        """Returns when everything inserted so far is acknowledged. Raises what went wrong with any of it."""
+        drained = asyncio.Event()
+        while not self.pipeline.drained(drained.set):
+            try:
+                async with asyncio.timeout(self.pipeline.seconds(timeout)):
+                    await drained.wait()
+            except TimeoutError:
+                raise DeadlineExceededError(self.pipeline.waiting()) from None
+            drained.clear()
+
+    async def close(self) -> None:
+        await self.pipeline.close()
+
+    async def __aenter__(self) -> AsyncWriter:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                await self.flush()
+        finally:
+            await self.close()

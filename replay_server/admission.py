@@ -1,0 +1,135 @@
+"""Admission: permits for generating groups, so that work which would be too stale is never started.
+
+Permits are granted while accepted + running + n <= (max_staleness + version + 1) * groups_per_step, the rule of AReaL
+(arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit ends by
+the insert (running -> accepted), by release, or by expiry of its lease (both lower running only).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replay_server.config import AdmissionConfig
+from replay_server.errors import deadline, invalid
+from replay_server.waiting import Line, Pending
+
+
+@dataclass
+class Lease:
+    id: int
+    count: int
+    """Permits left."""
+    expires: float
+
+
+class PendingPermits(Pending[Lease]):
+    def __init__(self, count: int, since: float, deadline: float) -> None:
+        super().__init__(since, deadline)
+        self.count = count
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease, once there is one."""
+        return self.value
+
+
+class Admission:
+    def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self._clock = clock
+        self._version = 0
+        self.accepted = 0
+        self.expired = 0
+        self._leases: dict[int, Lease] = {}
+        self.line: Line[PendingPermits] = Line()
+
+    @property
+    def running(self) -> int:
+        return sum(lease.count for lease in self._leases.values())
+
+    @property
+    def capacity(self) -> int:
+        """How many permits could be granted now."""
+        bound = (self.config.max_staleness + self._version + 1) * self.config.groups_per_step
+        return bound - self.accepted - self.running
+
+    def why_not(self, count: int) -> str:
+        config = self.config
+        bound = (config.max_staleness + self._version + 1) * config.groups_per_step
+        return (
+            f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
+            f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = {bound}"
+        )
+
+    def acquire(self, count: int, deadline_at: float) -> PendingPermits:
+        """Asks for `count` permits at once; the result is done when they are granted."""
+        if count < 1:
+            raise invalid(f"count must be at least 1, not {count}")
+        most = (self.config.max_staleness + 1) * self.config.groups_per_step
+        if count > most:
+            raise invalid(f"{count} permits at once are never granted; at most {most} of them")
+        pending = PendingPermits(count, self._clock(), deadline_at)
+        self.line.join(pending)
+        self.progress()
+        return pending
+
+    def release(self, lease_id: int, count: int = 0) -> int:
+        """Gives permits back (0: all that are left). Returns how many."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return 0
+        if count > lease.count:
+            raise invalid(f"lease {lease_id:#x} has {lease.count} permits left, not {count}")
+        released = count or lease.count
+        self._use(lease, released)
+        self.progress()
+        return released
+
+    def accept(self, lease_id: int) -> None:
+        """A group was inserted with a permit. One whose lease has expired in the meantime is work done all the same."""
+        self.accepted += 1
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._use(lease, 1)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        self.progress()
+
+    def restart(self, version: int) -> None:
+        """After a restore or a rollback: what was accepted before counts as `version` full steps."""
+        self.accepted = version * self.config.groups_per_step
+        self.set_version(version)
+
+    def expire(self) -> None:
+        """Takes back the permits whose time is up."""
+        now = self._clock()
+        for lease in [lease for lease in self._leases.values() if lease.expires <= now]:
+            self.expired += lease.count
+            del self._leases[lease.id]
+        self.progress()
+
+    def time_out(self, pending: PendingPermits) -> None:
+        """The deadline of `pending` has passed."""
+        if not pending.done:
+            pending.fail(deadline(f"permits: {self.why_not(pending.count)}"))
+            self.progress()
+
+    def abandon(self, pending: PendingPermits) -> None:
+        """The client of `pending` went away."""
+        if not pending.done:
+            pending.abandon()
+            self.progress()
+
+    def progress(self) -> None:
+        while (pending := self.line.head) is not None and pending.count <= self.capacity:
+            lease = Lease(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
+            self._leases[lease.id] = lease
+            pending.finish(lease)
+
+    def _use(self, lease: Lease, count: int) -> None:
+        lease.count -= count
+        if lease.count == 0:
+            del self._leases[lease.id]

@@ -1,0 +1,507 @@
+"""ReplayBuffer: all tables of a server over one set of payloads, and the operations that clients call.
+
+Everything is synchronous and runs on one event loop, so each operation is atomic: it checks all of its request, then applies
+all of it. A request that may not proceed becomes a Pending in the line of its table. After every change the lines of the
+touched tables are served again, first come first served.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from replay_server.admission import Admission
+from replay_server.columns import FloatArray, KeyArray
+from replay_server.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
+from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large
+from replay_server.storage import Payload, Storage
+from replay_server.storage.memory import MemoryStorage
+from replay_server.table import Batch, SampleRequest, Table
+from replay_server.waiting import Line, Pending
+
+SEEN_KEYS = 1 << 17
+"""How many of the last inserted keys are remembered, so that a retry is recognised after its item was consumed."""
+
+
+@dataclass
+class Policy:
+    version: int = 0
+    weights: str = ""
+    set_at: float = 0.0
+
+
+@dataclass
+class Item:
+    """What all tables share of a key."""
+
+    nbytes: int
+    policy_version: int
+    inserted_at: float
+    holders: int = 0
+    """Tables and batches in hand that hold the key; at 0 the payload goes."""
+
+
+@dataclass(frozen=True)
+class Insert:
+    """One item on its way in."""
+
+    key: int
+    priorities: Mapping[str, float]
+    """By table; at least one."""
+    policy_version: int
+    payload: Payload
+    nbytes: int
+    permits: int = 0
+    """Lease that one permit is taken from; 0: none."""
+
+
+class PendingInsert(Pending[None]):
+    def __init__(self, insert: Insert, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.insert = insert
+
+
+class PendingSample(Pending[tuple[int, Batch]]):
+    def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.table = table
+        self.request = request
+
+    @property
+    def drawn(self) -> int | None:
+        """The id of the batch, once there is one."""
+        return None if self.value is None else self.value[0]
+
+
+@dataclass
+class Lines:
+    """Who waits for one table."""
+
+    inserts: Line[PendingInsert] = field(default_factory=Line)
+    samples: Line[PendingSample] = field(default_factory=Line)
+
+
+class ReplayBuffer:
+    def __init__(
+        self,
+        tables: Iterable[TableConfig],
+        clock: Callable[[], float],
+        *,
+        storage: Storage | None = None,
+        admission: AdmissionConfig | None = None,
+        max_bytes: int | None = None,
+        max_payload_bytes: int = 1 << 30,
+    ) -> None:
+        self.clock = clock
+        self.storage = MemoryStorage() if storage is None else storage
+        self.tables = {config.name: Table(config, clock, self._leave) for config in tables}
+        self.lines = {name: Lines() for name in self.tables}
+        self.admission = None if admission is None else Admission(admission, clock)
+        self.max_bytes = math.inf if max_bytes is None else max_bytes
+        self.max_payload_bytes = max_payload_bytes
+        self.items: dict[int, Item] = {}
+        self.bytes = 0
+        self.policy = Policy(set_at=clock())
+        self.on_policy: set[Callable[[], None]] = set()
+        """Called after every change of the policy."""
+        self._batches: dict[int, tuple[Table, Batch]] = {}
+        self._batch_ids = count(secrets.randbits(62) | 1)
+        self._seen: set[int] = set()
+        self._seen_order: deque[int] = deque()
+        self._closed = False
+
+    def table(self, name: str) -> Table:
+        try:
+            return self.tables[name]
+        except KeyError:
+            raise not_found(f"no table {name!r}; tables: {', '.join(self.tables)}") from None
+
+    # ------------------------------------------------------------------------------------------------ insert
+
+    def insert(self, insert: Insert, deadline_at: float = math.inf) -> PendingInsert | None:
+        """Inserts one item into its tables, at once (None) or when all of them admit it."""
+        self._check_insert(insert)
+        tables = [self.tables[name] for name in insert.priorities]
+        if self._known(insert, tables):
+            return None
+        self._check_state(insert, tables)
+        if not any(self.lines[table.name].inserts for table in tables) and not self._why_no_insert(insert, tables):
+            self._make_room(insert, tables)
+            self._apply(insert, tables)
+            self._progress(tables)
+            return None
+        pending = PendingInsert(insert, self.clock(), deadline_at)
+        for table in tables:
+            self.lines[table.name].inserts.join(pending)
+        self._mark_blocked(tables)
+        return pending
+
+    def _check_insert(self, insert: Insert) -> None:
+        """What makes the item invalid, whatever the state of the server."""
+        if self._closed:
+            raise closed("the server is shutting down")
+        if not insert.priorities:
+            raise invalid(f"item {insert.key} names no table; tables: {', '.join(self.tables)}")
+        for name, priority in insert.priorities.items():
+            check_priority(priority, f"item {insert.key}, table {name!r}")
+            bound = self.table(name).config.max_bytes
+            if bound is not None and insert.nbytes > bound:
+                raise too_large(f"item of {insert.nbytes} bytes; table {name!r} holds at most {bound} (max_bytes)")
+        limit = min(self.max_payload_bytes, self.max_bytes)
+        if insert.nbytes > limit:
+            raise too_large(f"item of {insert.nbytes} bytes; this server takes at most {limit}")
+
+    def _known(self, insert: Insert, tables: list[Table]) -> bool:
+        """Whether the key was inserted before: then this is a retry, and acknowledged without doing anything."""
+        if insert.key not in self._seen and insert.key not in self.items:
+            return False
+        for table in tables:
+            table.counters.duplicates += 1
+        return True
+
+    def _check_state(self, insert: Insert, tables: list[Table]) -> None:
+        """What refuses the item as things stand now."""
+        for table in tables:
+            if table.too_stale(insert.policy_version, self.policy.version):
+                table.counters.stale_refused += 1
+                raise stale(
+                    f"item of policy version {insert.policy_version} lags {self.policy.version - insert.policy_version} "
+                    f"behind the current {self.policy.version}; table {table.name!r} takes at most "
+                    f"{table.config.max_staleness} (max_staleness)"
+                )
+            if table.config.when_full == "reject" and (why := table.why_full(insert.nbytes)):
+                raise full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
+
+    def _why_no_insert(self, insert: Insert, tables: list[Table]) -> str | None:
+        for table in tables:
+            if why := table.why_no_insert(insert.nbytes):
+                return f"{table.name}: inserting blocked: {why}"
+            if table.config.when_full == "block" and (why := self._why_full(insert.nbytes)):
+                return f"{table.name}: inserting blocked: server: {why}"
+        return None
+
+    def _why_full(self, nbytes: int) -> str | None:
+        if self.bytes + nbytes > self.max_bytes:
+            return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
+        return None
+
+    def _make_room(self, insert: Insert, tables: list[Table]) -> None:
+        """Evicts from the item's tables until the server's own bound allows it."""
+        while (why := self._why_full(insert.nbytes)) is not None:
+            evicting = [table for table in tables if table.config.when_full == "evict" and table.size]
+            if not evicting:
+                raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has nothing to evict")
+            max(evicting, key=lambda table: table.bytes).evict()
+
+    def _apply(self, insert: Insert, tables: list[Table]) -> None:
+        self.items[insert.key] = Item(insert.nbytes, insert.policy_version, self.clock(), holders=len(tables))
+        self.bytes += insert.nbytes
+        self.storage.put(insert.key, insert.payload)
+        for table in tables:
+            table.insert(insert.key, insert.priorities[table.name], insert.policy_version, insert.nbytes)
+        self._remember(insert.key)
+        if insert.permits and self.admission is not None:
+            self.admission.accept(insert.permits)
+
+    def _remember(self, key: int) -> None:
+        self._seen.add(key)
+        self._seen_order.append(key)
+        if len(self._seen_order) > SEEN_KEYS:
+            self._seen.discard(self._seen_order.popleft())
+
+    # ------------------------------------------------------------------------------------------------ sample
+
+    def sample(self, table_name: str, request: SampleRequest, deadline_at: float = math.inf) -> PendingSample:
+        """Draws a batch, now or when it may be drawn; the result is its id, for `take` or `give_back`."""
+        if self._closed:
+            raise closed("the server is shutting down")
+        table = self.table(table_name)
+        self._check_sample(table, request)
+        pending = PendingSample(table, request, self.clock(), deadline_at)
+        self.lines[table.name].samples.join(pending)
+        self._progress([table])
+        return pending
+
+    def _check_sample(self, table: Table, request: SampleRequest) -> None:
+        if not 1 <= request.min_samples <= request.num_samples:
+            raise invalid(
+                f"min_samples {request.min_samples} and num_samples {request.num_samples} must be 1 <= min <= num"
+            )
+        config = table.config
+        if request.distinct and request.min_samples > config.max_size:
+            raise invalid(
+                f"{request.min_samples} distinct samples of table {table.name!r} can never be there: its max_size is "
+                f"{config.max_size}"
+            )
+        if request.min_samples > table.limiter.largest_batch():
+            raise invalid(
+                f"{request.min_samples} samples at once can never be drawn from table {table.name!r}: its rate limiter "
+                f"({config.rate_limiter.type}) stops inserting at {table.limiter.largest_batch():.12g}; ask for fewer "
+                f"or widen the limiter"
+            )
+        if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
+            raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
+
+    def take(self, batch_id: int, *, sent: bool = False) -> bool:
+        """The batch is its reader's from now on. False: something in it went stale, so it was given back instead.
+
+        `sent`: the reader has it already, so that it is too late for that.
+        """
+        table, batch = self._batches[batch_id]
+        if not sent and any(
+            table.too_stale(version, self.policy.version) for version in batch.policy_versions.tolist()
+        ):
+            self.give_back(batch_id)
+            return False
+        del self._batches[batch_id]
+        forward = table.take(batch)
+        touched = [table]
+        if forward and table.config.forward_to is not None:
+            target = self.tables[table.config.forward_to]
+            touched.append(target)
+            for row in forward:
+                if self._forward(int(batch.keys[row]), float(batch.priorities[row]), target):
+                    table.counters.forwarded += 1
+                else:
+                    table.counters.forward_refused += 1
+        self._release(batch.keys.tolist())
+        self._progress(touched)
+        return True
+
+    def _forward(self, key: int, priority: float, target: Table) -> bool:
+        """A first sample joins `target`. It never waits: the limiter counts it, and only a full table can refuse it."""
+        item = self.items[key]
+        if key in target:
+            return True
+        if target.too_stale(item.policy_version, self.policy.version):
+            target.counters.stale_refused += 1
+            return False
+        if target.config.when_full != "evict" and target.why_full(item.nbytes):
+            return False
+        item.holders += 1
+        target.insert(key, priority, item.policy_version, item.nbytes)
+        return True
+
+    def give_back(self, batch_id: int) -> None:
+        """The batch never reached its reader: everything is as if it had not been drawn."""
+        table, batch = self._batches.pop(batch_id)
+        for row in table.give_back(batch):
+            self.items[int(batch.keys[row])].holders += 1
+        self._release(batch.keys.tolist())
+        table.drop_stale(self.policy.version)
+        self._progress([table])
+
+    def payloads(self, keys: Iterable[int]) -> list[Payload]:
+        return [self.storage.get(key) for key in keys]
+
+    def _draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, Batch]:
+        batch = table.draw(request, n)
+        # The batch holds every row, so that a payload stays while it is being sent; a consumed row leaves its table.
+        for key, consumed in zip(batch.keys.tolist(), batch.consumed.tolist(), strict=True):
+            if not consumed:
+                self.items[key].holders += 1
+        batch_id = next(self._batch_ids)
+        self._batches[batch_id] = (table, batch)
+        return batch_id, batch
+
+    def _leave(self, key: int) -> None:
+        self._release((key,))
+
+    def _release(self, keys: Iterable[int]) -> None:
+        gone = []
+        for key in keys:
+            item = self.items[key]
+            item.holders -= 1
+            if item.holders == 0:
+                del self.items[key]
+                self.bytes -= item.nbytes
+                gone.append(key)
+        self.storage.delete(gone)
+
+    # ------------------------------------------------------------------------------------------------ waiting
+
+    def time_out(self, pending: PendingInsert | PendingSample) -> None:
+        """The deadline of `pending` has passed: a sample gets what is there if that is enough, the rest gets the reason."""
+        if pending.done:
+            return
+        if isinstance(pending, PendingSample):
+            table, request = pending.table, pending.request
+            n = table.most_available(request)
+            if n >= request.min_samples and self.lines[table.name].samples.head is pending:
+                pending.finish(self._draw(table, request, n))
+            else:
+                pending.fail(deadline(self.why_waiting(pending)))
+        else:
+            pending.fail(deadline(self.why_waiting(pending)))
+        self._progress(self._tables_of(pending))
+
+    def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
+        """The reason in words: "replay: sampling blocked: size 3 < min_size 5"."""
+        tables = self._tables_of(pending)
+        if isinstance(pending, PendingSample):
+            # A batch that is too small for what was asked, yet enough, also waits for the rest.
+            why = tables[0].why_no_sample(pending.request, pending.request.num_samples)
+            why = f"{tables[0].name}: sampling blocked: {why}" if why else None
+        else:
+            why = self._why_no_insert(pending.insert, tables)
+        if why:
+            return why
+        lines = self.lines[tables[0].name]
+        verb, line = ("sampling", lines.samples) if isinstance(pending, PendingSample) else ("inserting", lines.inserts)
+        return f"{tables[0].name}: {verb} blocked: {len(line) - 1} requests came first"
+
+    def abandon(self, pending: PendingInsert | PendingSample) -> None:
+        """The client of `pending` went away."""
+        if not pending.done:
+            pending.abandon()
+            self._progress(self._tables_of(pending))
+
+    def _tables_of(self, pending: PendingInsert | PendingSample) -> list[Table]:
+        if isinstance(pending, PendingSample):
+            return [pending.table]
+        return [self.tables[name] for name in pending.insert.priorities]
+
+    def _progress(self, tables: Iterable[Table]) -> None:
+        """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
+        touched = list(tables)
+        dirty = dict.fromkeys(table.name for table in touched)
+        while dirty:
+            name = next(iter(dirty))
+            del dirty[name]
+            table, lines = self.tables[name], self.lines[name]
+            changed = False
+            while (sample := lines.samples.head) is not None:
+                n = sample.request.num_samples
+                if table.why_no_sample(sample.request, n):
+                    break
+                sample.finish(self._draw(table, sample.request, n))
+                changed = True
+            while (waiting := lines.inserts.head) is not None and self._serve_insert(waiting, dirty):
+                changed = True
+            if changed:
+                dirty[name] = None
+        self._mark_blocked(touched)
+
+    def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
+        """Lets the first insert of a line in, if it is the first of all its lines and all its tables admit it."""
+        insert = pending.insert
+        tables = [self.tables[name] for name in insert.priorities]
+        if any(self.lines[table.name].inserts.head is not pending for table in tables):
+            return False
+        try:
+            if not self._known(insert, tables):
+                self._check_state(insert, tables)
+                if self._why_no_insert(insert, tables):
+                    return False
+                self._make_room(insert, tables)
+                self._apply(insert, tables)
+            pending.finish(None)
+        except Refused as refusal:
+            pending.fail(refusal)
+        dirty.update(dict.fromkeys(insert.priorities))
+        return True
+
+    def _mark_blocked(self, tables: Iterable[Table]) -> None:
+        now = self.clock()
+        for table in tables:
+            lines = self.lines[table.name]
+            table.insert_blocked.set(bool(lines.inserts), now)
+            table.sample_blocked.set(bool(lines.samples), now)
+
+    def close(self) -> None:
+        """Refuses everything from now on and ends every wait."""
+        self._closed = True
+        refusal = closed("the server is shutting down")
+        for lines in self.lines.values():
+            for pending in [*lines.inserts, *lines.samples]:
+                if not pending.done:
+                    pending.fail(refusal)
+        if self.admission is not None:
+            for waiting in self.admission.line:
+                waiting.fail(refusal)
+
+    # ------------------------------------------------------------------------------------- update, delete, tables
+
+    def update_priorities(self, table_name: str, keys: KeyArray, priorities: FloatArray) -> list[int]:
+        """Returns the keys that are not in the table."""
+        table = self.table(table_name)
+        if keys.size != priorities.size:
+            raise invalid(f"{keys.size} keys and {priorities.size} priorities")
+        bad = ~((priorities >= 0) & (priorities <= MAX_PRIORITY))
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            check_priority(float(priorities[row]), f"key {int(keys[row])}, table {table_name!r}")
+        missing = table.update_priorities(keys, priorities)
+        self._progress([table])  # an item of priority 0 may have become selectable
+        return missing
+
+    def delete(self, table_name: str, keys: Iterable[int]) -> list[int]:
+        """Returns the keys that are not in the table."""
+        table = self.table(table_name)
+        missing = table.delete(keys)
+        self._progress([table])
+        return missing
+
+    def reset(self, table_name: str = "") -> int:
+        """Empties one table, or all (""), and sets its counters to 0. Returns how many items were removed."""
+        tables = [self.table(table_name)] if table_name else list(self.tables.values())
+        removed = sum(table.reset() for table in tables)
+        self._progress(tables)
+        return removed
+
+    def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
+        """Changes the configuration of a table at run time; items and counters stay."""
+        table = self.table(table_name)
+        if fixed := changes.keys() & {"name", "forward_to", "seed"}:
+            raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
+        try:
+            config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
+        except ValidationError as error:
+            raise invalid(f"table {table_name!r}: {explain(error)}") from error
+        table.configure(config)
+        table.drop_stale(self.policy.version)
+        self._progress([table])
+        return table
+
+    # ------------------------------------------------------------------------------------------------ policy
+
+    def set_policy_version(self, version: int, weights: str, rollback: bool = False) -> Policy:
+        """Sets the current version, drops what has become too stale, and lets waiting generators go on."""
+        if version < 0:
+            raise invalid(f"policy version must not be negative, not {version}")
+        if version < self.policy.version and not rollback:
+            raise invalid(
+                f"policy version {version} is below the current {self.policy.version}; pass rollback=True if the "
+                f"trainer really went back"
+            )
+        backwards = version < self.policy.version
+        self.policy = Policy(version, weights, self.clock())
+        for table in self.tables.values():
+            table.drop_stale(version)
+            for pending in self.lines[table.name].inserts:
+                try:
+                    self._check_state(pending.insert, [table])
+                except Refused as refusal:
+                    pending.fail(refusal)
+        if self.admission is not None:
+            if backwards:
+                self.admission.restart(version)
+            else:
+                self.admission.set_version(version)
+        self._progress(self.tables.values())
+        for callback in list(self.on_policy):
+            callback()
+        return self.policy
+
+
+def check_priority(priority: float, what: str) -> None:
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise invalid(f"priority {priority} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")

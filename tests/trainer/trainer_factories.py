@@ -1,0 +1,132 @@
+"""Small groups, models and an in-memory client, made from keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import group_advantages, is_zero_variance
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 16
+
+
+def make_group(
+    *,
+    rewards: Sequence[float] = (0.0, 1.0),
+    prompt: Sequence[int] = (3, 4),
+    completions: Sequence[Sequence[int]] | None = None,
+    logprobs: Sequence[float] | float = -1.0,
+    loss_mask: Sequence[bool] | None = None,
+    **fields: Any,
+) -> RolloutGroup:
+    """A group; its completions have 1, 2, 3, … tokens unless given."""
+    if completions is None:
+        completions = [[5 + j % 7] * (j + 1) for j in range(len(rewards))]
+    tokens = [token for completion in completions for token in completion]
+    return RolloutGroup(
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(tokens, np.int32),
+        completion_lengths=np.array([len(completion) for completion in completions], np.int32),
+        rollout_logprobs=np.full(len(tokens), logprobs, np.float32) if np.isscalar(logprobs) else np.array(logprobs),
+        rewards=np.array(rewards, np.float32),
+        advantages=group_advantages(rewards),
+        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
+        **fields,
+    )
+
+
+def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, staleness: int = 0) -> Any:
+    info = SimpleNamespace(key=key, age=age, staleness=staleness, times_sampled=1)
+    return SimpleNamespace(group=group, info=info)
+
+
+def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+class FakeClient:
+    """Fresh batches from a list, one for each policy version, and a pool that is a list; as much of ReplayClient as we use."""
+
+    def __init__(self, batches: Sequence[Sequence[Any]] = (), pool: Sequence[Any] = (), version: int = 0) -> None:
+        self.batches = batches
+        self.pool = list(pool)
+        self.version = version
+        self.weights = ""
+        self.given: dict[str, set[int]] = {}
+
+    def policy(self) -> Any:
+        return SimpleNamespace(version=self.version, weights=self.weights, age=0.0)
+
+    def set_policy_version(self, version: int, weights: str = "") -> None:
+        self.version, self.weights = version, weights
+
+    @contextmanager
+    def sampler(self, table: str, *, batch_size: int, prefetch: int, timeout: float | None) -> Iterator[Iterator[Any]]:
+        yield (list(self.batches[self.version]) for _ in range(1000))
+
+    def sample(
+        self,
+        table: str,
+        n: int,
+        min_samples: int | None = None,
+        timeout: float | None = 5.0,
+        scope: str = "",
+        exclude: Sequence[int] = (),
+    ) -> list[Any]:
+        given = self.given.setdefault(scope, set()) if scope else set()
+        drawn = [s for s in self.pool if s.info.key not in given and s.info.key not in exclude][:n]
+        if len(drawn) < (n if min_samples is None else min_samples):
+            from replay_client.errors import DeadlineExceededError
+
+            raise DeadlineExceededError(f"{table}: sampling blocked: size {len(drawn)} < {n}")
+        given.update(s.info.key for s in drawn)
+        return drawn
+
+
+class OnlineClient(FakeClient):
+    """Fresh groups written by the model itself: one token after each prompt, rewarded if it is the prompt's first."""
+
+    def __init__(self, model: Any, *, prompts: Sequence[Sequence[int]], group_size: int) -> None:
+        super().__init__()
+        self.model, self.prompts, self.group_size = model, prompts, group_size
+        self.random = torch.Generator().manual_seed(0)
+        self.key = 0
+
+    @contextmanager
+    def sampler(self, table: str, *, batch_size: int, prefetch: int, timeout: float | None) -> Iterator[Iterator[Any]]:
+        yield (self.write(batch_size) for _ in range(1000))
+
+    @torch.no_grad()
+    def write(self, batch_size: int) -> list[Any]:
+        samples = []
+        for i in range(batch_size):
+            prompt = self.prompts[i % len(self.prompts)]
+            logprobs_V = self.model(torch.tensor([list(prompt)])).logits[0, -1].log_softmax(-1)
+            tokens_G = torch.multinomial(logprobs_V.exp(), self.group_size, replacement=True, generator=self.random)
+            group = make_group(
+                prompt=prompt,
+                rewards=[float(token == prompt[0]) for token in tokens_G],
+                completions=[[int(token)] for token in tokens_G],
+                logprobs=logprobs_V[tokens_G].tolist(),
+            )
+            self.key += 1
+            samples.append(make_sample(group, key=self.key))
+        self.pool += [sample for sample in samples if not is_zero_variance(sample.group.rewards)]
+        return samples
