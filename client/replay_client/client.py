@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -231,7 +232,8 @@ class ReplayClient:
             while True:
                 yield self._thread.run(anext(watch))  # type: ignore[arg-type]
         finally:
-            self._thread.run(watch.aclose())  # type: ignore[attr-defined]
+            with suppress(ServerClosedError):  # closed with the client
+                self._thread.run(watch.aclose())  # type: ignore[attr-defined]
 
     def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
         """As AsyncReplayClient.acquire_permits."""

@@ -18,7 +18,7 @@ MESSAGE_ROWS = 256
 
 
 class KeySequence:
-    """Keys that no other client chooses: 40 random bits, then a counter of 24. Not safe across a fork."""
+    """Keys that no other client chooses: 38 random bits, then a counter of 24. Not safe across a fork."""
 
     def __init__(self) -> None:
         self._keys: Iterator[int] = iter(())
@@ -26,7 +26,7 @@ class KeySequence:
     def __next__(self) -> int:
         key = next(self._keys, None)
         if key is None:
-            start = (secrets.randbits(39) | 1 << 39) << 24
+            start = (secrets.randbits(38) | 1 << 38) << 24
             self._keys = iter(range(start, start + (1 << 24)))
             key = next(self._keys)
         return key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Self
 
 import grpc
@@ -20,8 +21,8 @@ _Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, pb.SampleResponse]
 class AsyncSampler:
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
-    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller: until then
-    the server takes it back when this client goes away, or when something in it has gone stale.
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller: until
+    then the server takes it back when this client goes away, or when something in it has gone stale.
     """
 
     def __init__(
@@ -53,22 +54,27 @@ class AsyncSampler:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         if self._closed:
             raise StopAsyncIteration
-        patience = Patience(self._connection, self._connection.timeout)
+        # A task of its own: interrupting a read would end the stream, before it can be asked why it waits.
+        task = asyncio.create_task(self._next_connected())
         try:
-            async with asyncio.timeout(self._timeout):
-                while True:
-                    try:
-                        return await self._next()
-                    except grpc.aio.AioRpcError as error:
-                        self._drop_call()
-                        await patience.pause_or_raise(error)
-        except TimeoutError:
-            # The stream is in the middle of something: the next call begins a new one.
-            self._drop_call()
-            raise DeadlineExceededError(await self._explain()) from None
+            await asyncio.wait({task}, timeout=self._timeout)
+            if not task.done():
+                raise DeadlineExceededError(await self._explain())
+            return task.result()
         except BaseException:
+            # The stream may be in the middle of something: the next call begins a new one.
+            task.cancel()
             self._drop_call()
             raise
+
+    async def _next_connected(self) -> list[Sample]:
+        patience = Patience(self._connection, self._connection.timeout)
+        while True:
+            try:
+                return await self._next()
+            except grpc.aio.AioRpcError as error:
+                self._drop_call()
+                await patience.pause_or_raise(error)
 
     async def _next(self) -> list[Sample]:
         if self._call is None:
@@ -120,10 +126,8 @@ class AsyncSampler:
 
     async def _write(self, request: pb.SampleStreamRequest) -> None:
         assert self._call is not None
-        try:
+        with suppress(asyncio.InvalidStateError):  # the stream has ended; reading says why
             await self._call.write(request)
-        except asyncio.InvalidStateError:
-            pass  # the stream has ended; reading says why
 
     def _drop_call(self) -> None:
         """The server takes back what was not handed out."""

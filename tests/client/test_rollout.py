@@ -1,0 +1,130 @@
+"""RolloutGroup and its byte format."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay_client import RolloutGroup
+from replay_client.rollout import ALIGNMENT
+from tests.factories import make_group
+
+
+def full_group() -> RolloutGroup:
+    return make_group(
+        lengths=(4, 0, 1),
+        rewards=(0.0, 1.0, 0.0),
+        policy_version_end=3,
+        prompt_id="naïve/7",
+        loss_mask=[True, False, True, True, False],
+        finish_reasons=("stop", "length", "stop"),
+        sampling={"temperature": 0.7, "top_k": 0},
+        extras={"reference": np.arange(5, dtype=np.float16), "image": np.zeros((2, 0, 3), np.uint8)},
+        meta={"row": 12, "tags": ["a", None]},
+    )
+
+
+def test_a_group_survives_encoding_bit_for_bit():
+    group = full_group()
+    group.rollout_logprobs[1] = math.nan
+    decoded = RolloutGroup.decode(group.encode())
+    assert decoded == group
+    assert decoded.finish_reasons == ("stop", "length", "stop")
+    assert [completion.tolist() for completion in decoded.completions()] == [
+        completion.tolist() for completion in group.completions()
+    ]
+    assert decoded.completions()[1].size == 0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    prompt=st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    version=st.integers(-(2**40), 2**40),
+    prompt_id=st.text(max_size=8),
+    meta=st.dictionaries(st.text(max_size=4), st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text())),
+)
+def test_any_group_survives_encoding(lengths, prompt, version, prompt_id, meta):
+    group = make_group(
+        prompt=np.array(prompt, dtype=np.int64),
+        lengths=lengths,
+        rewards=[float(n % 2) for n in lengths],
+        version=version,
+        prompt_id=prompt_id,
+        meta=meta,
+    )
+    assert RolloutGroup.decode(group.encode()) == group
+
+
+def test_arrays_are_aligned_and_decoded_as_views():
+    buffer = np.frombuffer(full_group().encode(), dtype=np.uint8)
+    decoded = RolloutGroup.decode(memoryview(buffer))
+    start = buffer.ctypes.data
+    for array in (decoded.prompt_ids, decoded.completion_ids, decoded.rollout_logprobs, decoded.rewards):
+        assert (array.ctypes.data - start) % ALIGNMENT == 0
+        assert np.shares_memory(array, buffer)
+        assert not array.flags.writeable
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(data):
+    encoded = bytearray(full_group().encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(encoded)))
+    try:
+        group = RolloutGroup.decode(bytes(encoded[:cut] if data.draw(st.booleans()) else encoded))
+    except ValueError:
+        return
+    assert group.completion_lengths.sum() == group.completion_ids.size == group.rollout_logprobs.size
+
+
+@given(st.binary(max_size=200))
+def test_foreign_bytes_give_a_value_error(data):
+    with pytest.raises(ValueError, match="rollout group"):
+        RolloutGroup.decode(data)
+
+
+def test_another_format_version_is_refused_by_its_number():
+    encoded = bytearray(make_group().encode())
+    encoded[7] = 9
+    with pytest.raises(ValueError, match="format 9"):
+        RolloutGroup.decode(bytes(encoded))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"completion_lengths": [1, 1]}, "sum to the 3 tokens"),
+        ({"completion_lengths": [4, -1]}, "non-negative"),
+        ({"completion_lengths": []}, "at least one completion"),
+        ({"rollout_logprobs": [0.0]}, "rollout_logprobs has 1 entries, not T = 3"),
+        ({"rewards": [1.0, 2.0, 3.0]}, "rewards has 3 entries, not G = 2"),
+        ({"advantages": [[1.0, 2.0]]}, "one-dimensional"),
+        ({"loss_mask": [True]}, "loss_mask has 1 entries"),
+        ({"finish_reasons": ("stop",)}, "finish_reasons has 1"),
+        ({"prompt_ids": [2**40]}, "outside int32"),
+        ({"completion_ids": [1.5, 2.0, 3.0]}, "must hold int32"),
+        ({"policy_version": 1.5}, "policy_version must be an integer"),
+        ({"extras": {"names": np.array(["a"])}}, "dtype <U1"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_by_name(fields, words):
+    valid = {
+        "prompt_ids": [1, 2],
+        "completion_ids": [1, 2, 3],
+        "completion_lengths": [1, 2],
+        "rollout_logprobs": [0.0, 0.0, 0.0],
+        "rewards": [1.0, 0.0],
+        "advantages": [1.0, -1.0],
+    }
+    RolloutGroup(**valid)
+    with pytest.raises(ValueError, match=words):
+        RolloutGroup(**(valid | fields))
+
+
+def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():
+    with pytest.raises(ValueError, match="msgpack"):
+        make_group(meta={"model": object()}).encode()

@@ -1,0 +1,58 @@
+"""Scores by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replay_client.scoring import group_advantages, group_priority, is_zero_variance
+
+
+def test_advantages_of_binary_rewards_by_hand():
+    # mean 0.25, std (Bessel) = sqrt((3 * 0.0625 + 0.5625) / 3) = 0.5
+    advantages = group_advantages([1, 0, 0, 0])
+    assert advantages.dtype == np.float32
+    assert advantages == pytest.approx([0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001])
+
+
+def test_without_scaling_only_the_mean_is_taken_off():
+    assert group_advantages([1, 0, 0, 0], scale="none") == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_a_group_without_variance_has_no_advantage_and_no_priority():
+    assert group_advantages([1, 1, 1]).tolist() == [0, 0, 0]
+    assert group_priority([1, 1, 1], [0, 0, 0]) == 0.0
+    assert group_priority([0.3], [0.0]) == 0.0
+
+
+def test_priority_is_the_sum_of_absolute_advantages_times_the_spread():
+    assert group_priority([1, 0, 0, 0], group_advantages([1, 0, 0, 0])) == pytest.approx(1.5 / 0.5001 * 0.5)
+
+
+def test_binary_rewards_of_eight_give_four_priorities():
+    rewards = [[1.0] * ones + [0.0] * (8 - ones) for ones in range(9)]
+    priorities = {round(group_priority(row, group_advantages(row)), 6) for row in rewards}
+    assert len(priorities - {0.0}) == 4
+    assert 0.0 in priorities
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16))
+def test_advantages_sum_to_nothing_and_priority_is_never_negative(rewards):
+    advantages = group_advantages(rewards)
+    assert advantages.shape == (len(rewards),)
+    assert abs(float(advantages.sum())) < 1e-2 * len(rewards)
+    assert group_priority(rewards, advantages) >= 0
+    assert is_zero_variance(rewards) == (max(rewards) - min(rewards) <= 1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[], [math.nan, 1.0], [math.inf], [[1.0, 2.0]]])
+def test_bad_rewards_are_refused(rewards):
+    with pytest.raises(ValueError, match="rewards must"):
+        group_advantages(rewards)
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match="'batch'"):
+        group_advantages([1.0, 0.0], scale="batch")

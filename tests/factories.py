@@ -1,0 +1,69 @@
+"""What several tests make: groups, and servers that end with the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from replay_client import RolloutGroup, group_from_completions
+from replay_client.scoring import group_advantages
+
+
+def make_group(
+    *,
+    prompt=(5, 6, 7),
+    lengths=(3, 1, 2),
+    rewards=(1.0, 0.0, 1.0),
+    version=0,
+    seed=0,
+    **fields,
+) -> RolloutGroup:
+    """A group of len(lengths) completions of unequal lengths with binary rewards."""
+    rng = np.random.default_rng(seed)
+    return group_from_completions(
+        prompt_ids=prompt,
+        completions=[rng.integers(3, 30, size=n) for n in lengths],
+        logprobs=[rng.uniform(-3, -0.01, size=n) for n in lengths],
+        rewards=rewards,
+        advantages=group_advantages(rewards),
+        policy_version=version,
+        **fields,
+    )
+
+
+@dataclass
+class ServerProcess:
+    """`replay serve` as a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def server_process(tmp_path: Path, config: str = "", address: str = "127.0.0.1:0") -> Iterator[ServerProcess]:
+    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block."""
+    command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
+    if config:
+        path = tmp_path / "replay.toml"
+        path.write_text(config)
+        command += ["--config", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), line
+        yield ServerProcess(process, line.removeprefix("listening on ").strip())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

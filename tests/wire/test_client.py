@@ -1,0 +1,404 @@
+"""The client against a real server: inserting, sampling, waiting, and what goes wrong."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    ServerClosedError,
+    ServerUnavailableError,
+    StaleItemError,
+    TableFullError,
+    TableNotFoundError,
+    UnsupportedError,
+)
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from tests.factories import make_group
+
+TABLES = [
+    TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),
+    TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=4, seed=1),
+    TableConfig(name="plain", sampler="fifo"),
+    TableConfig(name="fresh", sampler="fifo", max_staleness=1),
+    TableConfig(name="small", max_size=1, when_full="reject", max_bytes=1000),
+]
+
+
+@pytest.fixture
+def server():
+    with ReplayServer(tables=TABLES, port=0) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with ReplayClient(server.address, timeout=10.0) as client:
+        yield client
+
+
+def size(client: ReplayClient, table: str) -> int:
+    return client.server_info().tables[table].size
+
+
+def test_a_group_comes_out_as_it_went_in_with_where_it_comes_from(client):
+    group = make_group(version=3, prompt_id="p", extras={"ref": np.arange(6, dtype=np.float32)})
+    client.set_policy_version(5)
+    key = client.insert(group, {"rollouts": 0.5})
+    (sample,) = client.sample("rollouts", 1)
+    assert sample.group == group
+    info = sample.info
+    assert (info.key, info.priority, info.policy_version, info.staleness) == (key, 0.5, 3, 2)
+    assert (info.probability, info.times_sampled, info.table_size) == (1.0, 1, 1)
+    assert 0 <= info.age < 10
+
+
+def test_a_sampled_group_moves_on_to_the_replay_table_without_a_copy(client):
+    key = client.insert(make_group(), {"rollouts": 0.7})
+    client.sample("rollouts", 1)
+    (item,) = client.get([key, 12345])
+    assert set(item.tables) == {"replay"}
+    assert item.tables["replay"].priority == 0.7
+    assert item.group == make_group()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 400, 1 << 20, (1 << 20) + 1, 5_000_001])
+def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
+    payload = np.random.default_rng(nbytes).bytes(nbytes)
+    key = client.insert(payload, {"plain": 1.0})
+    with client.writer() as writer:
+        second = writer.insert(payload, {"plain": 1.0})
+    assert [bytes(item.payload) for item in client.get([key, second])] == [payload] * 2
+    assert [bytes(sample.payload) for sample in client.sample("plain", 2)] == [payload] * 2
+    with client.sampler("plain", batch_size=2) as sampler:
+        assert [bytes(sample.payload) for sample in next(sampler)] == [payload] * 2
+
+
+def test_small_and_large_items_mix_in_one_stream_in_order(client):
+    sizes = [10, 2_500_000, 0, 700, 1_100_000, 5]
+    payloads = [np.random.default_rng(n).bytes(n) for n in sizes]
+    with client.writer() as writer:
+        keys = [writer.insert(payload, {"plain": 1.0}) for payload in payloads]
+    samples = client.sample("plain", len(sizes))
+    assert [sample.info.key for sample in samples] == keys
+    assert [bytes(sample.payload) for sample in samples] == payloads
+
+
+def test_the_writer_keeps_order_and_a_flush_means_stored(client):
+    with client.writer(max_in_flight=16) as writer:
+        keys = [writer.insert(bytes([n % 256]), {"plain": 1.0}) for n in range(1000)]
+        writer.flush()
+        assert size(client, "plain") == 1000
+    assert [sample.info.key for sample in client.sample("plain", 1000)] == keys
+
+
+def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
+    got = []
+
+    def consume():
+        with client.sampler("rollouts", batch_size=5) as sampler:
+            for _, batch in zip(range(20), sampler, strict=False):
+                got.extend(sample.info.key for sample in batch)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    with client.writer(max_in_flight=4) as writer:
+        keys = [writer.insert(make_group(seed=n), {"rollouts": 0.0}) for n in range(100)]
+    consumer.join()
+    assert got == keys
+
+
+def test_one_refused_item_disturbs_no_other_in_the_pipeline(client):
+    writer = client.writer()
+    first = writer.insert(b"a", {"plain": 1.0})
+    bad = writer.insert(b"b", {"plain": float("nan")})
+    lost = writer.insert(b"c", {"nowhere": 1.0})
+    last = writer.insert(b"d", {"plain": 1.0})
+    with pytest.raises(InvalidRequestError, match="priority nan"):
+        writer.flush()
+    writer.flush()
+    assert set(writer.refused) == {bad, lost}
+    assert isinstance(writer.refused[lost], TableNotFoundError)
+    writer.close()
+    assert [sample.info.key for sample in client.sample("plain", 2)] == [first, last]
+    with pytest.raises(ServerClosedError):
+        writer.insert(b"e", {"plain": 1.0})
+
+
+def test_errors_name_the_value_and_the_remedy(client):
+    with pytest.raises(TableNotFoundError, match="no table 'nope'; tables: rollouts, replay"):
+        client.sample("nope", 1)
+    with pytest.raises(InvalidRequestError, match=r"priority -1\.0 .*from 0 to"):
+        client.insert(b"x", {"plain": -1.0})
+    with pytest.raises(InvalidRequestError, match="names no table"):
+        client.insert(b"x", {})
+    with pytest.raises(PayloadTooLargeError, match="at most 1000"):
+        client.insert(b"x" * 1001, {"small": 1.0})
+    client.insert(b"x", {"small": 1.0})
+    with pytest.raises(TableFullError, match="size 1 = max_size 1"):
+        client.insert(b"x", {"small": 1.0})
+    client.set_policy_version(5)
+    with pytest.raises(StaleItemError, match="lags 5 behind the current 5"):
+        client.insert(make_group(version=0), {"fresh": 1.0})
+    with pytest.raises(InvalidRequestError, match="rollback=True"):
+        client.set_policy_version(4)
+    with pytest.raises(InvalidRequestError, match="order_by 'name'"):
+        client.list_items("plain", order_by="name")
+    with pytest.raises(UnsupportedError, match="checkpoints"):
+        client.checkpoint("x")
+    with pytest.raises(ValueError, match="timeout must be"):
+        client.policy(timeout=-1)
+    assert size(client, "plain") == 0
+
+
+def test_every_wait_ends_at_its_deadline_and_says_why(client):
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match="rollouts: sampling blocked: size 0 < min_size 1"):
+        client.sample("rollouts", 1, timeout=0.2)
+    with client.sampler("rollouts", batch_size=2, timeout=0.2) as sampler:
+        client.insert(b"1", {"rollouts": 1.0})
+        with pytest.raises(DeadlineExceededError, match="1 inserts \\* 1 - 0 samples - 2 requested = -1 < min_diff 0"):
+            next(sampler)
+        client.insert(b"2", {"rollouts": 1.0})
+        assert [bytes(sample.payload) for sample in next(sampler)] == [b"1", b"2"]
+    for _ in range(8):
+        client.insert(b"x", {"rollouts": 1.0})
+    with pytest.raises(DeadlineExceededError, match="rollouts: inserting blocked: .* > max_diff 8"):
+        client.insert(b"x", {"rollouts": 1.0}, timeout=0.2)
+    assert client.sample("rollouts", 3, min_samples=1, timeout=0)
+    assert time.monotonic() - started < 8
+
+
+def test_who_waits_for_what_is_in_the_server_info(client):
+    thread = threading.Thread(target=lambda: client.sample("plain", 3))
+    thread.start()
+    client.insert(b"x", {"plain": 1.0})
+    deadline = time.monotonic() + 5
+    while not client.server_info().tables["plain"].sampling.count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    waiting = client.server_info().tables["plain"].sampling
+    assert (waiting.count, waiting.reason) == (
+        1,
+        "plain: sampling blocked: 1 of 3 samples available (size 1)",
+    )
+    client.insert(b"y", {"plain": 1.0}), client.insert(b"z", {"plain": 1.0})
+    thread.join()
+    assert client.server_info().tables["plain"].sampling.count == 0
+
+
+def test_what_was_drawn_ahead_and_not_delivered_goes_back(client):
+    keys = [client.insert(bytes([n]), {"rollouts": 0.0}) for n in range(8)]
+    with client.sampler("rollouts", batch_size=1, prefetch=6) as sampler:
+        assert next(sampler)[0].info.key == keys[0]
+        deadline = time.monotonic() + 5
+        while client.server_info().tables["rollouts"].reserved < 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.server_info().tables["rollouts"].reserved == 6
+    deadline = time.monotonic() + 5
+    while client.server_info().tables["rollouts"].reserved and time.monotonic() < deadline:
+        time.sleep(0.01)
+    info = client.server_info().tables["rollouts"]
+    assert (info.size, info.samples, info.reserved) == (7, 1, 0)
+    assert [sample.info.key for sample in client.sample("rollouts", 7)] == keys[1:]
+
+
+def test_nothing_stale_is_handed_out_from_a_prefetch(client):
+    for version in (0, 0, 1, 1):
+        client.insert(make_group(version=version), {"fresh": 1.0})
+    with client.sampler("fresh", batch_size=2, prefetch=2) as sampler:
+        next(sampler)
+        client.set_policy_version(2)
+        assert [sample.info.policy_version for sample in next(sampler)] == [1, 1]
+    assert client.server_info().tables["fresh"].stale == 2
+
+
+def test_update_delete_list_and_reset(client):
+    keys = [client.insert(bytes(n), {"plain": float(n)}) for n in range(5)]
+    assert client.update_priorities("plain", {keys[0]: 9.0, 42: 1.0}) == type(client.delete("plain", [keys[4], 42]))(
+        1, (42,)
+    )
+    page = client.list_items("plain", order_by="priority", descending=True, limit=3)
+    assert [item.key for item in page.items] == [keys[0], keys[3], keys[2]]
+    assert (page.matching, page.items[0].priority, page.items[1].nbytes) == (4, 9.0, 3)
+    rest = client.list_items("plain", order_by="priority", descending=True, limit=3, page=page.next_page)
+    assert ([item.key for item in rest.items], rest.next_page) == ([keys[1]], "")
+    assert [item.key for item in client.list_items("plain", max_priority=2.0, order_by="size").items] == [
+        keys[1],
+        keys[2],
+    ]
+    assert client.reset("plain") == 4
+    assert size(client, "plain") == 0
+
+
+def test_limits_can_change_while_the_server_runs(client):
+    for n in range(4):
+        client.insert(b"x", {"replay": float(n + 1)})
+    info = client.update_table("replay", max_size=2)
+    assert json.loads(info.config)["max_size"] == 2
+    assert [item.priority for item in client.list_items("replay", order_by="priority").items] == [3.0, 4.0]
+    with pytest.raises(InvalidRequestError, match="max_size"):
+        client.update_table("replay", max_size=-1)
+    with pytest.raises(InvalidRequestError, match="no_such_field"):
+        client.update_table("replay", no_such_field=1)
+
+
+def test_a_scope_is_shared_by_all_clients(client, server):
+    for n in range(4):
+        client.insert(bytes([n]), {"replay": 1.0})
+    with ReplayClient(server.address) as other:
+        mine = {sample.info.key for sample in client.sample("replay", 2, scope="step-1")}
+        theirs = {sample.info.key for sample in other.sample("replay", 2, scope="step-1")}
+    assert not mine & theirs
+    assert client.sample("replay", 2, scope="step-2", exclude=mine)[0].info.key in theirs
+
+
+def test_inserting_a_key_twice_stores_it_once(client):
+    key = client.insert(b"x", {"plain": 1.0})
+    assert client.insert(b"x", {"plain": 1.0}, key=key) == key
+    assert size(client, "plain") == 1
+    assert client.server_info().tables["plain"].duplicates == 1
+
+
+def test_watching_the_policy_sees_the_current_one_and_every_change(client, server):
+    client.set_policy_version(1, "one")
+    watch = client.watch_policy()
+    assert (next(watch).version, client.set_policy_version(2, "two").weights) == (1, "two")
+    assert next(watch).weights == "two"
+    watch.close()
+
+
+def test_permits_pace_generators_over_the_wire():
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=1, permit_ttl=0.3)
+    with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
+        lease = client.acquire_permits(2)
+        with pytest.raises(DeadlineExceededError, match="permits: 0 accepted \\+ 2 running \\+ 1 requested"):
+            client.acquire_permits(1, timeout=0.05)
+        client.insert(make_group(), {"rollouts": 1.0}, permits=lease)
+        assert client.release_permits(lease) == 1
+        client.acquire_permits(1)  # never used: expires
+        client.acquire_permits(1, timeout=5.0)
+        admission_info = client.server_info().admission
+        assert (admission_info.accepted, admission_info.running, admission_info.expired) == (1, 1, 1)
+
+
+def test_without_admission_asking_for_permits_says_so(client):
+    with pytest.raises(UnsupportedError, match=r"no \[admission\]"):
+        client.acquire_permits(1)
+    assert client.server_info().admission is None
+
+
+def test_several_threads_share_one_client(client):
+    errors = []
+
+    def work(worker: int) -> None:
+        try:
+            for n in range(50):
+                client.insert(bytes([worker, n]), {"plain": 1.0})
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert size(client, "plain") == 200
+
+
+def _use_after_fork(client: ReplayClient, queue) -> None:
+    try:
+        client.policy()
+    except RuntimeError as error:
+        queue.put(str(error))
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_client_refuses_to_work_after_a_fork(client):
+    client.policy()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_use_after_fork, args=(client, queue))
+    process.start()
+    assert "before a fork" in queue.get()
+    process.join()
+
+
+def test_a_closed_client_says_so(server):
+    client = ReplayClient(server.address)
+    client.close()
+    client.close()
+    with pytest.raises(ServerClosedError):
+        client.policy()
+
+
+def test_no_server_gives_a_clear_error_in_time():
+    with ReplayClient("127.0.0.1:1", timeout=0.3) as client:
+        started = time.monotonic()
+        with pytest.raises(ServerUnavailableError, match=r"no replay server answers at 127\.0\.0\.1:1"):
+            client.insert(b"x", {"t": 1.0})
+        with client.sampler("t") as sampler, pytest.raises(ServerUnavailableError):
+            next(sampler)
+        writer = client.writer()
+        writer.insert(b"x", {"t": 1.0})
+        with pytest.raises(ServerUnavailableError):
+            writer.flush()
+        writer.close()
+        assert time.monotonic() - started < 5
+    with pytest.raises(ValueError, match="host:port"):
+        ReplayClient("nonsense")
+
+
+def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
+    with ReplayClient(server.address, timeout=0.5) as client:
+        outcome = []
+
+        def wait() -> None:
+            try:
+                client.sample("plain", 1, timeout=None)
+            except ServerClosedError as error:
+                outcome.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not client.server_info().tables["plain"].sampling.count:
+            time.sleep(0.01)
+        server.stop()
+        thread.join(timeout=10)
+        assert outcome == ["the server is shutting down"]
+
+
+def test_a_port_in_use_is_an_error(server):
+    with pytest.raises(OSError, match="in use"):
+        ReplayServer(tables=TABLES, port=int(server.address.rpartition(":")[2])).start()
+
+
+async def test_the_asyncio_client_does_the_same(server):
+    async with AsyncReplayClient(server.address) as client:
+        key = await client.insert(make_group(), {"plain": 1.0})
+        async with client.writer() as writer:
+            keys = [await writer.insert(make_group(seed=n), {"plain": 1.0}) for n in range(3)]
+        samples = await client.sample("plain", 4)
+        assert [sample.info.key for sample in samples] == [key, *keys]
+        async with client.sampler("plain", batch_size=2) as sampler:
+            async for batch in sampler:
+                assert len(batch) == 2
+                break
+        waiting = asyncio.create_task(client.sample("rollouts", 1))
+        await client.insert(b"x", {"rollouts": 1.0})
+        assert bytes((await waiting)[0].payload) == b"x"
+        watch = client.watch_policy()
+        assert (await anext(watch)).version == 0
+        await client.set_policy_version(3)
+        assert (await anext(watch)).version == 3
+        await watch.aclose()
