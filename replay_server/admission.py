@@ -94,12 +94,20 @@ class Admission:
         if lease is not None:
             self._use(lease, 1)
 
+    def forget(self) -> None:
+        """An accepted group is gone without ever having been sampled (stale, evicted, deleted): no step will use it.
+
+        Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
+        """
+        self.accepted -= 1
+        self.progress()
+
     def set_version(self, version: int) -> None:
         self._version = version
         self.progress()
 
     def restart(self, version: int) -> None:
-        """After a restore or a rollback: what was accepted before counts as `version` full steps."""
+        """The trainer begins (again) at `version`: what it had taken beyond that is lost, so `accepted` starts anew."""
         self.accepted = version * self.config.groups_per_step
         self.set_version(version)
 

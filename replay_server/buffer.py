@@ -47,6 +47,8 @@ class Item:
     inserted_at: float
     holders: int = 0
     """Tables and batches in hand that hold the key; at 0 the payload goes."""
+    unused_permit: bool = False
+    """Inserted with a permit and never sampled."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class ReplayBuffer:
             table.insert(insert.key, insert.priorities[table.name], insert.policy_version, insert.nbytes)
         self._remember(insert.key)
         if insert.permits and self.admission is not None:
+            self.items[insert.key].unused_permit = True
             self.admission.accept(insert.permits)
 
     def _remember(self, key: int) -> None:
@@ -262,6 +265,8 @@ class ReplayBuffer:
             self.give_back(batch_id)
             return False
         del self._batches[batch_id]
+        for key in batch.keys.tolist():
+            self.items[key].unused_permit = False
         forward = table.take(batch)
         touched = [table]
         if forward and table.config.forward_to is not None:
@@ -323,6 +328,8 @@ class ReplayBuffer:
             if item.holders == 0:
                 del self.items[key]
                 self.bytes -= item.nbytes
+                if item.unused_permit and self.admission is not None:
+                    self.admission.forget()
                 gone.append(key)
         self.storage.delete(gone)
 
@@ -482,7 +489,7 @@ class ReplayBuffer:
                 f"policy version {version} is below the current {self.policy.version}; pass rollback=True if the "
                 f"trainer really went back"
             )
-        backwards = version < self.policy.version
+        advances = version > self.policy.version
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.drop_stale(version)
@@ -492,10 +499,10 @@ class ReplayBuffer:
                 except Refused as refusal:
                     pending.fail(refusal)
         if self.admission is not None:
-            if backwards:
-                self.admission.restart(version)
-            else:
+            if advances:
                 self.admission.set_version(version)
+            else:
+                self.admission.restart(version)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
+    from replay_client.engines import Engine
 
 app = typer.Typer(
     help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
@@ -26,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+DEFAULT_ADDRESS = "127.0.0.1:7400"
 Address = Annotated[str, typer.Option("--address", envvar="REPLAY_ADDRESS", help="host:port of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the server.")]
@@ -33,6 +36,8 @@ Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for t
 
 def main() -> None:
     """The entry point: one clear line and a non-zero status where something fails."""
+    # gRPC's C core writes its own lines to stderr, beside the errors that we raise.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except KeyboardInterrupt:
@@ -50,14 +55,16 @@ def fail(message: object) -> NoReturn:
 @app.command()
 def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; see docs.")] = None,
-    address: Annotated[str | None, typer.Option("--address", help="host:port; overrides the file. Port 0: a free one.")] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", help="host:port; overrides the file. Port 0: a free one.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the server until SIGTERM or Ctrl-C. Without --config: tables `rollouts` (a queue) and `replay` (its pool)."""
     from replay_server.config import DEFAULT_TABLES, Config, ServerSection
     from replay_server.server import ReplayServer
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level)
     try:
         loaded = Config(tables=DEFAULT_TABLES) if config is None else Config.load(config)
         if address is not None:
@@ -80,7 +87,7 @@ def serve(
 
 
 @app.command()
-def tables(address: Address = "127.0.0.1:7400", as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+def tables(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
     """All tables at a glance: size, rates, staleness, and who waits for what."""
     from google.protobuf.json_format import MessageToDict
 
@@ -137,6 +144,184 @@ def tables(address: Address = "127.0.0.1:7400", as_json: AsJson = False, timeout
         highlight=False,
     )
     console.print(view)
+
+
+# ---------------------------------------------------------------------------------------------------- running
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines; each row has `prompt`, and what the reward needs.")],
+    reward: Annotated[
+        str, typer.Option(help="`exact_match` (against the row's `answer`), or package.module:function.")
+    ],
+    address: Address = DEFAULT_ADDRESS,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    table: Annotated[list[str] | None, typer.Option(help="Table to insert into; may be repeated. [rollouts]")] = None,
+    group_size: Annotated[int, typer.Option(help="Completions of each prompt.")] = 8,
+    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this sum.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0: all.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 256,
+    max_length: Annotated[
+        int | None, typer.Option(help="Longest prompt and completion; left out: the model's.")
+    ] = None,
+    max_concurrent_groups: Annotated[int, typer.Option(help="Groups under way at a time.")] = 16,
+    max_groups: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
+    wait_for_policy: Annotated[bool, typer.Option(help="Start when the trainer has published weights.")] = False,
+    probe_tolerance: Annotated[float, typer.Option(help="Allowed difference of engine and trainer, in nats.")] = 0.02,
+    seed: Annotated[int, typer.Option(help="Of the order of prompts and of sampling.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to go on without a server.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
+) -> None:
+    """Complete prompts with the newest policy, score them and insert the groups, until the prompts are told to end."""
+    from replay_client import AsyncReplayClient
+    from replay_client.engines import SamplingConfig
+    from replay_client.errors import ReplayError
+    from replay_client.generator import GeneratorConfig, GeneratorStats, RolloutGenerator
+    from replay_client.prompts import cycle_prompts, read_prompts
+    from replay_client.rewards import load_reward
+
+    log_to_stderr("warning")
+    try:
+        config = GeneratorConfig(
+            group_size=group_size,
+            sampling=SamplingConfig(
+                temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
+            ),
+            tables=tuple(table or ["rollouts"]),
+            max_concurrent_groups=max_concurrent_groups,
+            max_groups=max_groups,
+            wait_for_policy=wait_for_policy,
+            probe_tolerance=probe_tolerance,
+        )
+        rows = cycle_prompts(read_prompts(prompts), seed=seed)
+        scorer = load_reward(reward)
+        running_engine = load_engine(engine, model, max_length, seed)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+
+    async def run() -> None:
+        client = AsyncReplayClient(address, timeout)
+        told = 0.0
+
+        def tell(stats: GeneratorStats) -> None:
+            nonlocal told
+            if (now := asyncio.get_running_loop().time()) - told < 1.0:
+                return
+            told = now
+            values = {name: None if value != value else value for name, value in stats.items()}
+            if as_json:
+                print(json.dumps(values), flush=True)
+            else:
+                print(
+                    f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
+                    f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s",
+                    flush=True,
+                )
+
+        generator = RolloutGenerator(client, running_engine, rows, scorer, config, on_group=tell)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, generator.stop)
+        try:
+            await generator.run()
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(run())
+    except ReplayError as error:
+        fail(error)
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
+    output_dir: Annotated[Path, typer.Option(help="Where weights and metrics.jsonl go.")],
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML with fields of GRPOConfig.")] = None,
+    address: Address = DEFAULT_ADDRESS,
+    steps: Annotated[int | None, typer.Option(help="max_steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Continue at the last version in --output-dir, if there is one.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to go on without a server.")] = 30.0,
+    quiet: Annotated[bool, typer.Option(help="Print nothing; metrics.jsonl has it all.")] = False,
+) -> None:
+    """Train a causal language model on the groups of the server, and publish each version."""
+    import tomllib
+
+    from replay_client import ReplayClient
+    from replay_client.errors import ReplayError
+
+    log_to_stderr("warning")
+    try:
+        options = tomllib.loads(config.read_text()) if config else {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        fail(f"{config}: {error}")
+    given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed}
+    options |= {name: value for name, value in given.items() if value is not None}
+
+    from replay_trainer import GRPOTrainer
+    from replay_trainer.grpo import config_from
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    def tell(metrics: dict[str, float]) -> None:
+        if not quiet:
+            print(
+                f"step {metrics['step']}: fresh reward {metrics['fresh/reward_mean']:.3f}, replaced "
+                f"{metrics['replay/groups_replaced']:.0f}, loss {metrics['train/loss']:.4f}, "
+                f"{metrics['train/tokens_per_second']:.0f} tokens/s",
+                flush=True,
+            )
+
+    transformers_logging.disable_progress_bar()
+    # SIGTERM as Ctrl-C: what was drawn ahead goes back, and the step under way is simply not published.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        training = config_from(options)
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        with ReplayClient(address, timeout) as client:
+            GRPOTrainer(loaded, client, training, tokenizer, on_step=tell).train()
+    except (ReplayError, ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        fail(error)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
+) -> None:
+    """Run the main job small: a tiny model learns to add, with server, generator and trainer as processes."""
+    from replay_trainer.demo.run import DemoError, run
+
+    try:
+        run(out, steps, seed, engine)
+    except DemoError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        print("stopped: all processes have ended", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def load_engine(name: str, model: str, max_length: int | None, seed: int) -> Engine:
+    if name == "vllm":
+        from replay_client.engines.vllm import VLLMEngine
+
+        return VLLMEngine(model, max_length=max_length, seed=seed)
+    if name == "transformers":
+        from replay_client.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model, max_length=max_length, seed=seed)
+    raise ValueError(f"engine must be vllm or transformers, not {name!r}")
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def connect(address: str, timeout: float) -> ReplayClient:

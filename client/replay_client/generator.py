@@ -17,16 +17,17 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import numpy as np
 
 from replay_client.engines import Completion, Engine, SamplingConfig
 from replay_client.errors import DeadlineExceededError, ReplayError, StaleItemError
+from replay_client.frames import KeySequence
 from replay_client.prompts import Prompt
 from replay_client.records import PermitLease, Policy
 from replay_client.rewards import RewardFunction
@@ -210,6 +211,7 @@ class RolloutGenerator:
         self._prompts = iter(prompts)
         self._reward = reward
         self._on_group = on_group
+        self._keys = KeySequence()
         self._gate = _ReloadGate()
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups)
         self._leases: set[PermitLease] = set()
@@ -372,9 +374,10 @@ class RolloutGenerator:
 
     async def _insert(self, group: RolloutGroup, priority: float, lease: PermitLease | None) -> None:
         priorities = dict.fromkeys(self.config.tables, priority)
+        key = next(self._keys)  # one for all attempts: should an earlier one have succeeded after all, it stays at that
         while True:
             try:
-                await self._client.insert(group, priorities, permits=lease, timeout=self.config.insert_timeout)
+                await self._client.insert(group, priorities, key=key, permits=lease, timeout=self.config.insert_timeout)
                 return
             except DeadlineExceededError:  # the queue is full: the trainer is slow, or away for a while
                 self._stats["insert_waits"] += 1
@@ -410,7 +413,7 @@ class RolloutGenerator:
     async def _load_first_policy(self) -> None:
         policy = await self._client.policy()
         if not policy.weights and self.config.wait_for_policy:
-            async with aclosing(self._client.watch_policy()) as policies:
+            async with aclosing(cast("AsyncGenerator[Policy, None]", self._client.watch_policy())) as policies:
                 async for policy in policies:
                     if policy.weights:
                         break

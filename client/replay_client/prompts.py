@@ -60,7 +60,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 
 def cycle_prompts(prompts: Sequence[Prompt], *, seed: int = 0, epochs: int | None = None) -> Iterator[Prompt]:
-    """Every prompt once an epoch, each epoch in an order of its own that follows from `seed`; `epochs` None: for ever."""
+    """Every prompt once an epoch, in an order that follows from `seed` and the epoch; `epochs` None: for ever."""
     for epoch in range(epochs) if epochs is not None else itertools.count():
         order = list(prompts)
         random.Random(f"{seed}/{epoch}").shuffle(order)

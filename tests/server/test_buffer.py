@@ -441,6 +441,34 @@ def test_an_insert_uses_a_permit_up_release_and_expiry_give_it_back():
     assert permits.accepted == 2
 
 
+def test_a_group_that_is_dropped_before_anyone_sampled_it_gives_its_place_back():
+    bench = Bench(queue(size=100, max_staleness=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    permits = bench.buffer.admission
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(4):
+        bench.insert(version=0, permits=lease.id)
+    bench.take(1)
+    assert (permits.accepted, permits.capacity) == (4, 0)
+    bench.buffer.set_policy_version(2, "")
+    assert bench.table().counters.stale == 3
+    assert (permits.accepted, permits.capacity) == (1, 7)
+
+
+def test_a_trainer_that_begins_again_at_a_version_counts_only_its_finished_steps():
+    bench = admission()
+    permits = bench.buffer.admission
+    bench.buffer.set_policy_version(3, "")
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(4):
+        bench.insert(version=3, permits=lease.id)
+    bench.take(4)
+    assert permits.accepted == 4
+    bench.buffer.set_policy_version(3, "")
+    assert permits.accepted == 6
+    bench.buffer.set_policy_version(1, "", rollback=True)
+    assert permits.accepted == 2
+
+
 def test_permits_wait_with_a_reason_and_impossible_ones_are_refused():
     bench = admission()
     permits = bench.buffer.admission

@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def logprobs_of(ratios: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(old, rollout, mask) with these ratios old / rollout; a ratio of 0 is padding, a NaN an unknown log-probability."""
+    """(old, rollout, mask) with these ratios old / rollout; 0 stands for padding, NaN for an unknown log b."""
     ratios_BT = torch.tensor(ratios)
     mask_BT = ratios_BT != 0
     rollout_BT = torch.where(ratios_BT.isnan(), NAN, torch.full_like(ratios_BT, -1.5))
@@ -380,16 +380,15 @@ def test_unknown_tokens_count_nowhere_but_in_nan_fraction(
         config,
     ).metrics
     total = int(mask.sum())
-    counted = before.pop("nan_fraction") * total if total else 0.0
+    fraction = before.pop("nan_fraction")
+    counted = fraction * total if total else 0.0
     assert after.pop("nan_fraction") == pytest.approx((counted + mask.shape[1]) / (total + mask.shape[1]))
     assert same(after, before)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_float64_input_gives_what_float32_gives(
-    batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig
-) -> None:
+def test_float64_input_gives_what_float32_gives(batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig) -> None:
     old, rollout, mask = batch
     correction = correct(old, rollout, mask, config)
     doubled = correct(old.double(), rollout.double(), mask, config)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from replay_client.rollout import RolloutGroup
+from replay_client import Policy, RolloutGroup, Sample, SampleInfo
+from replay_client.errors import DeadlineExceededError
 from replay_client.scoring import group_advantages, is_zero_variance
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -41,9 +42,18 @@ def make_group(
     )
 
 
-def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, staleness: int = 0) -> Any:
-    info = SimpleNamespace(key=key, age=age, staleness=staleness, times_sampled=1)
-    return SimpleNamespace(group=group, info=info)
+def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, staleness: int = 0) -> Sample:
+    info = SampleInfo(
+        key=key,
+        priority=1.0,
+        probability=1.0,
+        age=age,
+        policy_version=0,
+        staleness=staleness,
+        times_sampled=1,
+        table_size=1,
+    )
+    return Sample(info, group.encode())
 
 
 def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY) -> Qwen2ForCausalLM:
@@ -62,40 +72,43 @@ def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY) -> Qwen2ForCausal
 
 
 class FakeClient:
-    """Fresh batches from a list, one for each policy version, and a pool that is a list; as much of ReplayClient as we use."""
+    """As much of ReplayClient as the trainer uses: one batch of fresh groups for each policy version, and a pool."""
 
-    def __init__(self, batches: Sequence[Sequence[Any]] = (), pool: Sequence[Any] = (), version: int = 0) -> None:
+    def __init__(self, batches: Sequence[Sequence[Sample]] = (), pool: Sequence[Sample] = (), version: int = 0) -> None:
         self.batches = batches
         self.pool = list(pool)
         self.version = version
         self.weights = ""
         self.given: dict[str, set[int]] = {}
 
-    def policy(self) -> Any:
-        return SimpleNamespace(version=self.version, weights=self.weights, age=0.0)
+    def policy(self) -> Policy:
+        return Policy(self.version, self.weights, age=0.0)
 
     def set_policy_version(self, version: int, weights: str = "") -> None:
         self.version, self.weights = version, weights
 
     @contextmanager
-    def sampler(self, table: str, *, batch_size: int, prefetch: int, timeout: float | None) -> Iterator[Iterator[Any]]:
-        yield (list(self.batches[self.version]) for _ in range(1000))
+    def sampler(
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None
+    ) -> Iterator[Iterator[list[Sample]]]:
+        yield (list(self.batches[self.version]) for _ in itertools.count())
 
     def sample(
         self,
         table: str,
-        n: int,
+        num_samples: int = 1,
+        *,
         min_samples: int | None = None,
         timeout: float | None = 5.0,
         scope: str = "",
         exclude: Sequence[int] = (),
-    ) -> list[Any]:
+    ) -> list[Sample]:
+        least = num_samples if min_samples is None else min_samples
+        assert 1 <= least <= num_samples  # the server refuses anything else
         given = self.given.setdefault(scope, set()) if scope else set()
-        drawn = [s for s in self.pool if s.info.key not in given and s.info.key not in exclude][:n]
-        if len(drawn) < (n if min_samples is None else min_samples):
-            from replay_client.errors import DeadlineExceededError
-
-            raise DeadlineExceededError(f"{table}: sampling blocked: size {len(drawn)} < {n}")
+        drawn = [s for s in self.pool if s.info.key not in given and s.info.key not in exclude][:num_samples]
+        if len(drawn) < least:
+            raise DeadlineExceededError(f"{table}: sampling blocked: size {len(drawn)} < {least}")
         given.update(s.info.key for s in drawn)
         return drawn
 
@@ -110,11 +123,13 @@ class OnlineClient(FakeClient):
         self.key = 0
 
     @contextmanager
-    def sampler(self, table: str, *, batch_size: int, prefetch: int, timeout: float | None) -> Iterator[Iterator[Any]]:
-        yield (self.write(batch_size) for _ in range(1000))
+    def sampler(
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None
+    ) -> Iterator[Iterator[list[Sample]]]:
+        yield (self.write(batch_size) for _ in itertools.count())
 
     @torch.no_grad()
-    def write(self, batch_size: int) -> list[Any]:
+    def write(self, batch_size: int) -> list[Sample]:
         samples = []
         for i in range(batch_size):
             prompt = self.prompts[i % len(self.prompts)]

@@ -158,7 +158,7 @@ def chosen_logprobs(model: torch.nn.Module, batch: Batch) -> Tensor:
 
     `model` is any causal language model of transformers; the gradient flows into it.
     """
-    # Passed where the model takes them; those that do not count from the left by themselves.
+    # A model without this argument counts from the left by itself.
     positions = (
         {"position_ids": batch.position_ids_BS} if "position_ids" in inspect.signature(model.forward).parameters else {}
     )

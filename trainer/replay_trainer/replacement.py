@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from replay_client.errors import DeadlineExceededError
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import is_zero_variance
 
@@ -94,14 +95,20 @@ class ZeroVarianceReplacer:
         """At most `count` informative samples; fewer only if the table holds no more and we do not wait."""
         if count == 0:
             return []
-        drawn: list[Sample] = self.client.sample(
-            self.table,
-            count,
-            min_samples=count if self.on_empty == "wait" else 0,
-            timeout=self.timeout if self.on_empty == "wait" else 0.0,
-            scope=scope,
-            exclude=exclude,
-        )
+        waits = self.on_empty == "wait"
+        try:
+            drawn = self.client.sample(
+                self.table,
+                count,
+                min_samples=count if waits else 1,
+                timeout=self.timeout if waits else 0.0,
+                scope=scope,
+                exclude=exclude,
+            )
+        except DeadlineExceededError:
+            if waits:
+                raise
+            return []  # there is not one
         # Whoever fills the table may have put in what this class takes out.
         return [sample for sample in drawn if not is_zero_variance(sample.group.rewards)]
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 PROBE_LENGTH = 16
 """Tokens in the probe sequence."""
@@ -44,7 +47,8 @@ def publish_weights(
     # What a killed run left under this name is written over, file by file.
     unfinished = folder.with_name(folder.name + ".tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(unfinished)
+    with _no_progress_bar():
+        model.save_pretrained(unfinished)
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
     (unfinished / "probe.json").write_text(json.dumps(probe(model, tokenizer)))
@@ -74,7 +78,8 @@ def version_of(folder: Path) -> int:
 
 def load_published(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Put the weights, optimizer state and random state of a published folder into place."""
-    saved = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+    with _no_progress_bar():
+        saved = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
     model.load_state_dict(saved.state_dict())
     # weights_only: tensors and plain containers, never code.
     state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
@@ -86,7 +91,7 @@ def load_published(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
 
 @torch.no_grad()
 def probe(model: Any, tokenizer: Any = None) -> dict[str, list[Any]]:
-    """{"token_ids": [...], "logprobs": [None, ...]}: what the model gives each token after those before it.
+    """{"token_ids": [P], "logprobs": [P - 1]}: what the model gives each token but the first, after those before it.
 
     Log-probabilities are in nats, at temperature 1.
     The same token ids for every version of a model: random ones, without the tokenizer's special tokens.
@@ -99,7 +104,7 @@ def probe(model: Any, tokenizer: Any = None) -> dict[str, list[Any]]:
     ids_1S = torch.tensor([token_ids], device=model.device)
     logprobs_SV = model(input_ids=ids_1S, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
     logprobs = logprobs_SV.gather(1, ids_1S[0, 1:, None]).squeeze(1).tolist()
-    return {"token_ids": token_ids, "logprobs": [None, *logprobs]}
+    return {"token_ids": token_ids, "logprobs": logprobs}
 
 
 def _state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -108,6 +113,18 @@ def _state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "random": torch.get_rng_state(),
         "cuda_random": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one for each file that it writes or reads: every step, across whatever the caller draws."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _remove(folder: Path) -> None:

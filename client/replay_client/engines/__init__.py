@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 LOGPROBS_MODE = "processed_logprobs"
-"""What `Completion.logprobs` are taken of: the distribution tokens are drawn from, after temperature, top_k and top_p."""
+"""What `Completion.logprobs` are taken of: what tokens are drawn from, after temperature, top_k and top_p."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Completion:
     text: str
     """Decoded, without special tokens."""
     finish_reason: str
-    """"stop" (the model ended it), "length" (cut at `max_tokens` or at the engine's `max_length`), or the engine's own."""
+    """Why it ended: "stop" (the model said so), "length" (`max_tokens` or the engine's `max_length`), or another."""
 
 
 class Engine(Protocol):

@@ -90,7 +90,7 @@ class TransformersEngine:
             self._model = await self._in_thread(lambda: self._load(path))
         except OSError as error:
             if not Path(path).is_dir():
-                raise FileNotFoundError(f"{path} went away while it was read") from error
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -185,7 +185,7 @@ class TransformersEngine:
                 mask[index, longest - len(request.prompt_ids) :] = 1
             logits, cache = self._forward(ids_BP, mask, None)
             alive = torch.arange(len(row_request), device=device)
-            select = torch.tensor(row_request, device=device)
+            select: torch.Tensor | None = torch.tensor(row_request, device=device)
             for step in range(max(limits)):
                 if select is not None:
                     logits, mask = logits[select], mask[select]

@@ -97,11 +97,14 @@ class VLLMEngine:
         return Completion(token_ids, logprobs, text, output.finish_reason or "unknown")
 
     async def load_weights(self, path: str) -> None:
-        _expect_weights(path)
+        files = [*Path(path).glob("*.safetensors")]
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors in {path}")
         try:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        except Exception:
-            _expect_weights(path)  # the folder went away under the engine: say that instead
+        except Exception as error:
+            if not all(file.exists() for file in files):
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
         # What is cached was computed by the old weights.
         await self._llm.reset_prefix_cache()
@@ -183,8 +186,3 @@ def _start(args: dict[str, Any]) -> Any:
     if "error" in result:
         raise result["error"]
     return result["llm"]
-
-
-def _expect_weights(path: str) -> None:
-    if not any(Path(path).glob("*.safetensors")):
-        raise FileNotFoundError(f"no *.safetensors in {path}")

@@ -1,7 +1,7 @@
 """Imported by vLLM into its own processes (`worker_extension_cls`): they must not outlive the process that owns them.
 
-vLLM's engine process waits for requests for ever when its owner is killed, and keeps the accelerator's memory. Importing
-this module there starts a thread that ends it. Nothing else may import it: a watch is what importing it is for.
+vLLM's engine process waits for requests for ever when its owner is killed, and keeps the accelerator's memory.
+Importing this module there, which the owner tells by an environment variable, starts a thread that ends it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,244 @@
+"""The real vLLM, on small models. Loading takes 15 to 25 s each time, so most tests share one engine and one loop."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from generator_factories import (
+    EOS,
+    RecordingClient,
+    make_model,
+    make_prompts,
+    make_version,
+    recomputed,
+    scores,
+)
+from replay_client.engines import SamplingConfig
+from replay_client.engines.vllm import VLLMEngine
+from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def version(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_version(model, tmp_path_factory.mktemp("versions") / "step-1")
+
+
+@pytest.fixture(scope="module")
+async def engine(model: Path) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine(model, dtype="float32", seed=0)
+    yield engine
+    await engine.close()
+    await engine.close()
+
+
+@pytest.fixture(autouse=True)
+async def initial_weights(engine: VLLMEngine, model: Path) -> None:
+    await engine.load_weights(str(model))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_transformers_before_and_after_a_reload(
+    engine: VLLMEngine, model: Path, version: Path, temperature: float
+) -> None:
+    sampling, prompt_ids = SamplingConfig(temperature=temperature, max_tokens=16), [3, 9, 4, 13]
+    for weights in (model, version):
+        await engine.load_weights(str(weights))
+        for completion in await engine.generate(prompt_ids, sampling, 4):
+            expected = recomputed(weights, prompt_ids, completion.token_ids, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(await engine.score(prompt_ids), scores(weights, prompt_ids), atol=1e-4)
+
+
+async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, model: Path) -> None:
+    sampling = SamplingConfig(temperature=0.9, top_k=6, top_p=0.8, max_tokens=12)
+    for completion in await engine.generate([3, 9], sampling, 4):
+        expected = recomputed(model, [3, 9], completion.token_ids, sampling)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLLMEngine) -> None:
+    requests = [
+        engine.generate([3, 9, 4][:size], SamplingConfig(temperature=3.0, max_tokens=12), 64) for size in (1, 2, 3)
+    ]
+    completions = [completion for group in await asyncio.gather(*requests) for completion in group]
+    assert len(completions) == 192
+    for completion in completions:
+        ended = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert "<eos>" not in completion.text
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
+
+
+async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine: VLLMEngine) -> None:
+    assert engine.max_length == 64
+    (completion,) = await engine.generate([3] * 63, SamplingConfig(max_tokens=10), 1)
+    assert len(completion.token_ids) == 1
+
+
+async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -> None:
+    long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 64))
+    await engine.generate([4], SamplingConfig(max_tokens=1), 1)
+    assert not long.done()
+    await long
+
+
+async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLLMEngine) -> None:
+    sampling = SamplingConfig(seed=7, max_tokens=10)
+    first, second = [await engine.generate([3, 4], sampling, 3) for _ in range(2)]
+    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
+    assert first[0].token_ids != first[1].token_ids
+
+
+async def test_a_reload_that_fails_half_way_is_mended_by_the_next(
+    engine: VLLMEngine, version: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        await engine.load_weights(str(tmp_path / "gone"))
+    (tmp_path / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(Exception, match="reload_weights|collective_rpc"):
+        await engine.load_weights(str(tmp_path))
+    await engine.load_weights(str(version))
+    np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-4)
+
+
+async def test_the_generator_inserts_exact_groups_of_each_version(
+    engine: VLLMEngine, model: Path, version: Path
+) -> None:
+    class Open(VLLMEngine):  # the module's engine, left open at the end of the run
+        def __init__(self) -> None:
+            self.__dict__ = engine.__dict__
+
+        async def close(self) -> None:
+            pass
+
+    client = RecordingClient()
+    sampling = SamplingConfig(temperature=0.8, max_tokens=12)
+    config = GeneratorConfig(group_size=4, sampling=sampling, max_concurrent_groups=4)
+    generator = RolloutGenerator(client, Open(), make_prompts(), lambda row, text: len(text), config)  # type: ignore[arg-type]
+    task = asyncio.create_task(generator.run())
+    await client.inserted(6)
+    await client.publish(1, version)
+    async with asyncio.timeout(30):
+        while not (client.inserts and client.inserts[-1][0].policy_version == 1):
+            await asyncio.sleep(0.01)
+    generator.stop()
+    await task
+    assert generator.stats["probe_max_difference"] < 1e-4
+    for weights, (group, _) in ((model, client.inserts[0]), (version, client.inserts[-1])):
+        expected = [
+            logprob
+            for completion in group.completions()
+            for logprob in recomputed(weights, group.prompt_ids.tolist(), completion.tolist(), sampling)
+        ]
+        np.testing.assert_allclose(group.rollout_logprobs, expected, atol=1e-4)
+
+
+async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error(tmp_path: Path) -> None:
+    tied = make_model(tmp_path / "tied", tied=True)
+    step = make_version(tied, tmp_path / "step-1")
+    client = RecordingClient()
+    await client.publish(1, step)
+    engine = VLLMEngine(tied, dtype="float32", seed=0)
+    config = GeneratorConfig(group_size=2, max_groups=2, sampling=SamplingConfig(max_tokens=4))
+    generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0, config)  # type: ignore[arg-type]
+    try:
+        await generator.run()
+    except WeightsMismatchError as error:
+        assert "tied embeddings" in str(error)
+        assert generator.stats["probe_max_difference"] > config.probe_tolerance
+        assert client.inserts == []
+    else:
+        assert generator.stats["probe_max_difference"] < 1e-3
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+GENERATOR = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from generator_factories import RecordingClient, make_prompts
+from replay_client.engines.vllm import VLLMEngine
+from replay_client.generator import run_generator
+
+def reward(row, text):
+    return 0.0
+
+def show(stats):
+    print(stats["groups"], flush=True)
+
+if __name__ == "__main__":
+    engine = VLLMEngine(sys.argv[1], dtype="float32")
+    print("loaded", flush=True)
+    run_generator(RecordingClient, engine, make_prompts(10**6), reward, on_group=show)
+    print("stopped", flush=True)
+"""
+
+
+@contextmanager
+def generator_process(folder: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
+    """A generator in a process (group) of its own, past its first group."""
+    script = folder / "generate.py"
+    script.write_text(GENERATOR)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(model), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loaded\n"
+        assert process.stdout.readline() == "1\n"
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_ctrl_c_stops_the_generator_without_a_stack_trace(tmp_path: Path, model: Path) -> None:
+    with generator_process(tmp_path, model) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert output.endswith("stopped\n")
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 3, errors
+    assert not any(child.is_running() for child in children)
+
+
+def test_the_engine_does_not_outlive_a_killed_generator(tmp_path: Path, model: Path) -> None:
+    with generator_process(tmp_path, model) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("EngineCore" in " ".join(child.cmdline()) for child in children)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+            assert time.monotonic() < deadline, "vLLM's process is still there 10 s after its owner"
+            time.sleep(0.1)

@@ -1,0 +1,245 @@
+"""Each loss against an example worked by hand, its gradient, and what must not change it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_trainer.losses import kl_loss, loss_normalizer, policy_loss
+from torch import Tensor
+
+# Two completions: ratios 2 and 0.5 with A = 1, and a ratio of 2 with A = -2; the last place is padding.
+# -min(c A, clip(c, 0.8, 1.2) A):  -min(2, 1.2) = -1.2,  -min(0.5, 0.8) = -0.5,  -min(-4, -2.4) = 4.
+RATIOS = [[2.0, 0.5], [2.0, 0.0]]
+LOGPROBS = torch.tensor([[-1.0, -2.0], [-0.5, 99.0]])
+MASK = torch.tensor([[1, 1], [1, 0]])
+ADVANTAGES = torch.tensor([1.0, -2.0])
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+OPTIONS = {"epsilon_high": 1.5, "max_completion_length": 10}
+
+
+def old_of(ratios: list[list[float]], logprobs: Tensor = LOGPROBS) -> Tensor:
+    return torch.where(torch.tensor(ratios) > 0, logprobs - torch.tensor(ratios).log(), -7.0)
+
+
+def loss_of(**options: object) -> float:
+    loss, _ = policy_loss(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, **options)  # type: ignore[arg-type]
+    return loss.item()
+
+
+def gradient_of(ratios: list[list[float]] = RATIOS, **options: object) -> list[list[float]]:
+    logprobs = LOGPROBS.clone().requires_grad_()
+    policy_loss(logprobs, old_of(ratios), ADVANTAGES, MASK, **options)[0].backward()  # type: ignore[arg-type]
+    assert logprobs.grad is not None
+    return [[round(x, 4) for x in row] for row in logprobs.grad.tolist()]
+
+
+def test_dapo_is_the_mean_over_all_tokens() -> None:
+    assert loss_of() == pytest.approx((-1.2 - 0.5 + 4) / 3)
+    assert loss_of(loss_type="dapo", normalizer=23) == pytest.approx(2.3 / 23)
+
+
+def test_bnpo_is_the_mean_over_the_tokens_of_the_batch() -> None:
+    assert loss_of(loss_type="bnpo") == pytest.approx(2.3 / 3)
+
+
+def test_grpo_is_the_mean_over_sequences_of_their_token_means() -> None:
+    assert loss_of(loss_type="grpo") == pytest.approx((-1.7 / 2 + 4) / 2)
+    assert loss_of(loss_type="grpo", normalizer=8) == pytest.approx((-1.7 / 2 + 4) / 8)
+
+
+def test_dr_grpo_divides_by_the_longest_completion_there_may_be() -> None:
+    assert loss_of(loss_type="dr_grpo", max_completion_length=10) == pytest.approx(2.3 / 20)
+    assert loss_of(loss_type="dr_grpo", max_completion_length=10, normalizer=4) == pytest.approx(2.3 / 40)
+
+
+def test_epsilon_high_widens_the_clip_range_upwards_only() -> None:
+    # -1.28 in the place of -1.2; the token with A < 0 is not clipped above, and 0.5 not below with A > 0
+    assert loss_of(epsilon_high=0.28) == pytest.approx((-1.28 - 0.5 + 4) / 3)
+
+
+def test_clipping_takes_the_gradient_only_where_the_policy_has_gone_far_enough() -> None:
+    # d(-c A)/dlogp = -c A: -0.5 for the second token, 4 for the third; the first is clipped
+    assert gradient_of() == [[0.0, round(-0.5 / 3, 4)], [round(4 / 3, 4), 0.0]]
+    # With c = 0.5, A < 0 the third is clipped from below: -min(-1, -1.6) = 1.6
+    assert gradient_of([[2.0, 0.5], [0.5, 0.0]])[1] == [0.0, 0.0]
+
+
+def test_cispo_caps_the_ratio_and_keeps_the_gradient_of_every_token() -> None:
+    # -min(c, 1.5) A log p: 1.5 * 1, 0.5 * 2, -(1.5 * -2 * -0.5)
+    assert loss_of(loss_type="cispo", epsilon_high=1.5) == pytest.approx((1.5 + 1.0 - 1.5) / 3)
+    assert gradient_of(loss_type="cispo", epsilon_high=1.5) == [[-0.5, round(-0.5 / 3, 4)], [1.0, 0.0]]
+
+
+def test_gspo_clips_the_geometric_ratio_of_the_sequence() -> None:
+    ratios = [[4.0, 1.0], [2.0, 0.0]]  # c = 2 clipped at 1.2, and 2: l = -1.2, 4
+    loss, _ = policy_loss(LOGPROBS, old_of(ratios), ADVANTAGES, MASK, loss_type="gspo")
+    assert loss.item() == pytest.approx((-1.2 + 4) / 2)
+    # c = sqrt(0.5 * 2) = 1 is not clipped: dl/dlogp = -c A / 2 tokens / 2 sequences
+    assert gradient_of([[0.5, 2.0], [2.0, 0.0]], loss_type="gspo") == [[-0.25, -0.25], [2.0, 0.0]]
+
+
+def test_on_policy_the_gradient_is_the_advantage() -> None:
+    assert gradient_of([[1.0, 1.0], [1.0, 0.0]]) == [[round(-1 / 3, 4)] * 2, [round(2 / 3, 4), 0.0]]
+
+
+def test_weights_multiply_the_loss_of_their_token() -> None:
+    weights = torch.tensor([[2.0, 0.5], [0.1, 9.0]])
+    assert loss_of(weights=weights) == pytest.approx((-2.4 - 0.25 + 0.4) / 3)
+    assert loss_of(weights=weights, loss_type="grpo") == pytest.approx((-2.65 / 2 + 0.4) / 2)
+    # gspo: c = 1 and 2: l = -1 for both tokens, 4
+    assert loss_of(weights=weights, loss_type="gspo") == pytest.approx((-2.5 / 2 + 0.4) / 2)
+
+
+def test_rejected_tokens_add_nothing_and_still_count_in_the_denominators() -> None:
+    keep = torch.tensor([[0, 1], [1, 0]])
+    assert loss_of(keep=keep) == pytest.approx((-0.5 + 4) / 3)
+    assert loss_of(keep=keep, loss_type="grpo") == pytest.approx((-0.5 / 2 + 4) / 2)
+    assert loss_of(keep=keep, loss_type="dr_grpo", max_completion_length=10) == pytest.approx(3.5 / 20)
+    assert loss_of(keep=torch.zeros(2, 2)) == 0.0
+
+
+def test_advantages_may_be_given_for_each_token() -> None:
+    advantages = torch.tensor([[1.0, 0.0], [-2.0, 5.0]])
+    loss, _ = policy_loss(LOGPROBS, old_of(RATIOS), advantages, MASK)
+    assert loss.item() == pytest.approx((-1.2 + 0 + 4) / 3)
+
+
+def test_metrics_count_what_was_clipped() -> None:
+    ratios = [[2.0, 0.5], [0.5, 0.0]]
+    _, metrics = policy_loss(LOGPROBS, old_of(ratios), ADVANTAGES, MASK)
+    assert metrics == pytest.approx(
+        {
+            "ratio_mean": 1.0,
+            "approx_kl": (3.0 - 3 + math.log(2)) / 3,  # c - 1 - log c: 1 - ln 2, and twice -0.5 + ln 2
+            "clip_low_fraction": 1 / 3,
+            "clip_high_fraction": 1 / 3,
+        },
+        abs=1e-6,
+    )
+
+
+def test_the_kl_penalty_is_k3_of_the_reference() -> None:
+    # ref - logp = ln 2, -ln 2, ln 4: k3 = 2 - 1 - ln 2, 0.5 - 1 + ln 2, 4 - 1 - ln 4
+    difference = torch.tensor([[math.log(2), -math.log(2)], [math.log(4), 50.0]])
+    k3 = [1 - math.log(2), math.log(2) - 0.5, 3 - math.log(4)]
+    loss, metrics = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1)
+    assert loss.item() == pytest.approx(0.1 * sum(k3) / 3)
+    assert metrics == pytest.approx({"kl": sum(k3) / 3})
+    loss, _ = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1, loss_type="grpo", normalizer=2)
+    assert loss.item() == pytest.approx(0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo"),
+        ({"loss_type": "cispo"}, "needs epsilon_high"),
+        ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
+        ({"normalizer": 0}, "normalizer must be positive"),
+        ({"weights": torch.ones(2, 1)}, r"weights must have the shape of logprobs, \(2, 2\), not \(2, 1\)"),
+        ({"keep": torch.ones(2, 3)}, "keep must have the shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss_of(**options)
+
+
+def test_advantages_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="advantages must have shape"):
+        policy_loss(LOGPROBS, LOGPROBS, torch.ones(2, 1), MASK)
+
+
+# ---------------------------------------------------------------------------------------- what holds for all inputs
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    B, T = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    old_BT = -3 * torch.rand(B, T, generator=generator)
+    return {
+        "logprobs": old_BT + draw(st.sampled_from([0.0, 0.3])) * torch.randn(B, T, generator=generator),
+        "old_logprobs": old_BT,
+        "advantages": torch.randn(B, generator=generator),
+        "mask": torch.rand(B, T, generator=generator) < draw(st.sampled_from([0.5, 1.0])),
+        "weights": 2 * torch.rand(B, T, generator=generator),
+        "keep": torch.rand(B, T, generator=generator) < 0.8,
+    }
+
+
+def loss_and_gradient(batch: dict[str, Tensor], **options: object) -> tuple[Tensor, Tensor]:
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    loss, _ = policy_loss(**(batch | {"logprobs": logprobs}), **options)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.sampled_from(LOSS_TYPES), st.integers(1, 4))
+def test_parts_with_the_normalizer_of_the_whole_add_up_to_the_whole(
+    batch: dict[str, Tensor], loss_type: str, size: int
+) -> None:
+    options = {"loss_type": loss_type, **OPTIONS}
+    whole_loss, whole_gradient = loss_and_gradient(batch, **options)
+    normalizer = max(loss_normalizer(batch["mask"], loss_type), 1)  # type: ignore[arg-type]
+    parts = [
+        loss_and_gradient(
+            {name: tensor[i : i + size] for name, tensor in batch.items()}, normalizer=normalizer, **options
+        )
+        for i in range(0, len(batch["mask"]), size)
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole_loss)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in parts]), whole_gradient)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.sampled_from(LOSS_TYPES))
+def test_padding_never_matters(batch: dict[str, Tensor], loss_type: str) -> None:
+    options = {"loss_type": loss_type, **OPTIONS}
+    T = batch["mask"].shape[1]
+    loss, gradient = loss_and_gradient(batch, **options)
+    padded = {
+        name: torch.nn.functional.pad(tensor, (0, 2), value=float("nan") if tensor.is_floating_point() else 0)
+        if tensor.ndim == 2
+        else tensor
+        for name, tensor in batch.items()
+    }
+    for name in ("logprobs", "old_logprobs", "weights"):
+        padded[name] = padded[name].masked_fill(~padded["mask"], math.inf)
+    padded_loss, padded_gradient = loss_and_gradient(padded, **options)
+    torch.testing.assert_close(padded_loss, loss)
+    torch.testing.assert_close(padded_gradient[:, :T], gradient)
+    assert (padded_gradient[~padded["mask"]] == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.sampled_from(LOSS_TYPES))
+def test_zero_advantages_give_no_loss_and_no_gradient(batch: dict[str, Tensor], loss_type: str) -> None:
+    batch["advantages"].zero_()
+    loss, gradient = loss_and_gradient(batch, loss_type=loss_type, **OPTIONS)
+    assert loss == 0
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_float32_leaves_a_finite_gradient(loss_type: str, advantage: float) -> None:
+    batch = {"logprobs": torch.tensor([[-1.0, -1.0]]), "old_logprobs": torch.tensor([[-200.0, -1.0]])}
+    batch |= {"advantages": torch.tensor([advantage]), "mask": torch.tensor([[True, True]])}
+    loss, gradient = loss_and_gradient(batch, loss_type=loss_type, **OPTIONS)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_batch_without_tokens_has_no_loss(loss_type: str) -> None:
+    batch = {"logprobs": torch.zeros(2, 1), "old_logprobs": torch.zeros(2, 1)}
+    batch |= {"advantages": torch.ones(2), "mask": torch.zeros(2, 1)}
+    loss, gradient = loss_and_gradient(batch, loss_type=loss_type, **OPTIONS)
+    assert loss == 0
+    assert (gradient == 0).all()

@@ -1,0 +1,131 @@
+"""Which groups are replaced, by which, and that a replaced group is replaced as a whole."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from replay_client.errors import DeadlineExceededError
+from replay_trainer import ZeroVarianceReplacer
+from replay_trainer.batching import to_batch
+from trainer_factories import FakeClient, make_group, make_sample
+
+ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
+MIXED = [0.0, 1.0, 1.0, 0.0]
+
+
+def keys(samples: list) -> list[int]:
+    return [sample.info.key for sample in samples]
+
+
+def make_batch(*rewards: list[float]) -> list:
+    return [make_sample(make_group(rewards=r), key=key) for key, r in enumerate(rewards)]
+
+
+def make_pool(count: int, *, first_key: int = 100) -> list:
+    return [make_sample(make_group(rewards=MIXED), key=first_key + i, age=10.0 * i, staleness=i) for i in range(count)]
+
+
+def test_groups_without_variance_give_their_place_to_groups_of_the_pool() -> None:
+    batch = make_batch(ALL_WRONG, MIXED, ALL_RIGHT)
+    replacement = ZeroVarianceReplacer(FakeClient(pool=make_pool(5))).replace(batch)
+    assert keys(replacement.samples) == [100, 1, 101]
+    assert replacement.replaced == [0, 2]
+    assert replacement.groups[1] is batch[1].group
+    assert replacement.stats["groups_zero_variance"] == 2
+    assert replacement.stats["groups_replaced"] == 2
+    assert replacement.stats["groups_missing"] == 0
+    assert replacement.stats["age_mean"] == 5.0
+    assert replacement.stats["staleness_mean"] == 0.5
+    assert replacement.stats["reward_mean"] == 0.5
+
+
+def test_every_row_of_a_replaced_group_is_the_stored_one() -> None:
+    # Another G, other lengths, other prompt, other log-probs than the group that leaves.
+    stored = make_group(
+        rewards=[1, 0, 0],
+        prompt=[9, 9, 9],
+        completions=[[6, 7, 8], [], [10]],
+        logprobs=[-0.11, -0.22, -0.33, -0.44],
+    )
+    pool = [make_sample(stored, key=100)]
+    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(MIXED, ALL_WRONG, MIXED))
+    batch, alone = to_batch(replacement.groups), to_batch([stored])
+    rows = batch.group_B == 1
+    assert int(rows.sum()) == 3
+    assert torch.equal(batch.input_ids_BS[rows, :6], alone.input_ids_BS)
+    assert torch.equal(batch.completion_ids_BT[rows, :3], alone.completion_ids_BT)
+    assert torch.equal(batch.mask_BT[rows, :3], alone.mask_BT)
+    assert not batch.mask_BT[rows, 3:].any()
+    np.testing.assert_array_equal(batch.advantages_B[rows].numpy(), stored.advantages)
+    np.testing.assert_array_equal(batch.rollout_logprobs_BT[rows][batch.mask_BT[rows]].numpy(), stored.rollout_logprobs)
+
+
+def test_a_batch_with_variance_everywhere_asks_for_nothing() -> None:
+    batch = make_batch(MIXED, MIXED)
+    replacement = ZeroVarianceReplacer(client=None).replace(batch)  # type: ignore[arg-type]
+    assert replacement.samples == batch
+    assert replacement.replaced == []
+    assert math.isnan(replacement.stats["age_mean"])
+
+
+def test_rewards_that_differ_by_rounding_only_are_replaced() -> None:
+    batch = make_batch([0.3, 0.1 + 0.2, 0.3])
+    assert ZeroVarianceReplacer(FakeClient(pool=make_pool(1))).replace(batch).replaced == [0]
+
+
+def test_what_is_in_the_batch_already_does_not_come_again() -> None:
+    batch = make_batch(MIXED, ALL_WRONG)
+    pool = [batch[0], *make_pool(1)]  # the fresh group has joined the pool the moment it was taken
+    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(batch)
+    assert keys(replacement.samples) == [0, 100]
+
+
+def test_ranks_of_one_step_get_different_groups() -> None:
+    client = FakeClient(pool=make_pool(3))
+    rank_0 = ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-12")
+    rank_1 = ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-12")
+    assert keys(rank_0.samples) == [100, 101]
+    assert keys(rank_1.samples) == [102, 1]
+    assert rank_1.stats["groups_missing"] == 1
+
+
+def test_a_group_without_replacement_is_kept_and_counted() -> None:
+    replacement = ZeroVarianceReplacer(FakeClient(pool=make_pool(1))).replace(make_batch(ALL_WRONG, MIXED, ALL_RIGHT))
+    assert keys(replacement.samples) == [100, 1, 2]
+    assert replacement.replaced == [0]
+    assert replacement.stats["groups_missing"] == 1
+    assert replacement.stats["groups_dropped"] == 0
+
+
+def test_a_group_without_replacement_is_dropped_where_told() -> None:
+    replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(2)), on_empty="drop")
+    replacement = replacer.replace(make_batch(MIXED, ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED))
+    assert keys(replacement.samples) == [0, 100, 101, 4]
+    assert replacement.replaced == [1, 2]
+    assert replacement.stats["groups_dropped"] == 1
+
+
+def test_all_groups_may_be_dropped() -> None:
+    replacement = ZeroVarianceReplacer(FakeClient(), on_empty="drop").replace(make_batch(ALL_WRONG))
+    assert replacement.samples == []
+
+
+def test_waiting_for_the_pool_ends_with_the_servers_reason() -> None:
+    replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(1)), on_empty="wait", timeout=0.1)
+    with pytest.raises(DeadlineExceededError, match="replay: sampling blocked: size 1 < 2"):
+        replacer.replace(make_batch(ALL_WRONG, ALL_WRONG))
+
+
+def test_a_pool_group_without_variance_replaces_nothing() -> None:
+    pool = [make_sample(make_group(rewards=ALL_RIGHT), key=100)]
+    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG))
+    assert keys(replacement.samples) == [0]
+    assert replacement.stats["groups_missing"] == 1
+
+
+def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="on_empty must be one of keep, drop, wait, not 'skip'"):
+        ZeroVarianceReplacer(FakeClient(), on_empty="skip")  # type: ignore[arg-type]

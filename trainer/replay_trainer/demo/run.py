@@ -1,0 +1,321 @@
+"""`replay demo`: server, generator and trainer as processes, one live display, and a summary at the end.
+
+task.py make ──▶ model/ ──▶ replay generate (loads its engine while the model warms up)
+                   └──▶ task.py warm-up ──▶ warm/ ──▶ replay train ──▶ version 0, 1, 2, ... ──▶ the generator reloads
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from replay_trainer.demo.picture import draw, read_metrics
+
+GROUPS_PER_STEP = 16
+GROUP_SIZE = 8
+MARKER = "demo.json"
+
+SERVER_CONFIG = f"""\
+[admission]
+groups_per_step = {GROUPS_PER_STEP}
+max_staleness = 2
+
+[[tables]]
+name = "rollouts"
+rate_limiter = {{ type = "queue", max_size = {4 * GROUPS_PER_STEP} }}
+max_staleness = 8
+forward_to = "replay"
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+remover = "min_heap"
+max_size = 512
+max_staleness = 20
+max_times_sampled = 4
+seed = 0
+"""
+
+TRAIN_CONFIG = f"""\
+groups_per_step = {GROUPS_PER_STEP}
+micro_batch_size = {GROUPS_PER_STEP * GROUP_SIZE}
+learning_rate = 2e-4
+weight_decay = 0.01
+max_grad_norm = 1.0
+loss_type = "dapo"
+sample_timeout = 120.0
+
+[correction]
+level = "token"
+action = "truncate"
+clip_max = 2.0
+"""
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says which part failed and why."""
+
+
+class Part:
+    """One process of the demo, with its output in a file."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, threads: int = 1) -> None:
+        self.name = name
+        self.log = folder / "logs" / f"{name}.log"
+        self._file: IO[bytes] = self.log.open("wb")
+        # A session of its own: Ctrl-C reaches the demo, which then stops its parts in order.
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+        )
+
+    def check(self) -> bool:
+        """Whether it has ended well. Raises DemoError if it has ended otherwise."""
+        status = self.process.poll()
+        if status is None:
+            return False
+        if status != 0:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise DemoError(f"the {self.name} {how}: {self.last_words()} (all of its output: {self.log})")
+        return True
+
+    def last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "it said nothing"
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it printed as JSON lines."""
+        text = self.log.read_text(errors="replace")
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        self._file.close()
+
+
+class Display:
+    """A bar a part; plain lines where the output is not a terminal."""
+
+    def __init__(self, steps: int) -> None:
+        self.console = Console()
+        self._live = self.console.is_terminal
+        self.progress = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self._live,
+        )
+        totals = {"warm-up": 1.0, "server": None, "generator": float(steps * GROUPS_PER_STEP), "trainer": float(steps)}
+        self._tasks: dict[str, TaskID] = {
+            name: self.progress.add_task(name, total=total, text="waiting") for name, total in totals.items()
+        }
+        self._texts: dict[str, str] = {}
+        self._printed = 0.0
+
+    def show(self, name: str, text: str, completed: float | None = None) -> None:
+        self._texts[name] = text
+        self.progress.update(self._tasks[name], text=text, completed=completed)
+
+    def tick(self) -> None:
+        if not self._live and time.monotonic() - self._printed > 10:
+            self._printed = time.monotonic()
+            self.console.print(" | ".join(f"{name}: {text}" for name, text in self._texts.items()), soft_wrap=True)
+
+
+def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float = 0.4) -> None:
+    """Runs the demo; returns when the trainer has done its steps. Raises DemoError."""
+    prepare(out, seed)
+    display = Display(steps)
+    parts: list[Part] = []
+    with sigterm_as_interrupt():
+        try:
+            with display.progress:
+                run_parts(out, steps, seed, engine, target_solve_rate, display, parts)
+        finally:
+            for part in reversed(parts):
+                part.stop()
+    metrics = read_metrics(out / "train" / "metrics.jsonl")
+    shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
+    draw(metrics, out / "curves.png")
+    for line in summary(metrics, generator_stats(parts)):
+        display.console.print(line, highlight=False)
+    display.console.print(f"metrics: {out / 'metrics.jsonl'}   picture: {out / 'curves.png'}", highlight=False)
+
+
+def prepare(out: Path, seed: int) -> None:
+    """An empty folder; what an earlier demo left in it is removed, anything else is not touched."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARKER).exists():
+            raise DemoError(f"{out} holds something that is not a demo's: name another folder with --out")
+        shutil.rmtree(out)
+    (out / "logs").mkdir(parents=True)
+    (out / MARKER).write_text(json.dumps({"seed": seed}))
+    (out / "replay.toml").write_text(SERVER_CONFIG)
+    (out / "train.toml").write_text(TRAIN_CONFIG)
+
+
+def run_parts(
+    out: Path, steps: int, seed: int, engine: str, target: float, display: Display, parts: list[Part]
+) -> None:
+    replay = [sys.executable, "-m", "replay_server.cli"]
+    task = [sys.executable, "-m", "replay_trainer.demo.task"]
+
+    def start(name: str, command: list[str]) -> Part:
+        parts.append(Part(name, command, out))
+        return parts[-1]
+
+    def until(done: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
+        while True:
+            ended = done()
+            for part in parts:
+                if part.check() and part.name in ("server", "generator"):
+                    raise DemoError(f"the {part.name} ended before the trainer: {part.last_words()}")
+            show()
+            display.tick()
+            if ended:
+                return
+            time.sleep(0.25)
+
+    until(start("model", [*task, "make", str(out), str(seed), str(target)]).check)
+
+    server = start("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
+    until(lambda: "listening on " in server.log.read_text())
+    address = next(
+        line.removeprefix("listening on ")
+        for line in server.log.read_text().splitlines()
+        if line.startswith("listening on ")
+    )
+    display.show("server", address)
+
+    generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
+    generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", "exact_match", "--wait-for-policy"]
+    generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", "6", "--seed", str(seed), "--json"]
+    display.show("generator", f"loading {engine}")
+    start("generator", [*replay, *generate])
+
+    warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target)])
+
+    def show_warm_up() -> None:
+        for stats in warm_up.lines()[-1:]:
+            rate = stats["solve_rate"]
+            display.show(
+                "warm-up", f"step {stats['steps']:.0f}, solves {rate:.2f} of {target}", min(1.0, rate / target)
+            )
+
+    until(warm_up.check, show_warm_up)
+
+    train = ["train", "--address", address, "--model", str(out / "warm"), "--config", str(out / "train.toml")]
+    train += ["--output-dir", str(out / "train"), "--steps", str(steps), "--seed", str(seed), "--quiet"]
+    trainer = start("trainer", [*replay, *train])
+    with ReplayClient(address, timeout=5.0) as client:
+        until(trainer.check, lambda: show_training(display, client, out, steps, parts))
+
+
+def show_training(display: Display, client: ReplayClient, out: Path, steps: int, parts: list[Part]) -> None:
+    try:
+        info = client.server_info()
+    except ReplayError:
+        return  # if the server is gone for good, its process says so
+    tables = " ".join(f"{name} {table.size}" for name, table in info.tables.items())
+    display.show("server", f"{tables}, policy version {info.policy.version}")
+    stats = generator_stats(parts)
+    if stats:
+        display.show(
+            "generator",
+            f"{stats['groups']} groups, {stats['tokens_per_second']:.0f} tokens/s, engine - trainer "
+            f"{stats['probe_max_difference'] or 0.0:.0e}",
+            stats["groups"],
+        )
+    metrics = read_metrics(out / "train" / "metrics.jsonl")
+    if metrics:
+        last, recent = metrics[-1], metrics[-10:]
+        reward = sum(line["fresh/reward_mean"] for line in recent) / len(recent)
+        display.show(
+            "trainer",
+            f"step {last['step']}/{steps}, fresh reward {reward:.2f}, replaced "
+            f"{last['replay/groups_replaced']:.0f}/{GROUPS_PER_STEP}, staleness {last['fresh/staleness_mean']:.1f}",
+            last["step"],
+        )
+
+
+def generator_stats(parts: list[Part]) -> dict[str, Any]:
+    """The newest statistics that the generator printed."""
+    lines = next((part.lines() for part in parts if part.name == "generator"), [])
+    return lines[-1] if lines else {}
+
+
+def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterator[str]:
+    """What the run came to, a line each."""
+
+    def mean(name: str, lines: list[dict[str, Any]] = metrics) -> float:
+        values = [line[name] for line in lines if line.get(name) is not None]
+        return sum(values) / len(values) if values else float("nan")
+
+    edge = max(1, min(10, len(metrics) // 4))
+    seconds = sum(line["time/step"] for line in metrics)
+    yield ""
+    yield (
+        f"fresh reward        {mean('fresh/reward_mean', metrics[:edge]):.3f} in the first {edge} steps, "
+        f"{mean('fresh/reward_mean', metrics[-edge:]):.3f} in the last {edge}"
+    )
+    yield (
+        f"groups              {generated.get('groups', 0)} generated, {sum(line['fresh/groups'] for line in metrics):.0f} "
+        f"used, {sum(line['replay/groups_replaced'] for line in metrics):.0f} of them replaced by stored ones"
+    )
+    yield (
+        f"zero variance       {mean('fresh/zero_variance_fraction'):.2f} of the fresh groups, "
+        f"{mean('train/zero_variance_fraction'):.2f} of those trained on"
+    )
+    yield (
+        f"staleness           {mean('fresh/staleness_mean'):.2f} versions (fresh), "
+        f"{mean('replay/staleness_mean'):.2f} (replayed, {mean('replay/age_mean'):.1f} s old)"
+    )
+    yield (
+        f"importance weights  mean ratio {mean('correction/ratio_mean'):.4f}, "
+        f"{mean('correction/clipped_fraction'):.2%} of the tokens truncated"
+    )
+    yield (
+        f"speed               {sum(line['train/tokens'] for line in metrics) / seconds:.0f} tokens/s trained, "
+        f"{generated.get('tokens', 0) / seconds:.0f} tokens/s generated, {seconds / len(metrics):.2f} s a step"
+    )
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the demo like Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
