@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -179,7 +180,7 @@ def generate(
     from replay_client import AsyncReplayClient
     from replay_client.engines import SamplingConfig
     from replay_client.errors import ReplayError
-    from replay_client.generator import GeneratorConfig, GeneratorStats, RolloutGenerator
+    from replay_client.generator import GeneratorConfig, GeneratorStats, run_generator
     from replay_client.prompts import cycle_prompts, read_prompts
     from replay_client.rewards import load_reward
 
@@ -202,35 +203,27 @@ def generate(
     except (ValueError, OSError, ImportError) as error:
         fail(error)
 
-    async def run() -> None:
-        client = AsyncReplayClient(address, timeout)
-        told = 0.0
+    told = 0.0
 
-        def tell(stats: GeneratorStats) -> None:
-            nonlocal told
-            if (now := asyncio.get_running_loop().time()) - told < 1.0:
-                return
-            told = now
-            values = {name: None if value != value else value for name, value in stats.items()}
-            if as_json:
-                print(json.dumps(values), flush=True)
-            else:
-                print(
-                    f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
-                    f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s",
-                    flush=True,
-                )
-
-        generator = RolloutGenerator(client, running_engine, rows, scorer, config, on_group=tell)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, generator.stop)
-        try:
-            await generator.run()
-        finally:
-            await client.close()
+    def tell(stats: GeneratorStats, last: bool = False) -> None:
+        nonlocal told
+        if not last and time.monotonic() - told < 1.0:
+            return
+        told = time.monotonic()
+        if as_json:
+            print(json.dumps({name: None if value != value else value for name, value in stats.items()}), flush=True)
+        else:
+            print(
+                f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
+                f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s",
+                flush=True,
+            )
 
     try:
-        asyncio.run(run())
+        stats = run_generator(
+            lambda: AsyncReplayClient(address, timeout), running_engine, rows, scorer, config, on_group=tell
+        )
+        tell(stats, last=True)
     except ReplayError as error:
         fail(error)
 

@@ -156,10 +156,11 @@ class RecordingClient:
         return self.current
 
     async def watch_policy(self) -> AsyncIterator[Policy]:
-        last = None
+        yield (last := self.current)
         while True:
             async with self.changed:
-                await self.changed.wait_for(lambda: self.current != last)
+                while self.current == last:
+                    await self.changed.wait()
                 last = self.current
             yield last
 

@@ -1,4 +1,5 @@
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,8 +79,6 @@ def test_a_reward_loads_by_name_or_by_module_and_function(tmp_path: Path, monkey
 
 
 def test_the_client_package_imports_no_inference_library() -> None:
-    import subprocess
-
     code = (
         "import sys, replay_client, replay_client.generator, replay_client.engines.vllm, "
         "replay_client.engines.transformers, replay_client.prompts, replay_client.rewards\n"

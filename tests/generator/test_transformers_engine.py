@@ -60,8 +60,9 @@ async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
-async def test_completions_end_with_the_end_token_or_at_the_limit(engine: TransformersEngine) -> None:
-    completions = await engine.generate([3, 9], SamplingConfig(temperature=3.0, max_tokens=12), 256)
+async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
+    engine = TransformersEngine(make_model(tmp_path, sharpness=1.0), seed=0)
+    completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
     for completion in completions:
         ended = completion.token_ids[-1] == EOS
         assert completion.finish_reason == ("stop" if ended else "length")
@@ -69,6 +70,7 @@ async def test_completions_end_with_the_end_token_or_at_the_limit(engine: Transf
         assert EOS not in completion.token_ids[:-1]
     assert len({len(completion.token_ids) for completion in completions}) > 3
     assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
+    await engine.close()
 
 
 async def test_prompt_and_completion_fit_the_maximum_length(model: Path) -> None:
@@ -127,7 +129,8 @@ def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocab
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}]
+    "bad",
+    [{"temperature": 0.0}, {"temperature": 2.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}],
 )
 def test_sampling_that_makes_no_sense_is_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

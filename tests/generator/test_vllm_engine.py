@@ -1,19 +1,19 @@
 """The real vLLM, on small models. Loading takes 15 to 25 s each time, so most tests share one engine and one loop."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import pytest_asyncio
 from generator_factories import (
     EOS,
     RecordingClient,
@@ -30,7 +30,8 @@ from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMi
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.vllm
+on_the_engines_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +44,22 @@ def version(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_version(model, tmp_path_factory.mktemp("versions") / "step-1")
 
 
-@pytest.fixture(scope="module")
-async def engine(model: Path) -> AsyncIterator[VLLMEngine]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def loaded_engine(model: Path) -> AsyncIterator[VLLMEngine]:
     engine = VLLMEngine(model, dtype="float32", seed=0)
     yield engine
     await engine.close()
     await engine.close()
 
 
-@pytest.fixture(autouse=True)
-async def initial_weights(engine: VLLMEngine, model: Path) -> None:
-    await engine.load_weights(str(model))
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
+    """The engine with the model's own weights."""
+    await loaded_engine.load_weights(str(model))
+    return loaded_engine
 
 
+@on_the_engines_loop
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_equal_transformers_before_and_after_a_reload(
     engine: VLLMEngine, model: Path, version: Path, temperature: float
@@ -69,6 +73,7 @@ async def test_logprobs_equal_transformers_before_and_after_a_reload(
         np.testing.assert_allclose(await engine.score(prompt_ids), scores(weights, prompt_ids), atol=1e-4)
 
 
+@on_the_engines_loop
 async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, model: Path) -> None:
     sampling = SamplingConfig(temperature=0.9, top_k=6, top_p=0.8, max_tokens=12)
     for completion in await engine.generate([3, 9], sampling, 4):
@@ -76,9 +81,10 @@ async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, m
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+@on_the_engines_loop
 async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLLMEngine) -> None:
     requests = [
-        engine.generate([3, 9, 4][:size], SamplingConfig(temperature=3.0, max_tokens=12), 64) for size in (1, 2, 3)
+        engine.generate([3, 9, 4][:size], SamplingConfig(temperature=2.0, max_tokens=12), 64) for size in (1, 2, 3)
     ]
     completions = [completion for group in await asyncio.gather(*requests) for completion in group]
     assert len(completions) == 192
@@ -92,12 +98,14 @@ async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLL
     assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
 
 
+@on_the_engines_loop
 async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine: VLLMEngine) -> None:
     assert engine.max_length == 64
     (completion,) = await engine.generate([3] * 63, SamplingConfig(max_tokens=10), 1)
     assert len(completion.token_ids) == 1
 
 
+@on_the_engines_loop
 async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -> None:
     long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 64))
     await engine.generate([4], SamplingConfig(max_tokens=1), 1)
@@ -105,6 +113,7 @@ async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -
     await long
 
 
+@on_the_engines_loop
 async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLLMEngine) -> None:
     sampling = SamplingConfig(seed=7, max_tokens=10)
     first, second = [await engine.generate([3, 4], sampling, 3) for _ in range(2)]
@@ -112,18 +121,20 @@ async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLL
     assert first[0].token_ids != first[1].token_ids
 
 
+@on_the_engines_loop
 async def test_a_reload_that_fails_half_way_is_mended_by_the_next(
     engine: VLLMEngine, version: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         await engine.load_weights(str(tmp_path / "gone"))
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(Exception, match="reload_weights|collective_rpc"):
+    with pytest.raises(Exception, match="collective_rpc"):
         await engine.load_weights(str(tmp_path))
     await engine.load_weights(str(version))
     np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-4)
 
 
+@on_the_engines_loop
 async def test_the_generator_inserts_exact_groups_of_each_version(
     engine: VLLMEngine, model: Path, version: Path
 ) -> None:
@@ -156,6 +167,7 @@ async def test_the_generator_inserts_exact_groups_of_each_version(
         np.testing.assert_allclose(group.rollout_logprobs, expected, atol=1e-4)
 
 
+@on_the_engines_loop
 async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error(tmp_path: Path) -> None:
     tied = make_model(tmp_path / "tied", tied=True)
     step = make_version(tied, tmp_path / "step-1")
@@ -164,14 +176,19 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error(tmp_path
     engine = VLLMEngine(tied, dtype="float32", seed=0)
     config = GeneratorConfig(group_size=2, max_groups=2, sampling=SamplingConfig(max_tokens=4))
     generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0, config)  # type: ignore[arg-type]
+    error = None
     try:
         await generator.run()
-    except WeightsMismatchError as error:
-        assert "tied embeddings" in str(error)
-        assert generator.stats["probe_max_difference"] > config.probe_tolerance
-        assert client.inserts == []
+    except WeightsMismatchError as raised:
+        error = raised
+    difference = generator.stats["probe_max_difference"]
+    print(f"tied embeddings after a reload: off by {difference:.3g} nats at most")
+    if error is None:
+        assert difference < 1e-3
     else:
-        assert generator.stats["probe_max_difference"] < 1e-3
+        assert difference > config.probe_tolerance
+        assert "tied embeddings" in str(error)
+        assert client.inserts == []
 
 
 # --------------------------------------------------------------------------------------------- processes
@@ -197,48 +214,60 @@ if __name__ == "__main__":
 """
 
 
-@contextmanager
-def generator_process(folder: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
-    """A generator in a process (group) of its own, past its first group."""
-    script = folder / "generate.py"
+@pytest.fixture(scope="module")
+def generators(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two generators in processes (and process groups) of their own, past their first group."""
+    script = tmp_path_factory.mktemp("script") / "generate.py"
     script.write_text(GENERATOR)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(model), str(Path(__file__).parent)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(model), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        for _ in range(2)
+    ]
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "loaded\n"
-        assert process.stdout.readline() == "1\n"
-        yield process
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loaded\n"
+            assert process.stdout.readline() == "1\n"
+        yield processes
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
-def test_ctrl_c_stops_the_generator_without_a_stack_trace(tmp_path: Path, model: Path) -> None:
-    with generator_process(tmp_path, model) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
-        os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
+def processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert any("EngineCore" in " ".join(child.cmdline()) for child in processes)
+    return processes
+
+
+def expect_gone(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subprocess.Popen[str]]) -> None:
+    process = generators[0]
+    processes = processes_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     assert output.endswith("stopped\n")
     assert "Traceback" not in errors
     assert len(errors.splitlines()) <= 3, errors
-    assert not any(child.is_running() for child in children)
+    expect_gone(processes, seconds=5)
 
 
-def test_the_engine_does_not_outlive_a_killed_generator(tmp_path: Path, model: Path) -> None:
-    with generator_process(tmp_path, model) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert any("EngineCore" in " ".join(child.cmdline()) for child in children)
-        process.kill()
-        deadline = time.monotonic() + 10
-        while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
-            assert time.monotonic() < deadline, "vLLM's process is still there 10 s after its owner"
-            time.sleep(0.1)
+def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subprocess.Popen[str]]) -> None:
+    process = generators[1]
+    processes = processes_of(process)
+    process.kill()
+    expect_gone(processes, seconds=10)

@@ -327,7 +327,8 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def same(a: object, b: object) -> bool:
-    return a == pytest.approx(b, rel=1e-5, abs=1e-6, nan_ok=True)
+    # Sums in another order differ in the last digit, and the exponential of a large one makes more of it.
+    return a == pytest.approx(b, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -360,7 +361,7 @@ def test_padding_never_matters(batch: tuple[Tensor, Tensor, Tensor], config: Cor
         torch.cat([mask, torch.zeros_like(garbage, dtype=torch.bool)], dim=1),
         config,
     )
-    torch.testing.assert_close(padded.weights[:, :T], correction.weights)
+    torch.testing.assert_close(padded.weights[:, :T], correction.weights, rtol=1e-4, atol=1e-6)
     assert (padded.mask[:, :T] == correction.mask).all()
     assert same(padded.metrics, correction.metrics)
 

@@ -13,7 +13,7 @@ import torch
 from replay_client import RolloutGroup, Sample
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import chosen_logprobs, to_batch
-from replay_trainer.correction import CorrectionConfig
+from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.weights import probe, publish_weights, published
 from trainer_factories import FakeClient, OnlineClient, make_group, make_model, make_sample
 from transformers import AutoModelForCausalLM
@@ -140,6 +140,24 @@ def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path: Pa
     assert (metrics["fresh/reward_mean"], metrics["fresh/zero_variance_fraction"]) == (0.0, 1.0)
     assert metrics["train/reward_mean"] == pytest.approx(2 / 3)
     assert metrics["train/zero_variance_fraction"] == 0.0
+
+
+def test_the_update_is_weighted_and_rejected_as_configured(tmp_path: Path) -> None:
+    group = make_group(rewards=[1.0, 0.0])
+    group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() - math.log(4.0)
+
+    def change(name: str, **correction: Any) -> torch.Tensor:
+        client = FakeClient([[make_sample(group)]])
+        config = CorrectionConfig(**correction)
+        trainer = make_trainer(client, tmp_path / name, max_steps=1, max_grad_norm=math.inf, correction=config)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.train()
+        return trainer.model.lm_head.weight.detach() - make_model().lm_head.weight.detach()
+
+    unweighted = change("unweighted", clip_min=1.0, clip_max=1.0)
+    assert unweighted.abs().max() > 1e-3
+    torch.testing.assert_close(change("truncated", clip_max=2.0), 2 * unweighted, atol=1e-6, rtol=1e-3)
+    assert change("rejected", rejection=Rejection("k1", "token", high=3.0)).abs().max() == 0
 
 
 @pytest.mark.parametrize("on_empty", ["keep", "drop"])
@@ -302,14 +320,14 @@ def test_the_probe_is_what_the_saved_weights_say(tmp_path: Path) -> None:
 
 def test_the_probe_asks_all_versions_the_same_and_no_special_token() -> None:
     class Tokenizer:
-        all_special_ids = (0, 1, 2)
+        all_special_ids = (0, 3, 9)
 
         def __len__(self) -> int:
             return 12
 
     first, second = probe(make_model(seed=1), Tokenizer()), probe(make_model(seed=2), Tokenizer())
     assert first["token_ids"] == second["token_ids"]
-    assert set(first["token_ids"]) <= set(range(3, 12))
+    assert set(first["token_ids"]) <= set(range(12)) - {0, 3, 9}
     assert first["logprobs"] != second["logprobs"]
 
 

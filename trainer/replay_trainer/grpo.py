@@ -7,8 +7,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,7 +17,7 @@ from replay_client.scoring import is_zero_variance
 from torch import Tensor
 
 from replay_trainer.batching import Batch, chosen_logprobs, micro_batches, to_batch
-from replay_trainer.correction import CorrectionConfig, correct
+from replay_trainer.correction import CorrectionConfig, Rejection, correct
 from replay_trainer.losses import LossType, kl_loss, loss_normalizer, policy_loss
 from replay_trainer.replacement import OnEmpty, ZeroVarianceReplacer
 from replay_trainer.weights import load_published, publish_weights, published, version_of
@@ -111,6 +111,31 @@ class GRPOConfig:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError("loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens")
+
+
+def config_from(options: Mapping[str, Any]) -> GRPOConfig:
+    """A GRPOConfig from plain data, such as a TOML file's: `correction` and its `rejection` are tables of their own.
+
+    Raises ValueError for names that do not exist, with those that do.
+    """
+    values = dict(options)
+    if isinstance(correction := values.get("correction"), Mapping):
+        nested = dict(correction)
+        if isinstance(rejection := nested.get("rejection"), Mapping):
+            nested["rejection"] = _from_options(Rejection, rejection)
+        values["correction"] = _from_options(CorrectionConfig, nested)
+    config: GRPOConfig = _from_options(GRPOConfig, values)
+    return config
+
+
+def _from_options(kind: type[Any], options: Mapping[str, Any]) -> Any:
+    names = [field.name for field in fields(kind)]
+    if unknown := set(options) - set(names):
+        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__}: {error}") from error
 
 
 class GRPOTrainer:

@@ -20,7 +20,7 @@ class SamplingConfig:
     """
 
     temperature: float = 1.0
-    """Divides the logits. Above 0: a greedy choice has no log-probability to correct with."""
+    """Divides the logits. Above 0, for a greedy choice has no log-probability to correct with, and at most 2."""
     top_p: float = 1.0
     """Keeps the smallest set of most likely tokens whose probabilities reach this sum. 1: all."""
     top_k: int = 0
@@ -31,8 +31,8 @@ class SamplingConfig:
     """Makes the completions of a request repeatable; None draws from the engine's own stream."""
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, not {self.temperature}")
+        if not 0 < self.temperature <= 2:
+            raise ValueError(f"temperature must be above 0 and at most 2, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:

@@ -7,6 +7,7 @@ task.py make ──▶ model/ ──▶ replay generate (loads its engine while 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -165,8 +166,10 @@ def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float 
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     draw(metrics, out / "curves.png")
     for line in summary(metrics, generator_stats(parts)):
-        display.console.print(line, highlight=False)
-    display.console.print(f"metrics: {out / 'metrics.jsonl'}   picture: {out / 'curves.png'}", highlight=False)
+        display.console.print(line, highlight=False, soft_wrap=True)
+    display.console.print(
+        f"metrics: {out / 'metrics.jsonl'}   picture: {out / 'curves.png'}", highlight=False, soft_wrap=True
+    )
 
 
 def prepare(out: Path, seed: int) -> None:
@@ -249,8 +252,7 @@ def show_training(display: Display, client: ReplayClient, out: Path, steps: int,
     if stats:
         display.show(
             "generator",
-            f"{stats['groups']} groups, {stats['tokens_per_second']:.0f} tokens/s, engine - trainer "
-            f"{stats['probe_max_difference'] or 0.0:.0e}",
+            f"{stats['groups']} groups, {stats['tokens_per_second']:.0f} tokens/s, reward {stats['reward_mean']:.2f}",
             stats["groups"],
         )
     metrics = read_metrics(out / "train" / "metrics.jsonl")
@@ -300,6 +302,10 @@ def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterato
     yield (
         f"importance weights  mean ratio {mean('correction/ratio_mean'):.4f}, "
         f"{mean('correction/clipped_fraction'):.2%} of the tokens truncated"
+    )
+    yield (
+        f"engine and trainer  differ by at most {generated.get('probe_max_difference') or math.nan:.1e} nats on the probe, "
+        f"after {generated.get('reloads', 0)} reloads of the weights"
     )
     yield (
         f"speed               {sum(line['train/tokens'] for line in metrics) / seconds:.0f} tokens/s trained, "

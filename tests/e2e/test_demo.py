@@ -1,0 +1,86 @@
+"""The demo as its user runs it, short: transformers engine, hardly any warm-up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+CODE = (
+    "import sys; from pathlib import Path; from replay_trainer.demo.run import DemoError, run\n"
+    "try: run(Path(sys.argv[1]), int(sys.argv[2]), 0, 'transformers', target_solve_rate=0.005)\n"
+    "except DemoError as error: sys.exit(f'demo: {error}')"
+)
+
+
+def start_demo(out, steps: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, str(out), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """The running processes of the demo by the `replay` command they run."""
+    children = psutil.Process(demo.pid).children(recursive=True)
+    lines = {child: child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE}
+    return {line[3]: child for child, line in lines.items() if "replay_server.cli" in line}
+
+
+def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and demo.poll() is None:
+        path = out / "train" / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) > 2:
+            return parts(demo)
+        time.sleep(0.1)
+    raise AssertionError(f"no steps; the demo said: {demo.communicate()[0]}")
+
+
+@pytest.mark.timeout(240)
+def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
+    out = tmp_path / "demo"
+    demo = start_demo(out, 8)
+    said, _ = demo.communicate(timeout=200)
+    assert demo.returncode == 0, said
+    assert "Traceback" not in said
+    for words in ("fresh reward", "replaced by stored ones", "staleness", "importance weights", "tokens/s"):
+        assert words in said
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    keys = {"fresh/reward_mean", "replay/groups_replaced", "replay/age_mean", "correction/clipped_fraction"}
+    assert keys <= set(lines[-1])
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victim", ["generate", "serve"])
+def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, victim):
+    out = tmp_path / "demo"
+    demo = start_demo(out, 1000)
+    running = wait_for_steps(out, demo)
+    assert set(running) == {"serve", "generate", "train"}
+    running[victim].kill()
+    said, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    name = {"generate": "generator", "serve": "server"}[victim]
+    assert f"demo: the {name} was killed by SIGKILL" in said
+    assert not any(process.is_running() for process in running.values())
+
+
+@pytest.mark.timeout(240)
+def test_an_interrupt_stops_every_process_of_the_demo(tmp_path):
+    out = tmp_path / "demo"
+    demo = start_demo(out, 1000)
+    running = wait_for_steps(out, demo)
+    os.kill(demo.pid, signal.SIGINT)
+    demo.communicate(timeout=60)
+    assert demo.returncode != 0
+    assert not any(process.is_running() for process in running.values())
