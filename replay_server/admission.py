@@ -60,7 +60,8 @@ class Admission:
         bound = (config.max_staleness + self._version + 1) * config.groups_per_step
         return (
             f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
-            f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = {bound}"
+            f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = "
+            f"{bound}"
         )
 
     def acquire(self, count: int, deadline_at: float) -> PendingPermits:

@@ -1,8 +1,8 @@
 """ReplayBuffer: all tables of a server over one set of payloads, and the operations that clients call.
 
-Everything is synchronous and runs on one event loop, so each operation is atomic: it checks all of its request, then applies
-all of it. A request that may not proceed becomes a Pending in the line of its table. After every change the lines of the
-touched tables are served again, first come first served.
+Everything is synchronous and runs on one event loop, so each operation is atomic: it checks all of its request, then
+applies all of it. A request that may not proceed becomes a Pending in the line of its table. After every change the
+lines of the touched tables are served again, first come first served.
 """
 
 from __future__ import annotations
@@ -174,10 +174,11 @@ class ReplayBuffer:
         for table in tables:
             if table.too_stale(insert.policy_version, self.policy.version):
                 table.counters.stale_refused += 1
+                lag = self.policy.version - insert.policy_version
                 raise stale(
-                    f"item of policy version {insert.policy_version} lags {self.policy.version - insert.policy_version} "
-                    f"behind the current {self.policy.version}; table {table.name!r} takes at most "
-                    f"{table.config.max_staleness} (max_staleness)"
+                    f"item of policy version {insert.policy_version} lags {lag} behind the current "
+                    f"{self.policy.version}; table {table.name!r} takes at most {table.config.max_staleness} "
+                    f"(max_staleness)"
                 )
             if table.config.when_full == "reject" and (why := table.why_full(insert.nbytes)):
                 raise full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
@@ -336,7 +337,7 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ waiting
 
     def time_out(self, pending: PendingInsert | PendingSample) -> None:
-        """The deadline of `pending` has passed: a sample gets what is there if that is enough, the rest gets the reason."""
+        """The deadline of `pending` has passed: a sample gets what is there if that is enough, all else the reason."""
         if pending.done:
             return
         if isinstance(pending, PendingSample):

@@ -1,6 +1,6 @@
 """The command `replay`: runs the server and the other processes of a run, and looks into tables.
 
-The one module here that may import the client, the trainer and the demo; each command imports what it needs when it runs.
+The one module here that may import the client and the trainer; each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -256,10 +256,11 @@ def train(
     given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed}
     options |= {name: value for name, value in given.items() if value is not None}
 
-    from replay_trainer import GRPOTrainer
-    from replay_trainer.grpo import config_from
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
+
+    from replay_trainer import GRPOTrainer
+    from replay_trainer.grpo import config_from
 
     def tell(metrics: dict[str, float]) -> None:
         if not quiet:

@@ -118,8 +118,8 @@ class RateLimiterConfig(_Tagged):
 class TableConfig(_Model):
     """One table.
 
-    `rate_limiter = queue` also means `sampler = remover = "fifo"` and `max_times_sampled = 1`, and `stack` the same with
-    "lifo" as the sampler, unless they are set.
+    `rate_limiter = queue` also means `sampler = remover = "fifo"` and `max_times_sampled = 1`, and `stack` the same
+    with "lifo" as the sampler, unless they are set.
     """
 
     name: str
@@ -272,4 +272,4 @@ DEFAULT_TABLES = (
         max_staleness=16,
     ),
 )
-"""The tables of `replay serve` without a configuration: a queue of fresh groups that feeds a pool of informative ones."""
+"""The tables of `replay serve` without a configuration: a queue of fresh groups and the pool that it feeds."""

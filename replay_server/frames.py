@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
-
 from replay_server.errors import Refused, invalid, too_large
 from replay_server.storage import Payload
 

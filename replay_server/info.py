@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from replay_protos import replay_pb2 as pb
 
+from replay_protos import replay_pb2 as pb
 from replay_server.buffer import ReplayBuffer
 from replay_server.columns import FloatArray
 from replay_server.metrics import Quantiles

@@ -101,8 +101,8 @@ def sample_to_insert_ratio(
         )
     if most < middle:
         warnings.warn(
-            f"max_diff {most:.12g} is below samples_per_insert * min_size = {middle:.12g}: after min_size inserts no more "
-            f"are admitted until enough has been sampled",
+            f"max_diff {most:.12g} is below samples_per_insert * min_size = {middle:.12g}: after min_size inserts no "
+            f"more are admitted until enough has been sampled",
             stacklevel=2,
         )
     return RateLimiter(spi, min_size, least, most)

@@ -1,8 +1,8 @@
 """Selectors: which item comes next, for sampling and for removal.
 
 A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` names the first n without
-taking them out: distinct slots in the order in which they come, together with each one's probability of coming first. Ties
-go to the older item.
+taking them out: distinct slots in the order in which they come, together with each one's probability of coming first.
+Ties go to the older item.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Selector(Protocol):
 
 
 class Fifo:
-    """By age, oldest first (or newest first). Amortised O(1) an operation; O(size) to give back an item in the middle."""
+    """By age, oldest first (or newest first). O(1) an operation, amortised; O(size) to give back into the middle."""
 
     def __init__(self, columns: Columns, newest_first: bool = False) -> None:
         self._columns = columns

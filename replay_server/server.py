@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from replay_protos.replay_pb2_grpc import add_ReplayServicer_to_server
 
+from replay_protos.replay_pb2_grpc import add_ReplayServicer_to_server
 from replay_server.buffer import ReplayBuffer
 from replay_server.config import AdmissionConfig, Config, ServerSection, TableConfig
 from replay_server.service import ReplayService

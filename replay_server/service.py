@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayServicer
-
 from replay_server import info
 from replay_server.admission import Admission
 from replay_server.buffer import Insert, PendingInsert, ReplayBuffer

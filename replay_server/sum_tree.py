@@ -1,8 +1,8 @@
 """SumTree: numbers at positions, drawn in proportion to their size.
 
 A complete binary tree in one array: the leaves at [capacity, 2 * capacity), each inner node the sum of its two
-children. Nodes are recomputed from their children and never adjusted by differences, so rounding does not pile up under churn.
-Setting m leaves and drawing m are each one pass over log2(capacity) levels.
+children. Nodes are recomputed from their children and never adjusted by differences, so rounding does not pile up under
+churn. Setting m leaves and drawing m are each one pass over log2(capacity) levels.
 """
 
 from __future__ import annotations

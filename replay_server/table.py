@@ -1,6 +1,6 @@
 """Table: the items of one table and every change to them. Nothing here waits and nothing here knows about gRPC.
 
-An item is a key with its columns; its payload belongs to the buffer, which counts the tables (and batches) that hold the key:
+An item is a key with its columns; its payload belongs to the buffer, which counts the tables and batches that hold it:
 
     insert ──▶ in the table ──draw──▶ in the table and in a Batch ──take──▶ in the table, or consumed
                     │                              └────────────give_back──▶ as before the draw

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import grpc
 import numpy as np
 import numpy.typing as npt
-from replay_protos import replay_pb2 as pb
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import ServerUnavailableError, error_of
@@ -34,6 +33,7 @@ from replay_client.records import (
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
 from replay_client.writer import AsyncWriter, Pipeline
+from replay_protos import replay_pb2 as pb
 
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
@@ -73,7 +73,8 @@ class AsyncReplayClient:
         """Inserts one group (or raw bytes) into each table of `priorities`, and returns its key.
 
         Returns when the item is in its tables. Inserting the same `key` again does nothing, so a broken connection
-        neither duplicates nor loses. `policy_version` is the group's own unless given; `permits` uses up one of a lease.
+        neither duplicates nor loses. `policy_version` is the group's own unless given; `permits` uses up
+        one of a lease.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         DeadlineExceededError (with the reason).

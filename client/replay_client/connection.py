@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
-from replay_protos.replay_pb2_grpc import ReplayStub
 
 from replay_client.errors import ReplayError, ServerUnavailableError, error_of
+from replay_protos.replay_pb2_grpc import ReplayStub
 
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only

@@ -6,10 +6,9 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from replay_protos import replay_pb2 as pb
-
 from replay_client.records import Buffer
 from replay_client.rollout import RolloutGroup
+from replay_protos import replay_pb2 as pb
 
 MESSAGE_BYTES = 1 << 20
 """Payload bytes in one message, about: gRPC in Python is slow with much larger ones."""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from replay_protos import replay_pb2 as pb
-
 from replay_client.rollout import RolloutGroup
+from replay_protos import replay_pb2 as pb
 
 TableInfo = pb.TableInfo
 """Everything about one table; fields as documented in replay.proto. `config` is the JSON of its TableConfig."""

@@ -274,7 +274,7 @@ def group_from_completions(
     advantages: npt.ArrayLike,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group from one array of tokens and one of log-probabilities for each completion; `fields` as in RolloutGroup."""
+    """A group from one array of tokens and one of log-probabilities a completion; `fields` as in RolloutGroup."""
     tokens_G = [np.asarray(ids, dtype=np.int32).reshape(-1) for ids in completions]
     logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
     for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):

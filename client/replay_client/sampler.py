@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Self
 
 import grpc
-from replay_protos import replay_pb2 as pb
 
 from replay_client.connection import Connection, Patience
 from replay_client.errors import DeadlineExceededError
 from replay_client.frames import PayloadJoiner
 from replay_client.records import Sample, samples_of
+from replay_protos import replay_pb2 as pb
 
 _Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, pb.SampleResponse]
 

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 import grpc
-from replay_protos import replay_pb2 as pb
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, error_of
 from replay_client.frames import Item, KeySequence, pack_items
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
+from replay_protos import replay_pb2 as pb
 
 _SEND_AHEAD = 1024
 """Items taken from the unsent ones at a time."""
@@ -28,8 +28,8 @@ _SEND_AHEAD = 1024
 class Pipeline:
     """What the blocking and the asyncio writer share. Its methods may be called from any thread.
 
-    `offer` and `when_drained` never wait: where they cannot do their work at once they keep a callback, which is called,
-    on the event loop, when trying again makes sense.
+    `offer` and `drained` never wait: where they cannot do their work at once they keep a callback, which is called, on
+    the event loop, when trying again makes sense.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Pipeline:
 
 
 class AsyncWriter:
-    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, used with `async with`."""
+    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`."""
 
     def __init__(self, pipeline: Pipeline, keys: KeySequence) -> None:
         self.pipeline = pipeline

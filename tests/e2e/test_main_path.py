@@ -132,9 +132,7 @@ def steps_done(folder: Path) -> int:
 
 @pytest.fixture
 def train(replay, model_folder, tmp_path):
-    (tmp_path / "train.toml").write_text(
-        f"groups_per_step = {GROUPS}\nlearning_rate = 1e-4\nsample_timeout = 60.0\n"
-    )
+    (tmp_path / "train.toml").write_text(f"groups_per_step = {GROUPS}\nlearning_rate = 1e-4\nsample_timeout = 60.0\n")
 
     def start(address: str, steps: int, *more: str):
         return replay(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
 from replay_client.engines import Completion, SamplingConfig
 from replay_client.prompts import Prompt
 from replay_client.records import PermitLease, Policy
 from replay_client.rollout import RolloutGroup
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "0123456789+=? abcdefghij"
 EOS = 1

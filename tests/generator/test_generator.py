@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from generator_factories import RecordingClient, ScriptedEngine, make_model, make_prompts, make_version, recomputed
+
 from replay_client.engines import Engine, SamplingConfig
 from replay_client.engines.transformers import TransformersEngine
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError, StaleItemError

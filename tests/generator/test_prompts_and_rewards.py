@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from replay_client.prompts import Prompt, cycle_prompts, read_prompts
 from replay_client.rewards import exact_match, load_reward
 

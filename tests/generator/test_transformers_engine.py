@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from generator_factories import EOS, make_model, make_version, recomputed, scores
+
 from replay_client.engines import SamplingConfig
 from replay_client.engines.transformers import TransformersEngine, processed_logprobs
 

@@ -23,6 +23,7 @@ from generator_factories import (
     recomputed,
     scores,
 )
+
 from replay_client.engines import SamplingConfig
 from replay_client.engines.vllm import VLLMEngine
 from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
@@ -268,6 +269,7 @@ def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subpr
 
 def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subprocess.Popen[str]]) -> None:
     process = generators[1]
+    assert "replay_client.engines.vllm_process" not in sys.modules  # a forked engine process would not import it again
     processes = processes_of(process)
     process.kill()
     expect_gone(processes, seconds=10)

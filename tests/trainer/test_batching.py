@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_client.rollout import RolloutGroup
-from replay_trainer.batching import chosen_logprobs, micro_batches, to_batch
 from trainer_factories import make_group, make_model
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+from replay_client.rollout import RolloutGroup
+from replay_trainer.batching import chosen_logprobs, micro_batches, to_batch
 
 RAGGED = [
     make_group(

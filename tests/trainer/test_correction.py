@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_trainer.correction import CorrectionConfig, Rejection, correct
 from torch import Tensor
+
+from replay_trainer.correction import CorrectionConfig, Rejection, correct
 
 NAN = math.nan
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from trainer_factories import FakeClient, OnlineClient, make_group, make_model, make_sample
+from transformers import AutoModelForCausalLM
+
 from replay_client import RolloutGroup, Sample
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import chosen_logprobs, to_batch
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.weights import probe, publish_weights, published
-from trainer_factories import FakeClient, OnlineClient, make_group, make_model, make_sample
-from transformers import AutoModelForCausalLM
 
 ALL_WRONG = [0.0] * 3
 

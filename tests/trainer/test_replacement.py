@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from trainer_factories import FakeClient, make_group, make_sample
+
 from replay_client.errors import DeadlineExceededError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
-from trainer_factories import FakeClient, make_group, make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
 MIXED = [0.0, 1.0, 1.0, 0.0]

@@ -172,7 +172,7 @@ def test_every_wait_ends_at_its_deadline_and_says_why(client):
         assert [bytes(sample.payload) for sample in next(sampler)] == [b"1", b"2"]
     for _ in range(8):
         client.insert(b"x", {"rollouts": 1.0})
-    with pytest.raises(DeadlineExceededError, match="rollouts: inserting blocked: .* > max_diff 8"):
+    with pytest.raises(DeadlineExceededError, match=r"rollouts: inserting blocked: .* > max_diff 8"):
         client.insert(b"x", {"rollouts": 1.0}, timeout=0.2)
     assert client.sample("rollouts", 3, min_samples=1, timeout=0)
     assert time.monotonic() - started < 8

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from replay_client.rollout import RolloutGroup
 from torch import Tensor
+
+from replay_client.rollout import RolloutGroup
 
 
 @dataclass(frozen=True)

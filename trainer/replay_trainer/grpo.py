@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from replay_client.scoring import is_zero_variance
 from torch import Tensor
 
+from replay_client.scoring import is_zero_variance
 from replay_trainer.batching import Batch, chosen_logprobs, micro_batches, to_batch
 from replay_trainer.correction import CorrectionConfig, Rejection, correct
 from replay_trainer.losses import LossType, kl_loss, loss_normalizer, policy_loss

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.engines import LOGPROBS_MODE, Completion, SamplingConfig
-from replay_client.engines.vllm_process import OWNER_VARIABLE
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
+
+OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
+"""Tells vLLM's processes which one owns them; see `vllm_process`, which only they import."""
 
 
 class VLLMEngine:
@@ -49,6 +51,8 @@ class VLLMEngine:
         `seed` None draws a new one, so that several engines, or one started again, do not write the same completions.
         `engine_args` go to vLLM's `AsyncEngineArgs` as they are and win over what is chosen here.
         """
+        # Asking for a GPU must not initialize CUDA here, or vLLM cannot fork its processes; it sets the same.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
         from transformers import AutoTokenizer
 
@@ -117,7 +121,10 @@ class VLLMEngine:
         ]
 
     async def close(self) -> None:
-        # In a thread: it waits for the engine's process, for seconds if that is busy.
+        # This task of vLLM would report the end of the engine's process as a failure.
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+            handler.cancel()
+        # In a thread: it waits for the engine's process, for some seconds.
         await asyncio.to_thread(self._finalizer)
 
     async def _request(self, prompt_ids: Sequence[int], **sampling: Any) -> Any:

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from replay_client import ReplayClient
-from replay_client.errors import ReplayError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
 from replay_trainer.demo.picture import draw, read_metrics
 
 GROUPS_PER_STEP = 16
@@ -287,9 +287,10 @@ def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterato
         f"fresh reward        {mean('fresh/reward_mean', metrics[:edge]):.3f} in the first {edge} steps, "
         f"{mean('fresh/reward_mean', metrics[-edge:]):.3f} in the last {edge}"
     )
+    used, replaced = (sum(line[name] for line in metrics) for name in ("fresh/groups", "replay/groups_replaced"))
     yield (
-        f"groups              {generated.get('groups', 0)} generated, {sum(line['fresh/groups'] for line in metrics):.0f} "
-        f"used, {sum(line['replay/groups_replaced'] for line in metrics):.0f} of them replaced by stored ones"
+        f"groups              {generated.get('groups', 0)} generated, {used:.0f} used, {replaced:.0f} of them replaced "
+        f"by stored ones"
     )
     yield (
         f"zero variance       {mean('fresh/zero_variance_fraction'):.2f} of the fresh groups, "
@@ -304,8 +305,8 @@ def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterato
         f"{mean('correction/clipped_fraction'):.2%} of the tokens truncated"
     )
     yield (
-        f"engine and trainer  differ by at most {generated.get('probe_max_difference') or math.nan:.1e} nats on the probe, "
-        f"after {generated.get('reloads', 0)} reloads of the weights"
+        f"engine, trainer     differ by {generated.get('probe_max_difference', math.nan):.1e} nats on the probe, after "
+        f"{generated.get('reloads', 0)} reloads of the weights"
     )
     yield (
         f"speed               {sum(line['train/tokens'] for line in metrics) / seconds:.0f} tokens/s trained, "

@@ -1,8 +1,9 @@
 """A tiny verifiable task: sums whose answer is written least significant digit first.
 
 "58+7=" is answered by "56" (65 reversed) and an end-of-sequence token. Writing the units first lets a carry be resolved
-locally, so that a model of about a million parameters learns the task in seconds. The sizes of the operands are mixed, so
-prompts have 4 to 6 characters and answers 1 to 4 digits, and a half-trained model solves some sizes always and others never.
+locally, so that a model of about a million parameters learns the task in seconds. The sizes of the operands are mixed,
+so prompts have 4 to 6 characters and answers 1 to 4 digits, and a half-trained model solves some sizes always and
+others never.
 
     python -m replay_trainer.demo.task make FOLDER SEED TARGET       model/ (random), prompts.jsonl
     python -m replay_trainer.demo.task warm-up FOLDER SEED TARGET    warm/: the model after a short supervised phase
