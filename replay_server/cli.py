@@ -129,7 +129,7 @@ def tables(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, timeout:
         lost = f" ({table.evicted_unsampled} unsampled)" if table.evicted_unsampled else ""
         view.add_row(
             name,
-            f"{table.size} / {json.loads(table.config)['max_size']}",
+            f"{table.size} / {capacity(json.loads(table.config))}",
             decimal(table.bytes),
             f"{table.inserts_per_second:.1f}",
             f"{table.samples_per_second:.1f}",
@@ -185,6 +185,7 @@ def generate(
     from replay_client.rewards import load_reward
 
     log_to_stderr("warning")
+    sys.path.insert(0, os.getcwd())  # where the module of a reward function is looked for as well
     try:
         config = GeneratorConfig(
             group_size=group_size,
@@ -316,6 +317,11 @@ def load_engine(name: str, model: str, max_length: int | None, seed: int) -> Eng
 
 def log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def capacity(config: dict[str, Any]) -> int:
+    """How many items a table with this configuration holds, for the eye."""
+    return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))
 
 
 def connect(address: str, timeout: float) -> ReplayClient:

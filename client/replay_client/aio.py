@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import grpc
@@ -284,7 +284,7 @@ class AsyncReplayClient:
         )
         return policy_of(response)
 
-    async def watch_policy(self) -> AsyncIterator[Policy]:
+    async def watch_policy(self) -> AsyncGenerator[Policy]:
         """The current policy, then every new one (the newest, where several follow fast). Reconnects by itself."""
         patience = Patience(self._connection, self._connection.timeout)
         last: tuple[int, str] | None = None

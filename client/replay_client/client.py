@@ -230,10 +230,10 @@ class ReplayClient:
         watch = self._aio.watch_policy()
         try:
             while True:
-                yield self._thread.run(anext(watch))  # type: ignore[arg-type]
+                yield self._thread.run(anext(watch))
         finally:
             with suppress(ServerClosedError):  # closed with the client
-                self._thread.run(watch.aclose())  # type: ignore[attr-defined]
+                self._thread.run(watch.aclose())
 
     def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
         """As AsyncReplayClient.acquire_permits."""

@@ -17,11 +17,11 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -413,7 +413,7 @@ class RolloutGenerator:
     async def _load_first_policy(self) -> None:
         policy = await self._client.policy()
         if not policy.weights and self.config.wait_for_policy:
-            async with aclosing(cast("AsyncGenerator[Policy, None]", self._client.watch_policy())) as policies:
+            async with aclosing(self._client.watch_policy()) as policies:
                 async for policy in policies:
                     if policy.weights:
                         break
