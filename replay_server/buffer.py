@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from replay_server.admission import Admission
-from replay_server.columns import FloatArray, KeyArray
+from replay_server.columns import FloatArray, IntArray, KeyArray
 from replay_server.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
 from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large
 from replay_server.storage import Payload, Storage
@@ -38,7 +39,7 @@ class Policy:
     set_at: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Item:
     """What all tables share of a key."""
 
@@ -52,21 +53,37 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Insert:
-    """One item on its way in."""
+class Inserts:
+    """Items on their way in, all of them to the same tables. Columns of n rows."""
 
-    key: int
-    priorities: Mapping[str, float]
+    keys: Sequence[int]
+    priorities: Mapping[str, FloatArray]
     """By table; at least one."""
-    policy_version: int
-    payload: Payload
-    nbytes: int
+    policy_versions: IntArray
+    sizes: IntArray
+    """Bytes."""
+    payloads: Sequence[Payload]
     permits: int = 0
-    """Lease that one permit is taken from; 0: none."""
+    """Lease that one permit for each row is taken from; 0: none."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, rows: slice) -> Inserts:
+        return Inserts(
+            self.keys[rows],
+            {table: priorities[rows] for table, priorities in self.priorities.items()},
+            self.policy_versions[rows],
+            self.sizes[rows],
+            self.payloads[rows],
+            self.permits,
+        )
 
 
 class PendingInsert(Pending[None]):
-    def __init__(self, insert: Insert, since: float, deadline_at: float) -> None:
+    """One row that waits."""
+
+    def __init__(self, insert: Inserts, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
         self.insert = insert
 
@@ -104,7 +121,7 @@ class ReplayBuffer:
     ) -> None:
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
-        self.tables = {config.name: Table(config, clock, self._leave) for config in tables}
+        self.tables = {config.name: Table(config, clock, self._release) for config in tables}
         self.lines = {name: Lines() for name in self.tables}
         self.admission = None if admission is None else Admission(admission, clock)
         self.max_bytes = math.inf if max_bytes is None else max_bytes
@@ -128,66 +145,111 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def insert(self, insert: Insert, deadline_at: float = math.inf) -> PendingInsert | None:
-        """Inserts one item into its tables, at once (None) or when all of them admit it."""
+    def insert(self, inserts: Inserts, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
+        """Inserts rows from the first one on. Returns how many are in their tables, and what has to wait of the next.
+
+        Raises Refused if the first row is refused; then nothing has changed. For all rows call it until none is left.
+        """
+        if (n := self._admissible(inserts)) > 1:
+            chosen = inserts if n == len(inserts) else inserts[:n]
+            tables = [self.tables[name] for name in chosen.priorities]
+            self._apply(chosen, tables)
+            self._progress(tables)
+            return n, None
+        insert = inserts if len(inserts) == 1 else inserts[:1]
         self._check_insert(insert)
         tables = [self.tables[name] for name in insert.priorities]
         if self._known(insert, tables):
-            return None
+            return 1, None
         self._check_state(insert, tables)
         if not any(self.lines[table.name].inserts for table in tables) and not self._why_no_insert(insert, tables):
             self._make_room(insert, tables)
             self._apply(insert, tables)
             self._progress(tables)
-            return None
+            return 1, None
         pending = PendingInsert(insert, self.clock(), deadline_at)
         for table in tables:
             self.lines[table.name].inserts.join(pending)
         self._mark_blocked(tables)
-        return pending
+        return 0, pending
 
-    def _check_insert(self, insert: Insert) -> None:
+    def _admissible(self, inserts: Inserts) -> int:
+        """How many of the first rows may enter at once, with the same outcome as one after the other.
+
+        The rules are those of one row below, decided for all rows together; where any row is special in any way this is
+        0 and they are decided one by one.
+        """
+        n = len(inserts)
+        if n == 1 or self._closed or not inserts.priorities:
+            return 0
+        keys, nbytes = set(inserts.keys), int(inserts.sizes.sum())
+        if (
+            len(keys) < n
+            or not self._seen.isdisjoint(keys)
+            or not self.items.keys().isdisjoint(keys)
+            or int(inserts.sizes.max()) > self.max_payload_bytes
+            or self.bytes + nbytes > self.max_bytes
+        ):
+            return 0
+        room: float = n
+        for name, priorities in inserts.priorities.items():
+            table = self.tables.get(name)
+            if (
+                table is None
+                or self.lines[name].inserts
+                or not valid_priorities(priorities).all()
+                or table.too_stale(int(inserts.policy_versions.min()), self.policy.version)
+                or (table.config.max_bytes is not None and table.bytes + nbytes > table.config.max_bytes)
+            ):
+                return 0
+            room = min(room, table.room())
+        return int(room)
+
+    def _check_insert(self, insert: Inserts) -> None:
         """What makes the item invalid, whatever the state of the server."""
         if self._closed:
             raise closed("the server is shutting down")
+        key, nbytes = insert.keys[0], int(insert.sizes[0])
         if not insert.priorities:
-            raise invalid(f"item {insert.key} names no table; tables: {', '.join(self.tables)}")
-        for name, priority in insert.priorities.items():
-            check_priority(priority, f"item {insert.key}, table {name!r}")
+            raise invalid(f"item {key} names no table; tables: {', '.join(self.tables)}")
+        for name, priorities in insert.priorities.items():
+            check_priority(float(priorities[0]), f"item {key}, table {name!r}")
             bound = self.table(name).config.max_bytes
-            if bound is not None and insert.nbytes > bound:
-                raise too_large(f"item of {insert.nbytes} bytes; table {name!r} holds at most {bound} (max_bytes)")
+            if bound is not None and nbytes > bound:
+                raise too_large(f"item of {nbytes} bytes; table {name!r} holds at most {bound} (max_bytes)")
         limit = min(self.max_payload_bytes, self.max_bytes)
-        if insert.nbytes > limit:
-            raise too_large(f"item of {insert.nbytes} bytes; this server takes at most {limit}")
+        if nbytes > limit:
+            raise too_large(f"item of {nbytes} bytes; this server takes at most {limit}")
 
-    def _known(self, insert: Insert, tables: list[Table]) -> bool:
+    def _known(self, insert: Inserts, tables: list[Table]) -> bool:
         """Whether the key was inserted before: then this is a retry, and acknowledged without doing anything."""
-        if insert.key not in self._seen and insert.key not in self.items:
+        if insert.keys[0] not in self._seen and insert.keys[0] not in self.items:
             return False
         for table in tables:
             table.counters.duplicates += 1
         return True
 
-    def _check_state(self, insert: Insert, tables: list[Table]) -> None:
+    def _check_state(self, insert: Inserts, tables: list[Table]) -> None:
         """What refuses the item as things stand now."""
+        version, nbytes = int(insert.policy_versions[0]), int(insert.sizes[0])
         for table in tables:
-            if table.too_stale(insert.policy_version, self.policy.version):
+            if table.too_stale(version, self.policy.version):
                 table.counters.stale_refused += 1
-                lag = self.policy.version - insert.policy_version
+                lag = self.policy.version - version
                 raise stale(
-                    f"item of policy version {insert.policy_version} lags {lag} behind the current "
+                    f"item of policy version {version} lags {lag} behind the current "
                     f"{self.policy.version}; table {table.name!r} takes at most {table.config.max_staleness} "
                     f"(max_staleness)"
                 )
-            if table.config.when_full == "reject" and (why := table.why_full(insert.nbytes)):
+            if table.config.when_full == "reject" and (why := table.why_full(nbytes)):
                 raise full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
 
-    def _why_no_insert(self, insert: Insert, tables: list[Table]) -> str | None:
+    def _why_no_insert(self, insert: Inserts, tables: list[Table]) -> str | None:
+        nbytes = int(insert.sizes[0])
         for table in tables:
-            if why := table.why_no_insert(insert.nbytes):
+            if why := table.why_no_insert(nbytes):
                 return f"{table.name}: inserting blocked: {why}"
-            if table.config.when_full == "block" and (why := self._why_full(insert.nbytes)):
+            if table.config.when_full == "block" and (why := self._why_full(nbytes)):
                 return f"{table.name}: inserting blocked: server: {why}"
         return None
 
@@ -196,30 +258,31 @@ class ReplayBuffer:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
         return None
 
-    def _make_room(self, insert: Insert, tables: list[Table]) -> None:
+    def _make_room(self, insert: Inserts, tables: list[Table]) -> None:
         """Evicts from the item's tables until the server's own bound allows it."""
-        while (why := self._why_full(insert.nbytes)) is not None:
+        nbytes = int(insert.sizes[0])
+        while (why := self._why_full(nbytes)) is not None:
             evicting = [table for table in tables if table.config.when_full == "evict" and table.size]
             if not evicting:
                 raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has nothing to evict")
             max(evicting, key=lambda table: table.bytes).evict()
 
-    def _apply(self, insert: Insert, tables: list[Table]) -> None:
-        self.items[insert.key] = Item(insert.nbytes, insert.policy_version, self.clock(), holders=len(tables))
-        self.bytes += insert.nbytes
-        self.storage.put(insert.key, insert.payload)
+    def _apply(self, inserts: Inserts, tables: list[Table]) -> None:
+        now, leased = self.clock(), bool(inserts.permits and self.admission is not None)
+        sizes, versions = inserts.sizes.tolist(), inserts.policy_versions.tolist()
+        for key, nbytes, version in zip(inserts.keys, sizes, versions, strict=True):
+            self.items[key] = Item(nbytes, version, now, len(tables), leased)
+        self.bytes += sum(sizes)
+        self.storage.put(inserts.keys, inserts.payloads)
         for table in tables:
-            table.insert(insert.key, insert.priorities[table.name], insert.policy_version, insert.nbytes)
-        self._remember(insert.key)
-        if insert.permits and self.admission is not None:
-            self.items[insert.key].unused_permit = True
-            self.admission.accept(insert.permits)
-
-    def _remember(self, key: int) -> None:
-        self._seen.add(key)
-        self._seen_order.append(key)
-        if len(self._seen_order) > SEEN_KEYS:
+            table.insert(inserts.keys, inserts.priorities[table.name], inserts.policy_versions, inserts.sizes)
+        self._seen.update(inserts.keys)
+        self._seen_order.extend(inserts.keys)
+        while len(self._seen_order) > SEEN_KEYS:
             self._seen.discard(self._seen_order.popleft())
+        if leased and self.admission is not None:
+            for _ in inserts.keys:
+                self.admission.accept(inserts.permits)
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -293,7 +356,7 @@ class ReplayBuffer:
         if target.config.when_full != "evict" and target.why_full(item.nbytes):
             return False
         item.holders += 1
-        target.insert(key, priority, item.policy_version, item.nbytes)
+        target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
         return True
 
     def give_back(self, batch_id: int) -> None:
@@ -317,9 +380,6 @@ class ReplayBuffer:
         batch_id = next(self._batch_ids)
         self._batches[batch_id] = (table, batch)
         return batch_id, batch
-
-    def _leave(self, key: int) -> None:
-        self._release((key,))
 
     def _release(self, keys: Iterable[int]) -> None:
         gone = []
@@ -443,7 +503,7 @@ class ReplayBuffer:
         table = self.table(table_name)
         if keys.size != priorities.size:
             raise invalid(f"{keys.size} keys and {priorities.size} priorities")
-        bad = ~((priorities >= 0) & (priorities <= MAX_PRIORITY))
+        bad = ~valid_priorities(priorities)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             check_priority(float(priorities[row]), f"key {int(keys[row])}, table {table_name!r}")
@@ -508,6 +568,10 @@ class ReplayBuffer:
         for callback in list(self.on_policy):
             callback()
         return self.policy
+
+
+def valid_priorities(priorities: FloatArray) -> npt.NDArray[np.bool_]:
+    return np.asarray((priorities >= 0) & (priorities <= MAX_PRIORITY))
 
 
 def check_priority(priority: float, what: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,18 +33,24 @@ class Columns:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def add(self, key: int) -> int:
-        """A slot for `key`; its columns are for the caller to fill."""
-        if not self._free:
+    def add(self, keys: Sequence[int]) -> IntArray:
+        """A slot for each of `keys`; its other columns are for the caller to fill."""
+        while len(self._free) < len(keys):
             self._grow()
-        slot = self._free.pop()
-        self.slots[key] = slot
-        self.key[slot] = key
-        return slot
+        chosen = self._free[-len(keys) :]
+        del self._free[-len(keys) :]
+        self.slots.update(zip(keys, chosen, strict=True))
+        slots = np.array(chosen, dtype=np.int64)
+        self.key[slots] = keys
+        return slots
 
-    def remove(self, slot: int) -> None:
-        del self.slots[int(self.key[slot])]
-        self._free.append(slot)
+    def remove(self, slots: IntArray) -> list[int]:
+        """Frees slots; returns their keys."""
+        keys: list[int] = self.key[slots].tolist()
+        for key in keys:
+            del self.slots[key]
+        self._free.extend(slots.tolist())
+        return keys
 
     def used(self) -> IntArray:
         """The slots of all items, in the order of insertion."""

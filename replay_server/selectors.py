@@ -18,11 +18,11 @@ from replay_server.sum_tree import SumTree
 
 
 class Selector(Protocol):
-    def insert(self, slot: int) -> None:
-        """A slot whose columns have just been filled."""
+    def insert(self, slots: IntArray) -> None:
+        """Slots whose columns have just been filled; none of them twice."""
 
-    def delete(self, slot: int) -> None:
-        """A slot that is about to be freed."""
+    def delete(self, slots: IntArray) -> None:
+        """Slots that are about to be freed."""
 
     def update(self, slots: IntArray) -> None:
         """Slots whose priorities have just changed."""
@@ -50,21 +50,24 @@ class Fifo:
         self._entries: deque[tuple[int, int]] = deque()
         self._live: dict[int, int] = {}  # slot -> order
 
-    def insert(self, slot: int) -> None:
-        order = int(self._columns.order[slot])
-        self._live[slot] = order
-        entries = self._entries
-        if not entries or order > entries[-1][0]:
-            entries.append((order, slot))
-        elif order < entries[0][0]:
-            entries.appendleft((order, slot))
+    def insert(self, slots: IntArray) -> None:
+        orders: list[int] = self._columns.order[slots].tolist()
+        names: list[int] = slots.tolist()
+        self._live.update(zip(names, orders, strict=True))
+        if len(orders) > 1 and (np.diff(self._columns.order[slots]) < 0).any():
+            orders, names = map(list, zip(*sorted(zip(orders, names, strict=True)), strict=True))  # given back
+        if not self._entries or orders[0] > self._entries[-1][0]:
+            self._entries.extend(zip(orders, names, strict=True))
+        elif orders[-1] < self._entries[0][0]:
+            self._entries.extendleft(zip(reversed(orders), reversed(names), strict=True))
         else:
-            live = [entry for entry in entries if self._live.get(entry[1]) == entry[0] and entry[0] != order]
-            self._entries = deque(sorted([*live, (order, slot)]))
+            live = {(order, slot) for order, slot in self._entries if self._live.get(slot) == order}
+            self._entries = deque(sorted(live.union(zip(orders, names, strict=True))))
 
-    def delete(self, slot: int) -> None:
-        del self._live[slot]
+    def delete(self, slots: IntArray) -> None:
         entries, live = self._entries, self._live
+        for slot in slots.tolist():
+            del live[slot]
         while entries and live.get(entries[0][1]) != entries[0][0]:
             entries.popleft()
         while entries and live.get(entries[-1][1]) != entries[-1][0]:
@@ -104,18 +107,19 @@ class Heap:
         self._entries: list[tuple[float, int, int]] = []
         self._live: dict[int, tuple[float, int, int]] = {}
 
-    def insert(self, slot: int) -> None:
-        entry = (self._sign * float(self._columns.priority[slot]), int(self._columns.order[slot]), slot)
-        self._live[slot] = entry
-        heapq.heappush(self._entries, entry)
+    def insert(self, slots: IntArray) -> None:
+        ranks = (self._sign * self._columns.priority[slots]).tolist()
+        for entry in zip(ranks, self._columns.order[slots].tolist(), slots.tolist(), strict=True):
+            self._live[entry[2]] = entry
+            heapq.heappush(self._entries, entry)
 
-    def delete(self, slot: int) -> None:
-        del self._live[slot]
+    def delete(self, slots: IntArray) -> None:
+        for slot in slots.tolist():
+            del self._live[slot]
         self._compact()
 
     def update(self, slots: IntArray) -> None:
-        for slot in slots.tolist():
-            self.insert(slot)
+        self.insert(slots)
         self._compact()
 
     def selectable(self) -> int:
@@ -153,20 +157,21 @@ class Uniform:
         self._count = 0
         self._where: dict[int, int] = {}  # slot -> index in `_slots`
 
-    def insert(self, slot: int) -> None:
-        if self._count == self._slots.size:
+    def insert(self, slots: IntArray) -> None:
+        start, self._count = self._count, self._count + slots.size
+        while self._count > self._slots.size:
             self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
-        self._slots[self._count] = slot
-        self._where[slot] = self._count
-        self._count += 1
+        self._slots[start : self._count] = slots
+        self._where.update(zip(slots.tolist(), range(start, self._count), strict=True))
 
-    def delete(self, slot: int) -> None:
-        index = self._where.pop(slot)
-        self._count -= 1
-        last = int(self._slots[self._count])
-        if last != slot:
-            self._slots[index] = last
-            self._where[last] = index
+    def delete(self, slots: IntArray) -> None:
+        for slot in slots.tolist():
+            index = self._where.pop(slot)
+            self._count -= 1
+            last = int(self._slots[self._count])
+            if last != slot:
+                self._slots[index] = last
+                self._where[last] = index
 
     def update(self, slots: IntArray) -> None:
         pass
@@ -200,12 +205,12 @@ class Prioritized:
         self._tree = SumTree()
         self._positive: set[int] = set()
 
-    def insert(self, slot: int) -> None:
-        self.update(np.array([slot], dtype=np.int64))
+    def insert(self, slots: IntArray) -> None:
+        self.update(slots)
 
-    def delete(self, slot: int) -> None:
-        self._positive.discard(slot)
-        self._tree.set(np.array([slot], dtype=np.int64), _ZERO)
+    def delete(self, slots: IntArray) -> None:
+        self._positive.difference_update(slots.tolist())
+        self._tree.set(slots, np.zeros(slots.size))
 
     def update(self, slots: IntArray) -> None:
         weights = self._columns.priority[slots] ** self._exponent

@@ -12,10 +12,10 @@ from typing import Self
 
 import grpc
 
-from replay_protos.replay_pb2_grpc import add_ReplayServicer_to_server
+from replay_server.blocked_log import BlockedLog
 from replay_server.buffer import ReplayBuffer
 from replay_server.config import AdmissionConfig, Config, ServerSection, TableConfig
-from replay_server.service import ReplayService
+from replay_server.service import ReplayService, add_service
 
 log = logging.getLogger("replay_server")
 
@@ -122,7 +122,7 @@ class ReplayServer:
         )
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = grpc.aio.server(options=_OPTIONS)
-        add_ReplayServicer_to_server(ReplayService(buffer), server)
+        add_service(ReplayService(buffer), server)
         host, _, _ = section.address.rpartition(":")
         try:
             port = server.add_insecure_port(section.address)
@@ -133,10 +133,12 @@ class ReplayServer:
         self._address = f"{host}:{port}"
         await server.start()
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
+        blocked_log = asyncio.create_task(BlockedLog(buffer).run())
         try:
             on_started()
             await self._stop.wait()
         finally:
+            blocked_log.cancel()
             buffer.close()
             await server.stop(self._grace)
             buffer.storage.close()

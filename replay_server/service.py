@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.message_factory import GetMessageClass
 
 from replay_protos import replay_pb2 as pb
+from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayServicer
 from replay_server import info
 from replay_server.admission import Admission
-from replay_server.buffer import Insert, PendingInsert, ReplayBuffer
+from replay_server.buffer import ReplayBuffer
 from replay_server.errors import Refused, invalid, unsupported
-from replay_server.frames import MAX_ROWS, Row, join_rows, split_payloads
+from replay_server.frames import MAX_ROWS, join_messages, split_payloads
 from replay_server.table import ITEM_ORDERS, Batch, SampleRequest
 from replay_server.waiting import Pending
 
@@ -60,6 +62,8 @@ def stream(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterat
 
 
 class ReplayService(ReplayServicer):
+    """The methods that carry payloads deal in Frames; `add_service` registers them with the serializers for that."""
+
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
         self.server_id = secrets.randbits(63)
@@ -71,59 +75,56 @@ class ReplayService(ReplayServicer):
     # ------------------------------------------------------------------------------------------------ insert
 
     @unary
-    async def Insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
-        response = pb.InsertResponse()
-        async for row in join_rows(_once(request), self.buffer.max_payload_bytes):
-            if (pending := self._begin_insert(row, response)) is not None:
-                await self._end_insert(row, pending, response)
-        return response
+    async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
+        whole = pb.InsertResponse()
+        async for part in self._insert(_once(request)):
+            whole.decided += part.decided
+            whole.errors.extend(part.errors)
+        return whole
 
     @stream
     async def InsertStream(
-        self, requests: AsyncIterator[pb.InsertRequest], context: Context
+        self, requests: AsyncIterator[Frame[pb.InsertRequest]], context: Context
     ) -> AsyncIterator[pb.InsertResponse]:
         self._insert_streams += 1
-        response = pb.InsertResponse()
         try:
-            async for row in join_rows(requests, self.buffer.max_payload_bytes):
-                if (pending := self._begin_insert(row, response)) is not None:
-                    if response.decided:  # what is decided is told before a wait, however long that is
-                        yield response
-                        response = pb.InsertResponse()
-                    await self._end_insert(row, pending, response)
-                if row.last_of_message:
-                    yield response
-                    response = pb.InsertResponse()
+            async for response in self._insert(requests):
+                yield response
         finally:
             self._insert_streams -= 1
 
-    def _begin_insert(self, row: Row, response: pb.InsertResponse) -> PendingInsert | None:
-        """Decides the row at once, or returns what waits."""
-        try:
-            if row.refusal is not None:
-                raise row.refusal
-            pending = self.buffer.insert(
-                Insert(row.key, row.priorities, row.policy_version, row.payload, row.nbytes, row.permits),
-                self._deadline(row.timeout),
-            )
-        except Refused as refusal:
-            _refuse(row, refusal, response)
-            return None
-        if pending is None:
-            response.decided += 1
-        return pending
-
-    async def _end_insert(self, row: Row, pending: PendingInsert, response: pb.InsertResponse) -> None:
-        try:
-            await self._wait(pending, self.buffer.time_out, self.buffer.abandon)
-            response.decided += 1
-        except Refused as refusal:
-            _refuse(row, refusal, response)
+    async def _insert(self, requests: AsyncIterator[Frame[pb.InsertRequest]]) -> AsyncIterator[pb.InsertResponse]:
+        """Inserts what comes, in order. What is decided is told at the end of each message and before each wait."""
+        async for message in join_messages(requests, self.buffer.max_payload_bytes):
+            response = pb.InsertResponse()
+            for inserts in message.inserts:
+                while len(inserts):
+                    try:
+                        if message.refusal is not None:
+                            raise message.refusal
+                        taken, pending = self.buffer.insert(inserts, self._deadline(message.timeout))
+                        response.decided += taken
+                        if pending is not None:
+                            if response.decided:
+                                yield response
+                                response = pb.InsertResponse()
+                            await self._wait(pending, self.buffer.time_out, self.buffer.abandon)
+                            response.decided += 1
+                            taken += 1
+                    except Refused as refusal:
+                        key = inserts.keys[0]
+                        response.errors.add(key=key, code=refusal.code.value[0], message=refusal.message)
+                        response.decided += 1
+                        taken = 1
+                    inserts = inserts[taken:]
+            yield response
 
     # ------------------------------------------------------------------------------------------------ sample
 
     @stream
-    async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncIterator[pb.SampleResponse]:
+    async def Sample(  # type: ignore[override]
+        self, request: pb.SampleRequest, context: Context
+    ) -> AsyncIterator[Frame[pb.SampleResponse]]:
         if not 0 <= request.lease < math.inf:
             raise invalid(f"lease must be a number of seconds, not {request.lease}")
         batch_id, batch = await self._draw(request)
@@ -143,16 +144,16 @@ class ReplayService(ReplayServicer):
                 self.buffer.take(batch_id, sent=True)
 
     @stream
-    async def SampleStream(
+    async def SampleStream(  # type: ignore[override]
         self, requests: AsyncIterator[pb.SampleStreamRequest], context: Context
-    ) -> AsyncIterator[pb.SampleResponse]:
+    ) -> AsyncIterator[Frame[pb.SampleResponse]]:
         reader = aiter(requests)
         first = await anext(reader, None)
         if first is None or not first.HasField("open"):
             raise invalid("the first message of a sample stream must have `open`")
         credit = asyncio.Semaphore(_credit(first))
         untaken: set[int] = set()
-        outgoing: asyncio.Queue[pb.SampleResponse | Refused | None] = asyncio.Queue()
+        outgoing: asyncio.Queue[Frame[pb.SampleResponse] | Refused | None] = asyncio.Queue()
 
         async def draw() -> None:
             try:
@@ -175,9 +176,10 @@ class ReplayService(ReplayServicer):
                             raise invalid(f"batch {request.take} is not one of this stream's")
                         untaken.remove(request.take)
                         taken = self.buffer.take(request.take)
-                        outgoing.put_nowait(
-                            pb.SampleResponse(taken=request.take) if taken else pb.SampleResponse(revoked=request.take)
-                        )
+                        answer = pb.SampleResponse(taken=request.take)
+                        if not taken:
+                            answer = pb.SampleResponse(revoked=request.take)
+                        outgoing.put_nowait(Frame(answer, ()))
                 outgoing.put_nowait(None)
             except Refused as refusal:
                 outgoing.put_nowait(refusal)
@@ -233,7 +235,7 @@ class ReplayService(ReplayServicer):
                 self.buffer.give_back(pending.drawn)
             raise
 
-    def _sample_responses(self, batch_id: int, batch: Batch) -> Iterator[pb.SampleResponse]:
+    def _sample_responses(self, batch_id: int, batch: Batch) -> Iterator[Frame[pb.SampleResponse]]:
         first = pb.SampleResponse(
             batch=batch_id,
             keys=batch.keys.tolist(),
@@ -263,7 +265,9 @@ class ReplayService(ReplayServicer):
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
     @stream
-    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:
+    async def Get(  # type: ignore[override]
+        self, request: pb.GetRequest, context: Context
+    ) -> AsyncIterator[Frame[pb.GetResponse]]:
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
         buffer = self.buffer
@@ -290,7 +294,7 @@ class ReplayService(ReplayServicer):
                     priorities=table.columns.priority[found].tolist(),
                     times_sampled=table.columns.times_sampled[found].tolist(),
                 )
-        # The payloads are bytes objects, so they stay whole while they are sent, whatever becomes of the items.
+        # The payloads are immutable, so they stay whole while they are sent, whatever becomes of the items.
         for response in split_payloads(first, [] if request.without_payloads else buffer.payloads(keys)):
             yield response
 
@@ -447,6 +451,24 @@ class ReplayService(ReplayServicer):
         return pending.result()
 
 
+def add_service(service: ReplayService, server: grpc.aio.Server) -> None:
+    """Registers every method of replay.proto; messages that have a field `payloads` are read and written as Frames."""
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["Replay"].methods:
+        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        handlers[method.name] = kinds[method.client_streaming, method.server_streaming](
+            getattr(service, method.name),
+            frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString,
+            write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
 async def _once(request: T) -> AsyncIterator[T]:
     yield request
 
@@ -459,8 +481,3 @@ def _credit(request: pb.SampleStreamRequest) -> int:
     if request.credit > MAX_ROWS:
         raise invalid(f"credit {request.credit}: at most {MAX_ROWS} at once")
     return request.credit
-
-
-def _refuse(row: Row, refusal: Refused, response: pb.InsertResponse) -> None:
-    response.decided += 1
-    response.errors.add(key=row.key, code=refusal.code.value[0], message=refusal.message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -83,8 +83,8 @@ class Table:
     config: TableConfig
     clock: Callable[[], float]
     """Seconds; never goes back."""
-    on_leave: Callable[[int], None]
-    """Called with the key of every item that leaves the table, except those that leave into a Batch."""
+    on_leave: Callable[[Sequence[int]], None]
+    """Called with the keys of items that leave the table, except those that leave into a Batch."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -142,61 +142,87 @@ class Table:
     def too_stale(self, policy_version: int, current: int) -> bool:
         return self.config.max_staleness is not None and current - policy_version > self.config.max_staleness
 
-    def insert(self, key: int, priority: float, policy_version: int, nbytes: int) -> None:
-        """Adds an item, after making room for it. The caller has asked `why_no_insert`."""
-        while self.why_full(nbytes) and self.size:
-            self.evict()
-        self._order += 1
-        self._add(key, priority, policy_version, nbytes, order=self._order, inserted_at=self.clock())
-        self.limiter.inserts += 1
-        self.counters.inserts += 1
-        self.inserted.add(1, self.clock())
+    def room(self) -> float:
+        """How many items could come in now, one after the other, if bytes do not matter; evicting only from a Fifo.
 
-    def evict(self) -> None:
-        """Removes the item that the remover names."""
-        chosen, _ = self.remover.select(1, self.rng)
-        # `prioritized` names nothing when all priorities are 0; then the oldest goes.
-        slot = int(chosen[0]) if chosen.size else int(self.columns.used()[0])
-        self.counters.evicted += 1
-        self.counters.evicted_unsampled += int(self.columns.times_sampled[slot] == 0)
-        self.limiter.deletes += 1
-        self._remove(slot)
+        Where another remover would have to choose, this ends: each choice depends on the insert before it.
+        """
+        most = self.limiter.most_inserts()
+        if self.config.when_full == "evict" and self.config.remover.type == "fifo":
+            return min(most, self.config.max_size)
+        return min(most, self.config.max_size - self.size)
+
+    def insert(self, keys: Sequence[int], priorities: FloatArray, policy_versions: IntArray, sizes: IntArray) -> None:
+        """Adds items, after making room for all of them. The caller has asked `why_no_insert`, or `room`."""
+        n, nbytes = len(keys), int(sizes.sum())
+        while self.size and (
+            self.size + n > self.config.max_size
+            or (self.config.max_bytes is not None and self.bytes + nbytes > self.config.max_bytes)
+        ):
+            self.evict(max(1, self.size + n - self.config.max_size))
+        now = self.clock()
+        orders = np.arange(self._order + 1, self._order + n + 1)
+        self._order += n
+        self._add(
+            keys,
+            priorities,
+            policy_versions,
+            sizes,
+            orders,
+            np.full(n, now),
+            np.zeros(n, np.int64),
+            np.zeros(n, np.bool_),
+        )
+        self.limiter.inserts += n
+        self.counters.inserts += n
+        self.inserted.add(n, now)
+
+    def evict(self, n: int = 1) -> None:
+        """Removes n items that the remover names."""
+        slots, _ = self.remover.select(n, self.rng)
+        if slots.size < n:  # `prioritized` does not name items of priority 0; of them the oldest go
+            others = self.columns.used()
+            slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
+        self.counters.evicted += n
+        self.counters.evicted_unsampled += int((self.columns.times_sampled[slots] == 0).sum())
+        self.limiter.deletes += n
+        self._remove(slots)
 
     def _add(
         self,
-        key: int,
-        priority: float,
-        policy_version: int,
-        nbytes: int,
-        *,
-        order: int,
-        inserted_at: float,
-        times_sampled: int = 0,
-        forwarded: bool = False,
+        keys: Sequence[int],
+        priorities: FloatArray,
+        policy_versions: IntArray,
+        sizes: IntArray,
+        orders: IntArray,
+        inserted_at: FloatArray,
+        times_sampled: IntArray,
+        forwarded: npt.NDArray[np.bool_],
     ) -> None:
         columns = self.columns
-        slot = columns.add(key)
-        columns.priority[slot] = priority
-        columns.policy_version[slot] = policy_version
-        columns.order[slot] = order
-        columns.inserted_at[slot] = inserted_at
-        columns.size[slot] = nbytes
-        columns.times_sampled[slot] = times_sampled
-        columns.forwarded[slot] = forwarded
-        self.bytes += nbytes
-        self.sampler.insert(slot)
+        slots = columns.add(keys)
+        columns.priority[slots] = priorities
+        columns.policy_version[slots] = policy_versions
+        columns.order[slots] = orders
+        columns.inserted_at[slots] = inserted_at
+        columns.size[slots] = sizes
+        columns.times_sampled[slots] = times_sampled
+        columns.forwarded[slots] = forwarded
+        self.bytes += int(sizes.sum())
+        self.sampler.insert(slots)
         if self.remover is not self.sampler:
-            self.remover.insert(slot)
+            self.remover.insert(slots)
 
-    def _remove(self, slot: int, leaves: bool = True) -> None:
-        key = int(self.columns.key[slot])
-        self.sampler.delete(slot)
+    def _remove(self, slots: IntArray, leaves: bool = True) -> None:
+        if not slots.size:
+            return
+        self.sampler.delete(slots)
         if self.remover is not self.sampler:
-            self.remover.delete(slot)
-        self.bytes -= int(self.columns.size[slot])
-        self.columns.remove(slot)
+            self.remover.delete(slots)
+        self.bytes -= int(self.columns.size[slots].sum())
+        keys = self.columns.remove(slots)
         if leaves:
-            self.on_leave(key)
+            self.on_leave(keys)
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -257,8 +283,7 @@ class Table:
         )
         if request.scope:
             self._scope(request.scope).update(batch.keys.tolist())
-        for slot in slots[batch.consumed].tolist():
-            self._remove(slot, leaves=False)
+        self._remove(slots[batch.consumed], leaves=False)
         consumed = int(batch.consumed.sum())
         self.limiter.samples += n
         self.limiter.deletes += consumed
@@ -297,24 +322,22 @@ class Table:
         self.counters.consumed -= consumed
         if batch.scope:
             self._scope(batch.scope).difference_update(batch.keys.tolist())
-        rows = []
-        # Highest order first, so that each goes straight to the front of a Fifo.
-        for row in np.argsort(-batch.orders, kind="stable").tolist():
-            key = int(batch.keys[row])
-            if batch.consumed[row]:
-                self._add(
-                    key,
-                    float(batch.priorities[row]),
-                    int(batch.policy_versions[row]),
-                    int(batch.sizes[row]),
-                    order=int(batch.orders[row]),
-                    inserted_at=float(batch.inserted_at[row]),
-                    times_sampled=int(batch.times_sampled[row]) - 1,
-                    forwarded=bool(batch.forwarded[row]),
-                )
-                rows.append(row)
-            elif (slot := self.columns.slots.get(key)) is not None:
+        back = batch.consumed
+        if back.any():
+            self._add(
+                batch.keys[back].tolist(),
+                batch.priorities[back],
+                batch.policy_versions[back],
+                batch.sizes[back],
+                batch.orders[back],
+                batch.inserted_at[back],
+                batch.times_sampled[back] - 1,
+                batch.forwarded[back],
+            )
+        for key in batch.keys[~back].tolist():
+            if (slot := self.columns.slots.get(key)) is not None:
                 self.columns.times_sampled[slot] -= 1
+        rows: list[int] = np.flatnonzero(back).tolist()
         return rows
 
     def _excluded(self, request: SampleRequest) -> set[int]:
@@ -349,15 +372,12 @@ class Table:
 
     def delete(self, keys: Iterable[int]) -> list[int]:
         """Removes items. Returns missing keys."""
-        missing = []
-        for key in dict.fromkeys(keys):
-            slot = self.columns.slots.get(key)
-            if slot is None:
-                missing.append(key)
-                continue
-            self.counters.deleted += 1
-            self.limiter.deletes += 1
-            self._remove(slot)
+        wanted = dict.fromkeys(keys)
+        found = [slot for key in wanted if (slot := self.columns.slots.get(key)) is not None]
+        missing = [key for key in wanted if key not in self.columns.slots]
+        self.counters.deleted += len(found)
+        self.limiter.deletes += len(found)
+        self._remove(np.array(found, dtype=np.int64))
         return missing
 
     def drop_stale(self, current: int) -> int:
@@ -370,8 +390,7 @@ class Table:
             return 0
         slots = self.columns.used()
         slots = slots[current - self.columns.policy_version[slots] > self.config.max_staleness]
-        for slot in slots.tolist():
-            self._remove(slot)
+        self._remove(slots)
         self.limiter.inserts -= slots.size
         self.counters.stale += slots.size
         return int(slots.size)
@@ -381,8 +400,7 @@ class Table:
         keys = list(self.columns.slots)
         self.counters = Counters()
         self._clear()
-        for key in keys:
-            self.on_leave(key)
+        self.on_leave(keys)
         return len(keys)
 
     # ------------------------------------------------------------------------------------------------ look inside
@@ -423,10 +441,11 @@ class Table:
             self.sampler = config.sampler.build(self.columns)
             same = config.remover == config.sampler
             self.remover = self.sampler if same else config.remover.build(self.columns)
-            for slot in self.columns.used().tolist():
-                self.sampler.insert(slot)
+            slots = self.columns.used()
+            if slots.size:
+                self.sampler.insert(slots)
                 if not same:
-                    self.remover.insert(slot)
+                    self.remover.insert(slots)
         while self.size > config.max_size or self.bytes > (config.max_bytes or math.inf):
             self.evict()
 

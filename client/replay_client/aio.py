@@ -86,8 +86,8 @@ class AsyncReplayClient:
 
         async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> pb.InsertResponse:
             if len(requests) == 1:
-                return await stub.Insert(requests[0], timeout=rpc_timeout)
-            call = stub.InsertStream(iter(requests), timeout=rpc_timeout)
+                return await self._connection.payloads.Insert(requests[0], timeout=rpc_timeout)
+            call = self._connection.payloads.InsertStream(iter(requests), timeout=rpc_timeout)
             async for response in call:
                 if response.decided:
                     call.cancel()
@@ -127,11 +127,13 @@ class AsyncReplayClient:
         distinct: bool = True,
         scope: str = "",
         exclude: Iterable[int] = (),
+        lease: float = 0.0,
     ) -> list[Sample]:
         """Draws `num_samples` items; when the time is up `min_samples` of them are enough (left out: all).
 
         `distinct`: no item twice in the result. `scope`: no item that was given out under the same scope before, to
         anyone, for example a training step that several ranks share. `exclude`: keys that must not come.
+        `lease`: the items go back, as if never drawn, unless `acknowledge` follows within so many seconds.
 
         Raises DeadlineExceededError with the reason if there are fewer.
         """
@@ -144,13 +146,29 @@ class AsyncReplayClient:
             allow_repeats=not distinct,
             scope=scope,
             exclude=exclude,
+            lease=lease,
         )
 
         async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[Sample]:
-            first, payloads = await _joined(stub.Sample(request, timeout=rpc_timeout))
-            return samples_of(first, payloads)
+            first, payloads = await _joined(self._connection.payloads.Sample(request, timeout=rpc_timeout))
+            return samples_of(first, payloads, leased=lease > 0)
 
         return await self._connection.call(attempt, seconds)
+
+    async def acknowledge(
+        self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
+    ) -> MutationResult:
+        """Keeps samples that were drawn with a lease, or gives them back. Counts whole batches.
+
+        A batch is `missing` from the result if its lease had ended: its items have gone back already.
+        """
+        request = pb.AcknowledgeSamplesRequest(
+            batches=sorted({sample.info.lease for sample in samples} - {0}), give_back=give_back
+        )
+        response = await self._connection.call(
+            lambda stub, seconds: stub.AcknowledgeSamples(request, timeout=seconds), self._connection.seconds(timeout)
+        )
+        return MutationResult(response.applied, tuple(response.missing))
 
     def sampler(
         self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
@@ -203,7 +221,7 @@ class AsyncReplayClient:
         request = pb.GetRequest(keys=keys)
 
         async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[StoredItem]:
-            first, payloads = await _joined(stub.Get(request, timeout=rpc_timeout))
+            first, payloads = await _joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
             return stored_items_of(first, payloads)
 
         return await self._connection.call(attempt, self._connection.seconds(timeout))
@@ -345,10 +363,10 @@ class AsyncReplayClient:
 async def _joined(call: Any) -> tuple[Any, list[Buffer]]:
     """The first message of a stream and the payloads in all of it."""
     first, joiner = None, PayloadJoiner([])
-    async for message in call:
+    async for head, payloads in call:
         if first is None:
-            first, joiner = message, PayloadJoiner(message.payload_sizes)
-        joiner.feed(message.payloads)
+            first, joiner = head, PayloadJoiner(head.payload_sizes)
+        joiner.feed(payloads)
     if first is None or not joiner.complete:
         raise ServerUnavailableError("the server ended the answer in the middle")
     return first, joiner.payloads

@@ -33,18 +33,30 @@ from replay_client.writer import AsyncWriter
 T = TypeVar("T")
 
 
+_forks = 0
+"""How many forks lie between the first process and this one."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
 class LoopThread:
     """An event loop in a daemon thread, for calls from other threads."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
+        self._forks = _forks
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
         self._closed = False
 
     def check(self) -> None:
-        if self._pid != os.getpid():
+        if self._forks != _forks:
             raise RuntimeError(
                 "this ReplayClient was made before a fork and does not work after it; make one in each process"
             )
@@ -66,7 +78,7 @@ class LoopThread:
             raise
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._forks != _forks:
             last.close()
             return
         self.run(last)
@@ -125,6 +137,7 @@ class ReplayClient:
         distinct: bool = True,
         scope: str = "",
         exclude: Iterable[int] = (),
+        lease: float = 0.0,
     ) -> list[Sample]:
         """As AsyncReplayClient.sample."""
         return self._thread.run(
@@ -136,8 +149,15 @@ class ReplayClient:
                 distinct=distinct,
                 scope=scope,
                 exclude=exclude,
+                lease=lease,
             )
         )
+
+    def acknowledge(
+        self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
+    ) -> MutationResult:
+        """As AsyncReplayClient.acknowledge."""
+        return self._thread.run(self._aio.acknowledge(samples, give_back=give_back, timeout=timeout))
 
     def sampler(
         self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
@@ -282,11 +302,12 @@ class Writer:
         """As AsyncWriter.insert."""
         self._thread.check()
         item = self._writer.item(group, priorities, policy_version, permits)
-        while True:
+        if not self._pipeline.offer(item):
             room = threading.Event()
-            if self._pipeline.offer(item, room.set):
-                return item.key
-            room.wait()
+            while not self._pipeline.offer(item, room.set):
+                room.wait()
+                room.clear()
+        return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
         """As AsyncWriter.flush."""

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 
 from replay_client.errors import ReplayError, ServerUnavailableError, error_of
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
 
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
+
+InsertCall = grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
+InsertStreamCall = grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
+SampleCall = grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]
+SampleStreamCall = grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
+GetCall = grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]
 
 T = TypeVar("T")
 
@@ -44,6 +52,24 @@ Timeout = float | None | Unset
 """Seconds; None: for ever, because the caller says so."""
 
 
+class PayloadStub:
+    """The methods that carry payloads, with the serializers of `replay_protos.framing`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        inserted, samples = pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
+        self.Insert: InsertCall = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
+        self.InsertStream: InsertStreamCall = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
+        self.Sample: SampleCall = channel.unary_stream(
+            f"/{SERVICE}/Sample", pb.SampleRequest.SerializeToString, samples
+        )
+        self.SampleStream: SampleStreamCall = channel.stream_stream(
+            f"/{SERVICE}/SampleStream", pb.SampleStreamRequest.SerializeToString, samples
+        )
+        self.Get: GetCall = channel.unary_stream(
+            f"/{SERVICE}/Get", pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)
+        )
+
+
 class Connection:
     def __init__(self, address: str, timeout: float | None) -> None:
         check_timeout(timeout)
@@ -54,14 +80,25 @@ class Connection:
         self.timeout = timeout
         self._channel: grpc.aio.Channel | None = None
         self._stub: ReplayAsyncStub | None = None
+        self._payloads: PayloadStub | None = None
+
+    def _channel_now(self) -> grpc.aio.Channel:
+        """Made at the first use, because a channel belongs to the event loop that runs then."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        return self._channel
 
     @property
     def stub(self) -> ReplayAsyncStub:
-        """Connects at the first use, because a channel belongs to the event loop that runs then."""
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
-            self._stub = ReplayStub(self._channel)
+            self._stub = ReplayStub(self._channel_now())
         return self._stub
+
+    @property
+    def payloads(self) -> PayloadStub:
+        if self._payloads is None:
+            self._payloads = PayloadStub(self._channel_now())
+        return self._payloads
 
     def seconds(self, timeout: Timeout) -> float | None:
         """The timeout that holds."""
@@ -105,7 +142,8 @@ class Patience:
 
     async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
         """Waits before the next attempt, or raises what `error` means."""
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        # grpc.aio says INTERNAL, whatever the true status, when it was writing to a stream that had just ended.
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
             raise self._connection_error(error) from None
         if self.remaining() <= self._pause:
             waited = "" if not self._timeout else f" (tried for {self._timeout:g} s)"

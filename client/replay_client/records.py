@@ -16,7 +16,7 @@ AdmissionInfo = pb.AdmissionInfo
 Buffer = bytes | memoryview
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, here and below: that would make them four times as slow to create
 class SampleInfo:
     """Where a sample comes from, as things stood when it was drawn."""
 
@@ -32,9 +32,11 @@ class SampleInfo:
     times_sampled: int
     """This time included."""
     table_size: int
+    lease: int = 0
+    """The batch to acknowledge, if the request asked for a lease; 0: none."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     """One item out of a table."""
 
@@ -170,8 +172,9 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     )
 
 
-def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer]) -> list[Sample]:
+def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
     """The samples of a batch; `first` is the message with its columns."""
+    lease = first.batch if leased else 0
     columns = zip(
         first.keys,
         first.priorities,
@@ -193,6 +196,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer]) -> list[Sam
                 staleness=max(0, first.policy_version - version),
                 times_sampled=times,
                 table_size=first.table_size,
+                lease=lease,
             ),
             payload,
         )

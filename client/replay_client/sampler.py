@@ -14,8 +14,9 @@ from replay_client.errors import DeadlineExceededError
 from replay_client.frames import PayloadJoiner
 from replay_client.records import Sample, samples_of
 from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
 
-_Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, pb.SampleResponse]
+_Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
 
 
 class AsyncSampler:
@@ -78,7 +79,7 @@ class AsyncSampler:
 
     async def _next(self) -> list[Sample]:
         if self._call is None:
-            self._call = self._connection.stub.SampleStream()
+            self._call = self._connection.payloads.SampleStream()
             self._ahead = max(1, self._prefetch)
             await self._write(pb.SampleStreamRequest(open=self._request, credit=self._ahead))
         elif self._ahead == 0:
@@ -100,22 +101,22 @@ class AsyncSampler:
     async def _receive(self, asked: int = 0) -> bool:
         """Reads up to the next batch (into `_ready`), or up to the answer for batch `asked`: whether it is ours."""
         while True:
-            message = await self._read()
+            message, payloads = await self._read()
             if message.taken or message.revoked:
                 assert asked in (message.taken, message.revoked)
                 return bool(message.taken)
             joiner = PayloadJoiner(message.payload_sizes)
-            joiner.feed(message.payloads)
+            joiner.feed(payloads)
             while not joiner.complete:
                 joiner.feed((await self._read()).payloads)
             self._ready.append((message.batch, samples_of(message, joiner.payloads)))
             if not asked:
                 return True
 
-    async def _read(self) -> pb.SampleResponse:
+    async def _read(self) -> Frame[pb.SampleResponse]:
         assert self._call is not None
         message = await self._call.read()
-        if not isinstance(message, pb.SampleResponse):  # EOF: the status says why
+        if not isinstance(message, Frame):  # EOF: the status says why
             raise grpc.aio.AioRpcError(
                 await self._call.code(),
                 await self._call.initial_metadata(),

@@ -20,6 +20,7 @@ from replay_client.frames import Item, KeySequence, pack_items
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
 
 _SEND_AHEAD = 1024
 """Items taken from the unsent ones at a time."""
@@ -28,8 +29,8 @@ _SEND_AHEAD = 1024
 class Pipeline:
     """What the blocking and the asyncio writer share. Its methods may be called from any thread.
 
-    `offer` and `drained` never wait: where they cannot do their work at once they keep a callback, which is called, on
-    the event loop, when trying again makes sense.
+    `offer` and `drained` never wait: where they cannot do their work at once they keep a callback, if they are given
+    one, which is called, on the event loop, when trying again makes sense.
     """
 
     def __init__(
@@ -60,14 +61,15 @@ class Pipeline:
         self._awake = False
         self._task: asyncio.Task[None] | None = None
 
-    def offer(self, item: Item, when_room: Callable[[], None]) -> bool:
+    def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises what went wrong with earlier ones."""
         with self._lock:
             self._raise()
             if self._in_flight and (
                 self._in_flight >= self._max_in_flight or self._bytes + item.nbytes > self._max_bytes
             ):
-                self._room.append(when_room)
+                if when_room is not None:
+                    self._room.append(when_room)
                 return False
             self._unsent.append(item)
             self._in_flight += 1
@@ -128,7 +130,7 @@ class Pipeline:
 
     async def _stream(self, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
-        call = self._connection.stub.InsertStream()
+        call = self._connection.payloads.InsertStream()
         reader = asyncio.create_task(self._read(call, patience))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
@@ -155,7 +157,7 @@ class Pipeline:
         return items
 
     async def _read(
-        self, call: grpc.aio.StreamStreamCall[pb.InsertRequest, pb.InsertResponse], patience: Patience
+        self, call: grpc.aio.StreamStreamCall[Frame[pb.InsertRequest], pb.InsertResponse], patience: Patience
     ) -> None:
         async for response in call:
             patience.renew()
@@ -212,11 +214,12 @@ class AsyncWriter:
         Raises what went wrong with an earlier insert, once for each time that something did.
         """
         item = self.item(group, priorities, policy_version, permits)
-        while True:
+        if not self.pipeline.offer(item):
             room = asyncio.Event()
-            if self.pipeline.offer(item, room.set):
-                return item.key
-            await room.wait()
+            while not self.pipeline.offer(item, room.set):
+                await room.wait()
+                room.clear()
+        return item.key
 
     def item(
         self,

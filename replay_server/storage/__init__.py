@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-Payload = tuple[bytes, ...]
-"""The bytes of one item, in the pieces in which they came."""
+Payload = tuple[bytes | memoryview, ...]
+"""The bytes of one item, in the pieces in which they came. A view is of a message that holds little else."""
 
 
 class Storage(Protocol):
     name: str
 
-    def put(self, key: int, payload: Payload) -> None:
-        """Keeps `payload` under a key that is not in use."""
+    def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        """Keeps payloads under keys that are not in use."""
 
     def get(self, key: int) -> Payload:
         """The payload of a key that is in use."""

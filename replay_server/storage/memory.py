@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from replay_server.storage import Payload
 
@@ -13,8 +13,8 @@ class MemoryStorage:
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
 
-    def put(self, key: int, payload: Payload) -> None:
-        self._payloads[key] = payload
+    def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        self._payloads.update(zip(keys, payloads, strict=True))
 
     def get(self, key: int) -> Payload:
         return self._payloads[key]

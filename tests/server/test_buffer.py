@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from replay_server.buffer import Insert, ReplayBuffer
+from replay_server.buffer import Inserts, ReplayBuffer
 from replay_server.config import AdmissionConfig, TableConfig
 from replay_server.errors import Refused
 from replay_server.table import SampleRequest
@@ -23,9 +23,10 @@ class Bench:
     def insert(self, table="t", priority=1.0, version=0, nbytes=10, key=None, permits=0, wait=math.inf, **tables):
         self.next_key += 1
         key = self.next_key if key is None else key
-        priorities = tables or {table: priority}
-        insert = Insert(key, priorities, version, (b"x" * nbytes,), nbytes, permits)
-        pending = self.buffer.insert(insert, self.now + wait)
+        priorities = {name: np.array([value]) for name, value in (tables or {table: priority}).items()}
+        insert = Inserts([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
+        taken, pending = self.buffer.insert(insert, self.now + wait)
+        assert taken == (pending is None)
         return key if pending is None else pending
 
     def sample(self, n=1, table="t", minimum=None, wait=math.inf, **options):

@@ -20,15 +20,15 @@ class Pool:
 
     def insert(self, key: int, priority: float = 1.0, order: int | None = None) -> None:
         self.order += 1
-        slot = self.columns.add(key)
-        self.columns.priority[slot] = priority
-        self.columns.order[slot] = self.order if order is None else order
-        self.selector.insert(slot)
+        slots = self.columns.add([key])
+        self.columns.priority[slots] = priority
+        self.columns.order[slots] = self.order if order is None else order
+        self.selector.insert(slots)
 
     def delete(self, key: int) -> None:
-        slot = self.columns.slots[key]
-        self.selector.delete(slot)
-        self.columns.remove(slot)
+        slots = np.array([self.columns.slots[key]])
+        self.selector.delete(slots)
+        self.columns.remove(slots)
 
     def update(self, **priorities: float) -> None:
         slots = np.array([self.columns.slots[int(key[1:])] for key in priorities])

@@ -261,6 +261,17 @@ def test_a_scope_is_shared_by_all_clients(client, server):
     assert client.sample("replay", 2, scope="step-2", exclude=mine)[0].info.key in theirs
 
 
+def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
+    keys = [client.insert(bytes([n]), {"rollouts": 1.0}) for n in range(3)]
+    kept, returned, expired = (client.sample("rollouts", 1, lease=seconds) for seconds in (60.0, 60.0, 0.2))
+    assert client.acknowledge(kept).applied == 1
+    assert client.acknowledge(returned, give_back=True).applied == 1
+    assert [sample.info.key for sample in client.sample("rollouts", 2, timeout=5.0)] == keys[1:]
+    assert client.acknowledge(expired).missing == (expired[0].info.lease,)
+    info = client.server_info().tables
+    assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
+
+
 def test_inserting_a_key_twice_stores_it_once(client):
     key = client.insert(b"x", {"plain": 1.0})
     assert client.insert(b"x", {"plain": 1.0}, key=key) == key

@@ -1,0 +1,100 @@
+"""Framing: messages whose last field is `bytes payloads = 15`, written and read with as few copies as gRPC allows.
+
+The bytes on the wire are those of protobuf; only the way there differs. Protobuf's own would copy the payload into the
+message, out of it again, and once more into a Python object on the other side. Here the rest of the message is encoded
+as usual, and the payload's pieces are joined behind it; reading finds the payload, parses what lies before it, and
+gives the payload as a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from google.protobuf.message import Message
+
+from replay_protos.replay_pb2 import DESCRIPTOR
+
+M = TypeVar("M", bound=Message)
+
+SERVICE: str = DESCRIPTOR.services_by_name["Replay"].full_name
+
+_PAYLOADS = 15 << 3 | 2  # field 15, length-delimited: one byte
+
+
+class Frame(NamedTuple, Generic[M]):
+    """A message without its payloads, and the payloads beside it."""
+
+    head: M
+    payloads: Sequence[bytes | memoryview]
+    """Consecutive pieces when writing; one view when reading, or none."""
+
+
+def write_frame(frame: Frame[M]) -> bytes:
+    """The message of a frame as protobuf encodes it."""
+    head, size = frame.head.SerializeToString(), sum(map(len, frame.payloads))
+    if not size:
+        return head
+    return b"".join((head, bytes((_PAYLOADS,)), _varint(size), *frame.payloads))
+
+
+def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
+    """Reads the bytes of a message of this kind. What is not laid out as `write_frame` does is left to protobuf."""
+
+    def read_frame(data: bytes) -> Frame[M]:
+        field, start, end = _find_payloads(data)
+        if end != len(data):
+            # Another order of fields, which protobuf allows, or bytes that are no message at all, which it refuses.
+            head = kind.FromString(data)
+            payloads: bytes = head.payloads  # type: ignore[attr-defined]
+            head.ClearField("payloads")
+            return Frame(head, (memoryview(payloads),) if payloads else ())
+        head = kind.FromString(data[:field])
+        return Frame(head, (memoryview(data)[start:end],))
+
+    return read_frame
+
+
+def _find_payloads(data: bytes) -> tuple[int, int, int]:
+    """Where the field, and the payload in it, begin and end; zeros if there is none or the message cannot be walked."""
+    position, size = 0, len(data)
+    while position < size:
+        field = position
+        tag, position = _read_varint(data, position)
+        if tag & 7 == 2:
+            length, position = _read_varint(data, position)
+            if tag == _PAYLOADS:
+                return field, position, position + length
+            position += length
+        elif tag & 7 == 1:
+            position += 8
+        elif tag & 7 == 5:
+            position += 4
+        elif tag & 7 == 0:
+            _, position = _read_varint(data, position)
+        else:
+            break
+    return 0, 0, 0
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at `position` and where it ends; past the end of `data` if it does not end."""
+    value = shift = 0
+    size = len(data)
+    while position < size:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return value, size + 1
