@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
@@ -70,19 +71,33 @@ class LoopThread:
         except BaseException:
             work.close()
             raise
+        return self._run(work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise ServerClosedError("this client was closed while the call waited") from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop."""
         if self._closed or self._forks != _forks:
             last.close()
             return
-        self.run(last)
         self._closed = True
+
+        async def finish() -> None:
+            await last
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._run(finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

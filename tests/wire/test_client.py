@@ -345,6 +345,25 @@ def test_a_client_refuses_to_work_after_a_fork(client):
     process.join()
 
 
+def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
+    client = ReplayClient(server.address)
+    outcome = []
+
+    def wait() -> None:
+        try:
+            client.sample("plain", 1, timeout=None)
+        except ServerClosedError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not client.server_info().tables["plain"].sampling.count:
+        time.sleep(0.01)
+    client.close()
+    thread.join(timeout=10)
+    assert outcome == ["this client was closed while the call waited"]
+
+
 def test_a_closed_client_says_so(server):
     client = ReplayClient(server.address)
     client.close()
