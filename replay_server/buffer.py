@@ -203,7 +203,9 @@ class ReplayBuffer:
             ):
                 return 0
             room = min(room, table.room())
-        return int(room)
+            if self.lines[name].samples:  # who waits for an item gets it before another takes its place
+                room = min(room, table.config.max_size - table.size)
+        return max(0, int(room))
 
     def _check_insert(self, insert: Inserts) -> None:
         """What makes the item invalid, whatever the state of the server."""
@@ -498,8 +500,8 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------- update, delete, tables
 
-    def update_priorities(self, table_name: str, keys: KeyArray, priorities: FloatArray) -> list[int]:
-        """Returns the keys that are not in the table."""
+    def update_priorities(self, table_name: str, keys: KeyArray, priorities: FloatArray) -> tuple[int, list[int]]:
+        """Sets all of them or, if one is bad, none. Returns how many were set, and the keys that are missing."""
         table = self.table(table_name)
         if keys.size != priorities.size:
             raise invalid(f"{keys.size} keys and {priorities.size} priorities")
@@ -507,9 +509,9 @@ class ReplayBuffer:
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             check_priority(float(priorities[row]), f"key {int(keys[row])}, table {table_name!r}")
-        missing = table.update_priorities(keys, priorities)
+        result = table.update_priorities(keys, priorities)
         self._progress([table])  # an item of priority 0 may have become selectable
-        return missing
+        return result
 
     def delete(self, table_name: str, keys: Iterable[int]) -> list[int]:
         """Returns the keys that are not in the table."""
@@ -564,6 +566,8 @@ class ReplayBuffer:
                 self.admission.set_version(version)
             else:
                 self.admission.restart(version)
+                for item in self.items.values():
+                    item.unused_permit = False  # no longer among the accepted
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

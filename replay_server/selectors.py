@@ -16,6 +16,8 @@ import numpy as np
 from replay_server.columns import Columns, FloatArray, IntArray
 from replay_server.sum_tree import SumTree
 
+NONE = np.zeros(0, dtype=np.int64)
+
 
 class Selector(Protocol):
     def insert(self, slots: IntArray) -> None:
@@ -33,8 +35,9 @@ class Selector(Protocol):
     def holds(self, slot: int) -> bool:
         """Whether `select` can name this slot of the table."""
 
-    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        """Up to n distinct slots (n,), and the probability with which each would have come first (n,)."""
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """Up to n distinct slots (n,) without the excluded ones (which it holds), and their probabilities (n,) of
+        coming first."""
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         """n draws, each from all slots again; empty if there is nothing to draw."""
@@ -84,12 +87,13 @@ class Fifo:
     def holds(self, slot: int) -> bool:
         return slot in self._live
 
-    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         chosen: list[int] = []
+        left_out = set(excluded.tolist())
         for order, slot in reversed(self._entries) if self._newest_first else self._entries:
             if len(chosen) == n:
                 break
-            if self._live.get(slot) == order:
+            if self._live.get(slot) == order and slot not in left_out:
                 chosen.append(slot)
         return _certain(chosen)
 
@@ -128,17 +132,18 @@ class Heap:
     def holds(self, slot: int) -> bool:
         return slot in self._live
 
-    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         entries, live = self._entries, self._live
         chosen: list[tuple[float, int, int]] = []
-        while entries and len(chosen) < n:
+        left_out = set(excluded.tolist())
+        while entries and len(chosen) < n + len(left_out):
             entry = heapq.heappop(entries)
             # An update to the same priority leaves two equal entries, which come out one after the other.
             if live.get(entry[2]) == entry and (not chosen or chosen[-1] != entry):
                 chosen.append(entry)
         for entry in chosen:
             heapq.heappush(entries, entry)
-        return _certain([slot for _, _, slot in chosen])
+        return _certain([slot for _, _, slot in chosen if slot not in left_out][:n])
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         return _repeat(self.select(1, rng), n)
@@ -182,15 +187,18 @@ class Uniform:
     def holds(self, slot: int) -> bool:
         return slot in self._where
 
-    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        n = min(n, self._count)
-        return self._with_probability(self._slots[rng.choice(self._count, n, replace=False)] if n else _NONE)
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        # Leaving out some of a sequence of draws without replacement leaves such a sequence of the others.
+        wanted = min(n + excluded.size, self._count)
+        slots = self._slots[rng.choice(self._count, wanted, replace=False)] if wanted else NONE
+        if excluded.size:
+            slots = slots[~np.isin(slots, excluded)]
+        return slots[:n], np.full(min(n, slots.size), 1.0 / max(1, self._count - excluded.size))
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        return self._with_probability(self._slots[rng.integers(self._count, size=n)] if self._count else _NONE)
-
-    def _with_probability(self, slots: IntArray) -> tuple[IntArray, FloatArray]:
-        return slots, np.full(slots.size, 1.0 / max(1, self._count))
+        if not self._count:
+            return NONE, _ZERO[:0]
+        return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
 
 
 class Prioritized:
@@ -213,7 +221,8 @@ class Prioritized:
         self._tree.set(slots, np.zeros(slots.size))
 
     def update(self, slots: IntArray) -> None:
-        weights = self._columns.priority[slots] ** self._exponent
+        priorities = self._columns.priority[slots]
+        weights = np.where(priorities > 0, priorities**self._exponent, 0.0)  # 0 ** 0 would be 1
         self._tree.set(slots, weights)
         positive = weights > 0
         if positive.all():
@@ -228,30 +237,29 @@ class Prioritized:
     def holds(self, slot: int) -> bool:
         return slot in self._positive
 
-    def select(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # The first appearances in a sequence of independent draws are a sequence of successive draws without
         # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
-        n = min(n, len(self._positive))
-        tree, total, chosen, saved = self._tree, self._tree.total, [], []
-        missing = n
+        n = min(n, len(self._positive) - excluded.size)
+        tree = self._tree
+        # What is set to 0 on the way, with its weights.
+        hidden = [(excluded, tree.get(excluded))]
+        tree.set(excluded, np.zeros(excluded.size))
+        total, missing = tree.total, n
         while missing:
             drawn = self._draw(missing, rng)
             _, first = np.unique(drawn, return_index=True)
             drawn = drawn[np.sort(first)]
-            chosen.append(drawn)
+            hidden.append((drawn, tree.get(drawn)))
             missing -= drawn.size
-            saved.append(tree.get(drawn))
-            if missing:
-                tree.set(drawn, np.zeros(drawn.size))
-        for slots, weights in zip(chosen[:-1], saved[:-1], strict=True):
-            tree.set(slots, weights)
-        if not chosen:
-            return _NONE, _ZERO[:0]
-        return np.concatenate(chosen), np.concatenate(saved) / total
+            tree.set(drawn, np.zeros(drawn.size))
+        slots, weights = (np.concatenate(column) for column in zip(*hidden, strict=True))
+        tree.set(slots, weights)
+        return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._positive:
-            return _NONE, _ZERO[:0]
+            return NONE, _ZERO[:0]
         slots = self._draw(n, rng)
         return slots, self._tree.get(slots) / self._tree.total
 
@@ -259,7 +267,6 @@ class Prioritized:
         return self._tree.find(rng.random(n) * self._tree.total)
 
 
-_NONE = np.zeros(0, dtype=np.int64)
 _ZERO = np.zeros(1)
 
 

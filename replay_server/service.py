@@ -254,10 +254,11 @@ class ReplayService(ReplayServicer):
 
     @unary
     async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, context: Context) -> pb.MutationResponse:
-        keys = np.array(request.keys, dtype=np.uint64)
-        priorities = np.array(request.priorities, dtype=np.float64)
-        missing = self.buffer.update_priorities(request.table, keys, priorities)
-        return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
+        if len(request.keys) % 8 or len(request.priorities) % 8:
+            raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
+        keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
+        applied, missing = self.buffer.update_priorities(request.table, keys, priorities)
+        return pb.MutationResponse(applied=applied, missing=missing)
 
     @unary
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.MutationResponse:

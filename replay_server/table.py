@@ -253,13 +253,8 @@ class Table:
         """Draws n rows. The caller has asked `why_no_sample`."""
         columns = self.columns
         if request.distinct:
-            excluded = self._excluded(request)
-            slots, probabilities = self.sampler.select(n + len(excluded), self.rng)
-            if excluded:
-                # Leaving out some of a sequence of successive draws leaves one of the others.
-                kept = ~np.isin(slots, np.fromiter(excluded, dtype=np.int64, count=len(excluded)))
-                slots, probabilities = slots[kept], probabilities[kept]
-            slots, probabilities = slots[:n], probabilities[:n]
+            excluded = np.array(sorted(self._excluded(request)), dtype=np.int64)
+            slots, probabilities = self.sampler.select(n, self.rng, excluded)
         else:
             slots, probabilities = self.sampler.select_repeated(n, self.rng)
         assert slots.size == n, (slots.size, n)
@@ -357,18 +352,25 @@ class Table:
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
-    def update_priorities(self, keys: KeyArray, priorities: FloatArray) -> list[int]:
-        """Sets the priorities (validated by the caller); of a key named twice the last counts. Returns missing keys."""
-        wanted = dict(zip(keys.tolist(), priorities.tolist(), strict=True))
-        missing = [key for key in wanted if key not in self.columns.slots]
-        for key in missing:
-            del wanted[key]
-        slots = np.fromiter((self.columns.slots[key] for key in wanted), dtype=np.int64, count=len(wanted))
-        self.columns.priority[slots] = np.fromiter(wanted.values(), dtype=np.float64, count=len(wanted))
+    def update_priorities(self, keys: KeyArray, priorities: FloatArray) -> tuple[int, list[int]]:
+        """Sets the priorities (validated by the caller); of a key named twice the last counts.
+
+        Returns how many items were updated, and the keys that are missing.
+        """
+        names: list[int] = keys.tolist()
+        found = list(map(self.columns.slots.get, names))
+        missing = []
+        if None in found:
+            missing = list(dict.fromkeys(key for key, slot in zip(names, found, strict=True) if slot is None))
+            priorities = priorities[[slot is not None for slot in found]]
+        slots = np.array([slot for slot in found if slot is not None], dtype=np.int64)
+        self.columns.priority[slots] = priorities  # numpy: of a repeated index the last value stays
+        if len(distinct := set(slots.tolist())) < slots.size:
+            slots = np.array(list(distinct), dtype=np.int64)
         self.sampler.update(slots)
         if self.remover is not self.sampler:
             self.remover.update(slots)
-        return missing
+        return slots.size, missing
 
     def delete(self, keys: Iterable[int]) -> list[int]:
         """Removes items. Returns missing keys."""

@@ -204,7 +204,11 @@ class AsyncReplayClient:
         timeout: Timeout = DEFAULT,
     ) -> MutationResult:
         """`update_priorities` for arrays of shape (n,)."""
-        request = pb.UpdatePrioritiesRequest(table=table, keys=keys.tolist(), priorities=priorities.tolist())
+        request = pb.UpdatePrioritiesRequest(
+            table=table,
+            keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
+            priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
+        )
         return await self._mutate(lambda stub, seconds: stub.UpdatePriorities(request, timeout=seconds), timeout)
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:

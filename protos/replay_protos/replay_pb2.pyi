@@ -393,16 +393,19 @@ class UpdatePrioritiesRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     table: _builtins.str
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    keys: _builtins.bytes
+    """Arrays as bytes, little-endian. On the wire they are what `repeated fixed64` and `repeated double` would be, and
+    both ends handle them as arrays without a Python object for each entry.
+    64-bit unsigned integers
+    """
+    priorities: _builtins.bytes
+    """64-bit floating point numbers, as many"""
     def __init__(
         self,
         *,
         table: _builtins.str = ...,
-        keys: _abc.Iterable[_builtins.int] | None = ...,
-        priorities: _abc.Iterable[_builtins.float] | None = ...,
+        keys: _builtins.bytes = ...,
+        priorities: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient, ReplayClient
+from replay_client import AsyncReplayClient, MutationResult, ReplayClient
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -223,9 +223,8 @@ def test_nothing_stale_is_handed_out_from_a_prefetch(client):
 
 def test_update_delete_list_and_reset(client):
     keys = [client.insert(bytes(n), {"plain": float(n)}) for n in range(5)]
-    assert client.update_priorities("plain", {keys[0]: 9.0, 42: 1.0}) == type(client.delete("plain", [keys[4], 42]))(
-        1, (42,)
-    )
+    assert client.update_priorities("plain", {keys[0]: 9.0, 42: 1.0}) == MutationResult(1, (42,))
+    assert client.delete("plain", [keys[4], 42]) == MutationResult(1, (42,))
     page = client.list_items("plain", order_by="priority", descending=True, limit=3)
     assert [item.key for item in page.items] == [keys[0], keys[3], keys[2]]
     assert (page.matching, page.items[0].priority, page.items[1].nbytes) == (4, 9.0, 3)

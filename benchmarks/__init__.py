@@ -1,0 +1,1 @@
+"""Benchmarks: this server beside Reverb and TransferQueue, on one machine, in one run (`python -m benchmarks.run`)."""

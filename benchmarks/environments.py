@@ -1,0 +1,85 @@
+"""The Python environments of the systems that are compared. Those of the others are built here, at the first use.
+
+Only a folder that was made here, or is not there yet, is ever changed or removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+_MARK = ".made-by-benchmarks"
+"""A file in each environment that was made here; it holds the requirements once all of them are installed."""
+
+
+@dataclass(frozen=True)
+class RunningEnvironment:
+    """The environment that the benchmark itself runs in; never changed."""
+
+    python: Path = Path(sys.executable)
+
+    def ensure(self) -> None:
+        """Nothing to do: it runs."""
+
+
+@dataclass(frozen=True)
+class BuiltEnvironment:
+    """A virtual environment in `folder`, for one system."""
+
+    folder: Path
+    requirements: tuple[str, ...]
+    python_version: tuple[int, int] | None = None
+    """Absent: the Python that runs the benchmark."""
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin/python"
+
+    def ensure(self) -> None:
+        """Builds it unless it is there with these requirements. Raises RuntimeError with the reason."""
+        mark = self.folder / _MARK
+        wanted = "\n".join(self.requirements)
+        if mark.is_file() and mark.read_text() == wanted:
+            return
+        base = self._base_python()
+        if self.folder.exists():
+            if not mark.is_file():
+                raise RuntimeError(f"{self.folder.name} was not made by the benchmark; move it away")
+            shutil.rmtree(self.folder)
+        print(f"Building {self.folder.name} ({', '.join(self.requirements)}); this takes some minutes ...", flush=True)
+        self.folder.mkdir()
+        mark.write_text("")
+        (self.folder / ".gitignore").write_text("*\n")
+        self._run(base, "-m", "venv", str(self.folder))
+        self._run(
+            str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements
+        )
+        mark.write_text(wanted)
+
+    def _base_python(self) -> str:
+        if self.python_version in (None, sys.version_info[:2]):
+            return sys.executable
+        name = "python{}.{}".format(*self.python_version)
+        found = shutil.which(name)
+        if found is None:
+            raise RuntimeError(f"{self.folder.name} needs {name}, which is not installed")
+        return found
+
+    def _run(self, *command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+            raise RuntimeError(f"building {self.folder.name} failed: {lines[-1]}")
+
+
+OURS = RunningEnvironment()
+REVERB = BuiltEnvironment(
+    ROOT / ".venv-reverb", ("dm-reverb==0.14.0", "tensorflow-cpu~=2.14.0", "numpy<2"), python_version=(3, 11)
+)
+TRANSFERQUEUE = BuiltEnvironment(ROOT / ".venv-transferqueue", ("TransferQueue==0.1.11", "ray", "torch==2.13.0"))

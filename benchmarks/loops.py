@@ -1,0 +1,188 @@
+"""Loops: the timed loops that client processes run, the same for every system.
+
+A loop is made by a generator function: up to its first `yield` it prepares and warms up, after it it measures; what it
+yields then is its result. So all clients of a cell can prepare, and then start at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.systems import Session, at_once
+
+_WARM_UP = 0.2
+"""Of the seconds of the measurement, before it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client process does."""
+
+    operation: str
+    """A name in LOOPS."""
+    table: str
+    nbytes: int = 400
+    """Size of each payload."""
+    seconds: float = 1.0
+    """For at least so long."""
+    items: int = 0
+    """How many items to fill in, or to name in a request."""
+    seed: int = 0
+
+
+Result = dict[str, Any]
+Loop = Iterator[Result | None]
+
+
+def run(session: Session, task: Task) -> Loop:
+    return LOOPS[task.operation](session, task)
+
+
+def task_of(message: dict[str, Any]) -> Task:
+    return Task(**message)
+
+
+def message_of(task: Task) -> dict[str, Any]:
+    return asdict(task)
+
+
+def _payloads(session: Session, task: Task, most: int = 64) -> list[Any]:
+    """Different random payloads: nothing that compression could help with."""
+    rng = np.random.default_rng([task.seed, task.nbytes])
+    number = at_once(task.nbytes, budget=32 << 20, most=most)
+    return [session.native(rng.integers(0, 256, task.nbytes, dtype=np.uint8)) for _ in range(number)]
+
+
+def _repeat(seconds: float, step: Callable[[], int]) -> tuple[int, float]:
+    """Calls `step` until the time is up; returns the sum of its results and the seconds."""
+    begin, done = time.perf_counter(), 0
+    while (passed := time.perf_counter() - begin) < seconds:
+        done += step()
+    return done, passed
+
+
+def fill(session: Session, task: Task) -> Loop:
+    """Inserts `items` items with random priorities."""
+    payloads = _payloads(session, task)
+    priorities = np.random.default_rng(task.seed).uniform(0.1, 1.0, task.items).tolist()
+    yield None
+    with session.inserter(task.table, task.nbytes) as inserter:
+        for row, priority in enumerate(priorities):
+            inserter.insert(payloads[row % len(payloads)], priority)
+        inserter.flush()
+    yield {}
+
+
+def insert(session: Session, task: Task) -> Loop:
+    """Pipelined inserts; the time ends when all of them are acknowledged."""
+    payloads = _payloads(session, task)
+    priorities = np.random.default_rng(task.seed).uniform(0.1, 1.0, len(payloads)).tolist()
+    rows = list(zip(payloads, priorities, strict=True))
+    with session.inserter(task.table, task.nbytes) as inserter:
+
+        def some() -> int:
+            for payload, priority in rows:
+                inserter.insert(payload, priority)
+            return len(rows)
+
+        def all_acknowledged(seconds: float) -> Result:
+            begin = time.perf_counter()
+            items, _ = _repeat(seconds, some)
+            inserter.flush()
+            return {"items": items, "seconds": time.perf_counter() - begin, "nbytes": task.nbytes}
+
+        all_acknowledged(_WARM_UP * task.seconds)
+        yield None
+        yield all_acknowledged(task.seconds)
+
+
+def sample(session: Session, task: Task) -> Loop:
+    """A reader that takes samples as fast as they come."""
+    with session.reader(task.table, task.nbytes) as batches:
+        _repeat(_WARM_UP * task.seconds, lambda: next(batches))
+        yield None
+        # What was prefetched while this reader waited for the others to get ready must not count.
+        _repeat(_WARM_UP * task.seconds, lambda: next(batches))
+        items, seconds = _repeat(task.seconds, lambda: next(batches))
+        yield {"items": items, "seconds": seconds, "nbytes": task.nbytes}
+
+
+def latency(session: Session, task: Task) -> Loop:
+    """One insert at a time, from handing it over to its acknowledgement."""
+    payload = _payloads(session, task)[0]
+    with session.inserter(task.table, task.nbytes) as inserter:
+
+        def one() -> float:
+            begin = time.perf_counter()
+            inserter.insert(payload, 1.0)
+            inserter.flush()
+            return time.perf_counter() - begin
+
+        _repeat(_WARM_UP * task.seconds, lambda: bool(one()))
+        yield None
+        times: list[float] = []
+        _repeat(task.seconds, lambda: times.append(one()) or 1)
+        p50, p99 = np.percentile(times, [50, 99])
+        yield {"p50": 1e3 * p50, "p99": 1e3 * p99, "items": len(times)}
+
+
+def update(session: Session, task: Task) -> Loop:
+    """New priorities for `items` items of a table, in one request after the other."""
+    keys = session.keys(task.table, task.items)
+    priorities = np.random.default_rng(task.seed).uniform(0.1, 1.0, (16, task.items))
+    turn = iter(range(1 << 62))
+
+    def one() -> int:
+        session.update(task.table, keys, priorities[next(turn) % 16])
+        return task.items
+
+    _repeat(_WARM_UP * task.seconds, one)
+    yield None
+    items, seconds = _repeat(task.seconds, one)
+    yield {"items": items, "seconds": seconds}
+
+
+def request(session: Session, task: Task) -> Loop:
+    """Requests for `items` samples, one after the other."""
+
+    def one() -> int:
+        session.sample(task.table, task.items)
+        return task.items
+
+    _repeat(_WARM_UP * task.seconds, one)
+    yield None
+    items, seconds = _repeat(task.seconds, one)
+    yield {"items": items, "seconds": seconds}
+
+
+def put_and_get(session: Session, task: Task) -> Loop:
+    """Batches stored, fetched by their keys and freed (which is not timed)."""
+    payloads = _payloads(session, task)
+    batch = payloads[: at_once(task.nbytes, budget=8 << 20, most=64)]
+    spent = {"put": 0.0, "get": 0.0}
+
+    def one() -> int:
+        begin = time.perf_counter()
+        handle = session.put(batch)
+        spent["put"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        session.get(handle)
+        spent["get"] += time.perf_counter() - begin
+        session.drop(handle)
+        return len(batch)
+
+    _repeat(_WARM_UP * task.seconds, one)
+    yield None
+    spent.update(put=0.0, get=0.0)
+    items, _ = _repeat(task.seconds, one)
+    yield {name: items / seconds for name, seconds in spent.items()}
+
+
+LOOPS: dict[str, Callable[[Session, Task], Loop]] = {
+    loop.__name__: loop for loop in (fill, insert, sample, latency, update, request, put_and_get)
+}

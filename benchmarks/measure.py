@@ -1,0 +1,111 @@
+"""Measuring: rounds of ours and theirs in turn, and what comes out of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from benchmarks.cells import Comparison, Figure, Measurement
+from benchmarks.processes import Failed
+from benchmarks.sides import RunningSide
+
+
+@dataclass(frozen=True)
+class Round:
+    ours: float
+    theirs: float
+    ratio: float
+    """Above 1: ours is better."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One cell: its rounds, or why there are none."""
+
+    cell: str
+    against: str
+    unit: str
+    higher_is_better: bool
+    rounds: tuple[Round, ...] = ()
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the rounds' ratios, so that what slows both sides of a round leaves it alone."""
+        return statistics.median(each.ratio for each in self.rounds) if self.rounds else None
+
+    @property
+    def ours(self) -> float | None:
+        return statistics.median(each.ours for each in self.rounds) if self.rounds else None
+
+    @property
+    def theirs(self) -> float | None:
+        return statistics.median(each.theirs for each in self.rounds) if self.rounds else None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much time to take."""
+
+    seconds: float
+    rounds: int
+
+
+def measure(comparison: Comparison, effort: Effort, on_result: Callable[[CellResult], None]) -> None:
+    """Measures all of a comparison; a measurement that fails is reported with its reason, and the next one follows."""
+    ours, theirs = RunningSide(comparison.ours), RunningSide(comparison.theirs)
+    try:
+        for measurement in comparison.measurements:
+            error, rounds = None, []
+            try:
+                rounds = _rounds(measurement, ours, theirs, effort)
+            except Failed as failure:
+                error = str(failure)
+            for figure in measurement.figures:
+                on_result(
+                    CellResult(
+                        figure.cell,
+                        comparison.against,
+                        figure.unit,
+                        figure.higher_is_better,
+                        tuple(each[figure.cell] for each in rounds),
+                        error,
+                    )
+                )
+    finally:
+        ours.stop()
+        theirs.stop()
+
+
+def _rounds(measurement: Measurement, ours: RunningSide, theirs: RunningSide, effort: Effort) -> list[dict[str, Round]]:
+    """Each round by cell. Every other one begins with theirs, so that a steady drift helps neither side."""
+    sides = {
+        "ours": (ours, replace(measurement.task, seconds=effort.seconds)),
+        "theirs": (theirs, replace(measurement.their_task or measurement.task, seconds=effort.seconds)),
+    }
+    rounds = []
+    for number in range(effort.rounds):
+        results = {}
+        for name in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
+            side, task = sides[name]
+            try:
+                results[name] = side.measure(task, measurement.clients)
+            except Failed as failure:
+                raise Failed(f"{name}: {failure}") from None
+        rounds.append(
+            {
+                figure.cell: _round(figure, figure.of(results["ours"]), figure.of(results["theirs"]))
+                for figure in measurement.figures
+            }
+        )
+    return rounds
+
+
+def _round(figure: Figure, ours: float, theirs: float) -> Round:
+    return Round(ours, theirs, figure.ratio(ours, theirs))
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else math.nan

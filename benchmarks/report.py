@@ -1,0 +1,158 @@
+"""The report: a table for people, JSON for programs, a chart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import CellResult, geometric_mean
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a set of cells should reach; `value` is None where none of them was measured."""
+
+    text: str
+    value: float | None
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of a run."""
+
+    facts: dict[str, Any]
+    """Machine, versions, settings."""
+    cells: Sequence[CellResult]
+
+    def goals(self) -> list[Goal]:
+        small = ("insert/400B/", "insert/4kB/")
+        return [
+            self._at_least("Reverb's figure in every cell (the lowest ratio)", 1.0, min, lambda cell: _is_reverb(cell)),
+            self._at_least(
+                "geometric mean of the ratios to Reverb", 2.0, geometric_mean, lambda cell: _is_reverb(cell)
+            ),
+            self._at_least(
+                "pipelined inserts up to 4 kB, to Reverb (the lowest ratio)",
+                5.0,
+                min,
+                lambda cell: cell.cell.startswith(small),
+            ),
+            self._at_least(
+                "speed at 1e6 items, to that at 1e3 (the lowest ratio; cost at most 1.5 times)",
+                1 / 1.5,
+                min,
+                lambda cell: cell.cell.startswith("scaling/") and cell.cell.endswith("/1e6"),
+            ),
+            self._at_least(
+                "bytes per second at 32 MB, to those at 4 MB (the lowest ratio)",
+                1.0,
+                min,
+                lambda cell: cell.cell.startswith("large/"),
+            ),
+        ]
+
+    def _at_least(
+        self,
+        text: str,
+        bound: float,
+        combine: Callable[[list[float]], float],
+        chosen: Callable[[CellResult], bool],
+    ) -> Goal:
+        cells = [cell for cell in self.cells if chosen(cell)]
+        ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+        text = f"at least {bound:.3g}: {text}"
+        if not ratios:
+            return Goal(text, None, None)
+        value = combine(ratios)
+        return Goal(text, value, value >= bound and len(ratios) == len(cells))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "facts": self.facts,
+            "goals": [asdict(goal) for goal in self.goals()],
+            "cells": [
+                asdict(cell) | {"ratio": cell.ratio, "ours": cell.ours, "theirs": cell.theirs} for cell in self.cells
+            ],
+        }
+
+    def print(self, console: Console) -> None:
+        for against in dict.fromkeys(cell.against for cell in self.cells):
+            console.print(self._table(against))
+        for goal in self.goals():
+            if goal.value is not None:
+                console.print(f"[{_color(bool(goal.met))}]{goal.value:6.2f}[/]  {goal.text}")
+        if failed := [cell for cell in self.cells if cell.error is not None]:
+            console.print(f"[red]{len(failed)} cells failed; their reasons are in the tables.[/]")
+
+    def _table(self, against: str) -> Table:
+        table = Table(title=f"ours against {against}; ratio above 1: ours is better", box=None, header_style="bold")
+        table.add_column("cell")
+        for column in ("ours", "theirs", "", "ratio", "of the rounds"):
+            table.add_column(column, justify="left" if column == "" else "right")
+        for cell in self.cells:
+            if cell.against != against:
+                continue
+            if cell.ratio is None or cell.ours is None or cell.theirs is None:
+                table.add_row(cell.cell, f"[red]failed[/] {cell.error}")
+                continue
+            ratios = [each.ratio for each in cell.rounds]
+            table.add_row(
+                cell.cell,
+                _number(cell.ours),
+                _number(cell.theirs),
+                cell.unit,
+                f"[{_color(cell.ratio >= 1)}]{cell.ratio:.2f}[/]",
+                f"{min(ratios):.2f}-{max(ratios):.2f}",
+            )
+        return table
+
+    def draw(self, path: Path) -> None:
+        """A bar for each cell, on a logarithmic axis; its whisker spans the rounds."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        cells = [cell for cell in self.cells if cell.ratio is not None]
+        if not cells:
+            return
+        figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.19 * len(cells)), layout="constrained")
+        for row, cell in enumerate(cells):
+            assert cell.ratio is not None
+            ratios = [each.ratio for each in cell.rounds]
+            axes.barh(row, cell.ratio - 1, left=1, color="tab:green" if cell.ratio >= 1 else "tab:red", height=0.7)
+            axes.plot([min(ratios), max(ratios)], [row, row], color="black", linewidth=1)
+        axes.set_xscale("log")
+        axes.axvline(1, color="black", linewidth=1)
+        labels = [f"{cell.cell}  ({cell.against})" for cell in cells]
+        axes.set_yticks(range(len(cells)), labels, fontsize=7)
+        axes.set_ylim(len(cells) - 0.5, -0.5)
+        axes.set_xlabel("ratio, ours over theirs (above 1: ours is better)")
+        axes.grid(axis="x", which="both", alpha=0.3)
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+    def save(self, folder: Path) -> None:
+        """Writes benchmark.json and benchmark.png."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "benchmark.json").write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        self.draw(folder / "benchmark.png")
+
+
+def _is_reverb(cell: CellResult) -> bool:
+    return cell.against == "reverb"
+
+
+def _color(good: bool) -> str:
+    return "green" if good else "red"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,105 @@
+"""`python -m benchmarks.run`: measures everything, prints the ratios and writes benchmarks/results/."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.cells import Comparison, all_comparisons, select
+from benchmarks.environments import REVERB, ROOT, TRANSFERQUEUE
+from benchmarks.measure import CellResult, Effort, measure
+from benchmarks.report import Report
+from benchmarks.sides import SYSTEMS
+
+EFFORTS = {"quick": Effort(seconds=0.2, rounds=3), "default": Effort(seconds=0.8, rounds=4), "full": Effort(3.0, 7)}
+RESULTS = ROOT / "benchmarks/results"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    pattern = re.compile(options.only)
+    comparisons = select(all_comparisons(), lambda cell: pattern.search(cell) is not None)
+    if options.list:
+        print("\n".join(figure.cell for each in comparisons for part in each.measurements for figure in part.figures))
+        return
+    if not comparisons:
+        raise SystemExit(f"no cell matches {options.only!r}; --list shows all")
+    console = Console()
+    report = run(comparisons, EFFORTS[options.effort], console)
+    report.print(console)
+    report.save(options.results)
+    console.print(f"Written to {options.results}.")
+
+
+def run(comparisons: Sequence[Comparison], effort: Effort, console: Console) -> Report:
+    """Measures all comparisons. What cannot be measured becomes a failed cell."""
+    begin = time.monotonic()
+    cells: list[CellResult] = []
+
+    def keep(cell: CellResult) -> None:
+        cells.append(cell)
+        result = f"failed: {cell.error}" if cell.ratio is None else f"{cell.ratio:.2f}"
+        console.print(f"[dim]{time.monotonic() - begin:5.0f} s[/]  {cell.cell:32} {result}", highlight=False)
+
+    for comparison in comparisons:
+        if why := _cannot_run(comparison):
+            for measurement in comparison.measurements:
+                for figure in measurement.figures:
+                    keep(CellResult(figure.cell, comparison.against, figure.unit, figure.higher_is_better, error=why))
+        else:
+            measure(comparison, effort, keep)
+    return Report(_facts(effort, time.monotonic() - begin), cells)
+
+
+def _cannot_run(comparison: Comparison) -> str | None:
+    """Builds the environments that the comparison needs; why that was not possible."""
+    for side in (comparison.ours, comparison.theirs):
+        try:
+            SYSTEMS[side.system].environment.ensure()
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+def _facts(effort: Effort, seconds: float) -> dict[str, Any]:
+    revision = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "revision": revision.stdout.strip(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("replay-server", "grpcio", "protobuf", "numpy")},
+        "rivals": {"reverb": list(REVERB.requirements), "transferqueue": list(TRANSFERQUEUE.requirements)},
+        "seconds_per_measurement": effort.seconds,
+        "rounds": effort.rounds,
+        "seconds_in_all": round(seconds),
+        "load_average": os.getloadavg(),
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.set_defaults(effort="default")
+    effort = parser.add_mutually_exclusive_group()
+    for name in ("quick", "full"):
+        text = f"{EFFORTS[name].rounds} rounds of {EFFORTS[name].seconds:g} s (default: 4 of 0.8 s)"
+        effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name matches this expression")
+    parser.add_argument("--list", action="store_true", help="only print the names of the cells")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for benchmark.json and benchmark.png")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""This server, through its own client. The server process is `replay serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.systems import Bytes, at_once
+from replay_client import ReplayClient
+
+
+class Pipeline:
+    def __init__(self, client: ReplayClient, table: str, nbytes: int) -> None:
+        self._table = table
+        self._writer = client.writer(max_in_flight=at_once(nbytes, budget=64 << 20, most=2048))
+        self.flush = self._writer.flush
+        self.close = self._writer.close
+
+    def insert(self, payload: bytes, priority: float) -> None:
+        self._writer.insert(payload, {self._table: priority})
+
+
+class OurSession:
+    def __init__(self, address: str) -> None:
+        self._client = ReplayClient(address, timeout=60.0)
+
+    def native(self, payload: Bytes) -> bytes:
+        return payload.tobytes()
+
+    @contextmanager
+    def inserter(self, table: str, nbytes: int) -> Iterator[Pipeline]:
+        pipeline = Pipeline(self._client, table, nbytes)
+        try:
+            yield pipeline
+        finally:
+            pipeline.close()
+
+    @contextmanager
+    def reader(self, table: str, nbytes: int) -> Iterator[Iterator[int]]:
+        batch_size = at_once(nbytes, budget=8 << 20, most=256)
+        with self._client.sampler(table, batch_size, prefetch=2) as batches:
+            yield (len(batch) for batch in batches)
+
+    def keys(self, table: str, count: int) -> npt.NDArray[np.uint64]:
+        keys = [item.info.key for item in self._client.sample(table, count)]
+        return np.array(keys, dtype=np.uint64)
+
+    def update(self, table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]) -> None:
+        self._client.update_priority_arrays(table, keys, priorities)
+
+    def sample(self, table: str, count: int) -> None:
+        self._client.sample(table, count)
+
+    def put(self, payloads: Sequence[bytes]) -> list[int]:
+        with self._client.writer(max_in_flight=len(payloads)) as writer:
+            return [writer.insert(payload, {"inserts": 1.0}) for payload in payloads]
+
+    def get(self, handle: list[int]) -> None:
+        found = self._client.get(handle)
+        assert len(found) == len(handle), f"{len(handle) - len(found)} of {len(handle)} items are gone"
+
+    def drop(self, handle: list[int]) -> None:
+        self._client.delete("inserts", handle)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+session = OurSession

@@ -1,0 +1,118 @@
+"""The benchmark: its orchestration with our server alone, its sums, and what it must never delete."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cells import Comparison, Figure, Measurement, Side, Table, all_comparisons, rate, select, value
+from benchmarks.environments import OURS, BuiltEnvironment
+from benchmarks.loops import Task
+from benchmarks.measure import CellResult, Effort, Round, measure
+from benchmarks.report import Report
+from benchmarks.run import run
+
+QUICK = Effort(seconds=0.02, rounds=2)
+
+
+def make_cell(name: str, *ratios: float, against: str = "reverb") -> CellResult:
+    return CellResult(name, against, "items/s", True, tuple(Round(100.0 * ratio, 100.0, ratio) for ratio in ratios))
+
+
+def our_side() -> Side:
+    table = Table("pool", "prioritized", "min_heap", max_size=512)
+    return Side("ours", (table,), (Task("fill", "pool", 100, items=512),))
+
+
+def test_every_operation_runs_against_our_server_in_processes_of_its_own():
+    figures = {
+        "insert": (Figure("insert", "items/s", rate),),
+        "sample": (Figure("sample", "items/s", rate),),
+        "latency": (Figure("p50", "ms", value("p50"), higher_is_better=False),),
+        "update": (Figure("update", "keys/s", rate),),
+        "request": (Figure("request", "items/s", rate),),
+    }
+    measurements = tuple(
+        Measurement(figures[name], Task(name, "pool", 100, items=8), clients=2 if name in ("insert", "sample") else 1)
+        for name in figures
+    )
+    results: list[CellResult] = []
+    measure(Comparison("ours", our_side(), our_side(), measurements), QUICK, results.append)
+    assert [cell.error for cell in results] == [None] * len(figures)
+    for cell in results:
+        assert len(cell.rounds) == 2
+        assert all(each.ours > 0 and each.theirs > 0 and math.isfinite(each.ratio) for each in cell.rounds)
+
+
+def test_a_cell_that_fails_says_why_and_the_next_one_is_measured():
+    figure = Figure("bad", "items/s", rate)
+    bad = Measurement((figure,), Task("insert", "no-such-table", 100))
+    good = Measurement((Figure("good", "items/s", rate),), Task("insert", "pool", 100))
+    results: list[CellResult] = []
+    measure(Comparison("ours", our_side(), our_side(), (bad, good)), QUICK, results.append)
+    assert "no table 'no-such-table'" in results[0].error
+    assert results[0].ratio is None
+    assert results[1].ratio is not None
+
+
+def test_a_system_that_cannot_be_installed_makes_failed_cells(monkeypatch):
+    def fail(self: BuiltEnvironment) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(BuiltEnvironment, "ensure", fail)
+    chosen = select(all_comparisons(), lambda cell: cell.startswith("ack-"))
+    report = run(chosen, QUICK, Console(quiet=True))
+    assert len(report.cells) == 12
+    assert {cell.error for cell in report.cells} == {"no network"}
+
+
+def test_the_ratio_is_the_median_over_rounds_and_above_one_when_ours_is_better():
+    assert make_cell("insert/400B/1-writers", 2.0, 9.0, 1.0).ratio == 2.0
+    assert Figure("rate", "items/s", rate).ratio(ours=30.0, theirs=10.0) == 3.0
+    assert Figure("time", "ms", value("p50"), higher_is_better=False).ratio(ours=30.0, theirs=10.0) == pytest.approx(
+        1 / 3
+    )
+
+
+def test_the_rate_of_clients_that_start_together_is_all_items_over_the_longest_time():
+    assert rate([{"items": 10, "seconds": 1.0}, {"items": 30, "seconds": 2.0}]) == 20.0
+
+
+def test_the_report_has_a_ratio_in_each_cell_and_says_which_goals_are_met(tmp_path):
+    failed = CellResult("sample/400B/1-readers", "reverb", "items/s", True, error="theirs: it broke")
+    cells = [
+        make_cell("insert/400B/1-writers", 8.0),
+        make_cell("ack-p50/400B", 2.0),
+        make_cell("scaling/insert/1e6", 0.5, against="ours at 1e3 items"),
+    ]
+    report = Report({}, cells)
+    lowest, mean, small, scaling, large = report.goals()
+    assert (lowest.value, lowest.met) == (2.0, True)
+    assert mean.value == pytest.approx(4.0)
+    assert (small.value, small.met) == (8.0, True)
+    assert (scaling.value, scaling.met) == (0.5, False)
+    assert large.met is None
+
+    report = Report({}, [*cells, failed])
+    assert report.goals()[0].met is False  # a failed cell does not count as won
+    report.save(tmp_path)
+    saved = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [cell["ratio"] for cell in saved["cells"]] == [8.0, 2.0, 0.5, None]
+    assert saved["cells"][0]["rounds"] == [{"ours": 800.0, "theirs": 100.0, "ratio": 8.0}]
+    assert (tmp_path / "benchmark.png").stat().st_size > 1_000
+    console = Console(file=io.StringIO(), record=True, width=160)
+    report.print(console)
+    assert "theirs: it broke" in console.export_text()
+
+
+def test_an_environment_that_the_benchmark_did_not_make_is_never_touched(tmp_path):
+    precious = tmp_path / "venv/bin/python"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("somebody else's")
+    with pytest.raises(RuntimeError, match="was not made by the benchmark"):
+        BuiltEnvironment(tmp_path / "venv", ("anything==1",)).ensure()
+    assert precious.read_text() == "somebody else's"
+    OURS.ensure()
+    assert OURS.python.exists()
