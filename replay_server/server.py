@@ -122,7 +122,8 @@ class ReplayServer:
         )
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = grpc.aio.server(options=_OPTIONS)
-        add_service(ReplayService(buffer), server)
+        service = ReplayService(buffer)
+        add_service(service, server)
         host, _, _ = section.address.rpartition(":")
         try:
             port = server.add_insecure_port(section.address)
@@ -140,6 +141,7 @@ class ReplayServer:
         finally:
             blocked_log.cancel()
             buffer.close()
+            service.close()
             await server.stop(self._grace)
             buffer.storage.close()
             log.info("stopped")

@@ -61,6 +61,28 @@ def stream(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterat
     return answer
 
 
+def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
+    """The same for a stream that lasts until its client goes: the end of the server ends it as well."""
+
+    @functools.wraps(method)
+    async def answer(self: ReplayService, request: Any, context: Context) -> AsyncIterator[T]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._endless.add(task)
+        try:
+            async for response in stream(method)(self, request, context):
+                yield response
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            # Clients try again while a server comes back in time.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+        finally:
+            self._endless.discard(task)
+
+    return answer
+
+
 class ReplayService(ReplayServicer):
     """The methods that carry payloads deal in Frames; `add_service` registers them with the serializers for that."""
 
@@ -71,6 +93,14 @@ class ReplayService(ReplayServicer):
         self._insert_streams = 0
         self._sample_streams = 0
         self._leases: dict[int, asyncio.TimerHandle] = {}
+        self._endless: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    def close(self) -> None:
+        """Ends the streams that would not end by themselves."""
+        self._closing = True
+        for task in self._endless:
+            task.cancel()
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -82,7 +112,7 @@ class ReplayService(ReplayServicer):
             whole.errors.extend(part.errors)
         return whole
 
-    @stream
+    @endless
     async def InsertStream(
         self, requests: AsyncIterator[Frame[pb.InsertRequest]], context: Context
     ) -> AsyncIterator[pb.InsertResponse]:
@@ -143,7 +173,7 @@ class ReplayService(ReplayServicer):
             else:
                 self.buffer.take(batch_id, sent=True)
 
-    @stream
+    @endless
     async def SampleStream(  # type: ignore[override]
         self, requests: AsyncIterator[pb.SampleStreamRequest], context: Context
     ) -> AsyncIterator[Frame[pb.SampleResponse]]:
@@ -368,7 +398,7 @@ class ReplayService(ReplayServicer):
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Context) -> pb.Policy:
         return info.policy(self.buffer)
 
-    @stream
+    @endless
     async def WatchPolicy(self, request: pb.GetPolicyRequest, context: Context) -> AsyncIterator[pb.Policy]:
         changed = asyncio.Event()
         self.buffer.on_policy.add(changed.set)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import ServerUnavailableError, error_of
 from replay_client.frames import Item, KeySequence, PayloadJoiner, pack_items
+from replay_client.insert_streams import InsertStreams
 from replay_client.records import (
     Buffer,
     ItemPage,
@@ -53,6 +54,7 @@ class AsyncReplayClient:
     def __init__(self, address: str, timeout: float | None = 30.0) -> None:
         self._connection = Connection(address, timeout)
         self._keys = KeySequence()
+        self._insert_streams = InsertStreams(self._connection)
 
     @property
     def address(self) -> str:
@@ -82,19 +84,10 @@ class AsyncReplayClient:
         seconds = self._connection.seconds(timeout)
         lease = permits.id if permits else 0
         item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, lease)
-        requests = list(pack_items([item]))
-
-        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> pb.InsertResponse:
-            if len(requests) == 1:
-                return await self._connection.payloads.Insert(requests[0], timeout=rpc_timeout)
-            call = self._connection.payloads.InsertStream(iter(requests), timeout=rpc_timeout)
-            async for response in call:
-                if response.decided:
-                    call.cancel()
-                    return response
-            raise ServerUnavailableError(f"{self.address} ended the insert without an answer")
-
-        response = await self._connection.call(attempt, seconds)
+        frames = list(pack_items([item]))
+        response = await self._connection.call(
+            lambda _, rpc_timeout: self._insert_streams.insert(frames, rpc_timeout), seconds
+        )
         for error in response.errors:
             raise error_of(error.code, error.message)
         return item.key
@@ -355,6 +348,7 @@ class AsyncReplayClient:
 
     async def close(self) -> None:
         """Lets go of the connection; what the server drew ahead for this client goes back."""
+        self._insert_streams.close()
         await self._connection.close()
 
     async def __aenter__(self) -> Self:

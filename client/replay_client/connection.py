@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
 
@@ -159,6 +159,16 @@ class Patience:
             # gRPC's own words: the server said nothing at all, not even after the grace.
             return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
         return error_of(error.code(), error.details() or "")
+
+
+async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
+    """The next message of a stream. Raises AioRpcError where it has ended."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
+    return cast("T", message)
 
 
 def check_timeout(timeout: float | None) -> None:

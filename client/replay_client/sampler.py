@@ -9,7 +9,7 @@ from typing import Self
 
 import grpc
 
-from replay_client.connection import Connection, Patience
+from replay_client.connection import Connection, Patience, read_message
 from replay_client.errors import DeadlineExceededError
 from replay_client.frames import PayloadJoiner
 from replay_client.records import Sample, samples_of
@@ -115,15 +115,7 @@ class AsyncSampler:
 
     async def _read(self) -> Frame[pb.SampleResponse]:
         assert self._call is not None
-        message = await self._call.read()
-        if not isinstance(message, Frame):  # EOF: the status says why
-            raise grpc.aio.AioRpcError(
-                await self._call.code(),
-                await self._call.initial_metadata(),
-                await self._call.trailing_metadata(),
-                await self._call.details(),
-            )
-        return message
+        return await read_message(self._call)
 
     async def _write(self, request: pb.SampleStreamRequest) -> None:
         assert self._call is not None

@@ -78,11 +78,14 @@ def test_writers_and_samplers_go_on_by_themselves_when_the_server_comes_back(tmp
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_with_status_zero(tmp_path, number):
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address) as client:
-        thread = threading.Thread(target=lambda: pytest.raises(ReplayError, client.sample, "plain", 1))
+        client.insert(b"x", {"plain": 1.0})
+        watch, sampler, writer = client.watch_policy(), client.sampler("plain", batch_size=1), client.writer()
+        next(watch), next(sampler), writer.insert(b"y", {"plain": 1.0}), writer.flush()
+        thread = threading.Thread(target=lambda: pytest.raises(ReplayError, client.sample, "plain", 9))
         thread.start()
         time.sleep(0.2)
         server.process.send_signal(number)
-        assert server.process.wait(timeout=15) == 0
+        assert server.process.wait(timeout=4) == 0  # sooner than the grace of 5 s
         thread.join(timeout=5)
         assert not thread.is_alive()
 
