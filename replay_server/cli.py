@@ -185,6 +185,7 @@ def generate(
     from replay_client.rewards import load_reward
 
     log_to_stderr("warning")
+    check_model(model)
     sys.path.insert(0, os.getcwd())  # where the module of a reward function is looked for as well
     try:
         config = GeneratorConfig(
@@ -250,6 +251,7 @@ def train(
     from replay_client.errors import ReplayError
 
     log_to_stderr("warning")
+    check_model(model)
     try:
         options = tomllib.loads(config.read_text()) if config else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -274,7 +276,7 @@ def train(
 
     transformers_logging.disable_progress_bar()
     # SIGTERM as Ctrl-C: what was drawn ahead goes back, and the step under way is simply not published.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         training = config_from(options)
         loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -282,6 +284,9 @@ def train(
             GRPOTrainer(loaded, client, training, tokenizer, on_step=tell).train()
     except (ReplayError, ValueError, OSError, RuntimeError, FloatingPointError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        print("replay: stopped; --resume continues at the last published version", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -301,6 +306,12 @@ def demo(
     except KeyboardInterrupt:
         print("stopped: all processes have ended", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def check_model(model: str) -> None:
+    """A path that does not exist; transformers would take it for a name on the hub and say something else."""
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        fail(f"--model: there is no folder {model}")
 
 
 def load_engine(name: str, model: str, max_length: int | None, seed: int) -> Engine:

@@ -263,7 +263,7 @@ def explain(error: ValidationError) -> str:
 
 
 DEFAULT_TABLES = (
-    TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=512), forward_to="replay"),
+    TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=64), forward_to="replay"),
     TableConfig(
         name="replay",
         sampler=SelectorConfig(type="prioritized"),
