@@ -118,14 +118,10 @@ def tables(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, timeout:
     from rich.table import Table
 
     view = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("table", "size", "bytes", "in/s", "out/s", "staleness", "evicted", "stale", "waiting"):
-        view.add_column(column, justify="left" if column in ("table", "waiting") else "right", overflow="fold")
+    for column in ("table", "size", "bytes", "in/s", "out/s", "staleness", "evicted", "stale"):
+        view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
+    waits = []
     for name, table in info.tables.items():
-        waits = [
-            f"{wait.count} {verb} for {wait.seconds:.0f} s: {wait.reason}"
-            for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling))
-            if wait.count
-        ]
         lost = f" ({table.evicted_unsampled} unsampled)" if table.evicted_unsampled else ""
         view.add_row(
             name,
@@ -136,8 +132,12 @@ def tables(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, timeout:
             f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-",
             f"{table.evicted}{lost}",
             str(table.stale + table.stale_refused),
-            "\n".join(waits) or "-",
         )
+        waits += [
+            f"waiting: {wait.count} {verb}, the first for {wait.seconds:.0f} s: {wait.reason}"
+            for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling))
+            if wait.count
+        ]
     console = Console()
     console.print(
         f"{address}  version {info.version}  up {info.uptime:.0f} s  policy version {info.policy.version}  "
@@ -145,6 +145,8 @@ def tables(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, timeout:
         highlight=False,
     )
     console.print(view)
+    for line in waits:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------------------- running

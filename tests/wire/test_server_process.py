@@ -114,7 +114,8 @@ def test_tables_shows_sizes_and_who_waits(tmp_path):
         shown = replay("tables", "--address", server.address)
         assert shown.returncode == 0
         assert "plain" in shown.stdout
-        assert "1 sampling" in shown.stdout
+        assert "waiting: 1 sampling" in shown.stdout
+        assert "plain: sampling blocked: 1 of 2 samples available (size 1)" in shown.stdout
         data = json.loads(replay("tables", "--json", "--address", server.address).stdout)
         assert (data["tables"]["plain"]["size"], data["bytes"]) == ("1", 5)
         assert data["tables"]["plain"]["config"]["sampler"]["type"] == "fifo"
