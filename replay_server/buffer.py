@@ -28,7 +28,8 @@ from replay_server.storage.memory import MemoryStorage
 from replay_server.table import Batch, SampleRequest, Table
 from replay_server.waiting import Line, Pending
 
-SEEN_KEYS = 1 << 17
+MAX_VERSION = 1 << 62
+SEEN_KEYS = 1 << 18
 """How many of the last inserted keys are remembered, so that a retry is recognised after its item was consumed."""
 
 
@@ -136,12 +137,18 @@ class ReplayBuffer:
         self._seen: set[int] = set()
         self._seen_order: deque[int] = deque()
         self._closed = False
+        self._freed = False
+        """Whether bytes became free since inserts that wait for the server's own bound were served."""
 
     def table(self, name: str) -> Table:
         try:
             return self.tables[name]
         except KeyError:
-            raise not_found(f"no table {name!r}; tables: {', '.join(self.tables)}") from None
+            raise not_found(f"no table {name[:100]!r}; tables: {', '.join(self.tables)}") from None
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise closed("the server is shutting down")
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -198,20 +205,22 @@ class ReplayBuffer:
                 table is None
                 or self.lines[name].inserts
                 or not valid_priorities(priorities).all()
+                or not 0 <= int(inserts.policy_versions.min()) <= int(inserts.policy_versions.max()) <= MAX_VERSION
                 or table.too_stale(int(inserts.policy_versions.min()), self.policy.version)
                 or (table.config.max_bytes is not None and table.bytes + nbytes > table.config.max_bytes)
             ):
                 return 0
             room = min(room, table.room())
-            if self.lines[name].samples:  # who waits for an item gets it before another takes its place
-                room = min(room, table.config.max_size - table.size)
+            if self.lines[name].samples:  # who waits is served between two rows, which makes a difference unless:
+                room = min(room, table.config.max_size - table.size if table.config.sampler.type == "fifo" else 0)
         return max(0, int(room))
 
     def _check_insert(self, insert: Inserts) -> None:
         """What makes the item invalid, whatever the state of the server."""
-        if self._closed:
-            raise closed("the server is shutting down")
-        key, nbytes = insert.keys[0], int(insert.sizes[0])
+        self.check_open()
+        key, nbytes, version = insert.keys[0], int(insert.sizes[0]), int(insert.policy_versions[0])
+        if not 0 <= version <= MAX_VERSION:
+            raise invalid(f"policy version {version} of item {key}: must be from 0 to {MAX_VERSION}")
         if not insert.priorities:
             raise invalid(f"item {key} names no table; tables: {', '.join(self.tables)}")
         for name, priorities in insert.priorities.items():
@@ -261,13 +270,29 @@ class ReplayBuffer:
         return None
 
     def _make_room(self, insert: Inserts, tables: list[Table]) -> None:
-        """Evicts from the item's tables until the server's own bound allows it."""
+        """Evicts from the item's tables until the server's own bound allows it; nothing if that cannot be reached."""
         nbytes = int(insert.sizes[0])
-        while (why := self._why_full(nbytes)) is not None:
-            evicting = [table for table in tables if table.config.when_full == "evict" and table.size]
-            if not evicting:
-                raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has nothing to evict")
+        if (why := self._why_full(nbytes)) is None:
+            return
+        evicting = [table for table in tables if table.config.when_full == "evict"]
+        if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
+            raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has too little to evict")
+        while self._why_full(nbytes):
             max(evicting, key=lambda table: table.bytes).evict()
+
+    def _can_free(self, needed: float, tables: list[Table]) -> bool:
+        """Whether emptying these tables would free so many bytes: only items that nobody else holds count."""
+        freed = 0
+        for place, table in enumerate(tables):
+            for key in table.columns.slots:
+                if any(key in earlier for earlier in tables[:place]):
+                    continue
+                item = self.items[key]
+                if item.holders == sum(key in other for other in tables):
+                    freed += item.nbytes
+                    if freed >= needed:
+                        return True
+        return False
 
     def _apply(self, inserts: Inserts, tables: list[Table]) -> None:
         now, leased = self.clock(), bool(inserts.permits and self.admission is not None)
@@ -290,8 +315,7 @@ class ReplayBuffer:
 
     def sample(self, table_name: str, request: SampleRequest, deadline_at: float = math.inf) -> PendingSample:
         """Draws a batch, now or when it may be drawn; the result is its id, for `take` or `give_back`."""
-        if self._closed:
-            raise closed("the server is shutting down")
+        self.check_open()
         table = self.table(table_name)
         self._check_sample(table, request)
         pending = PendingSample(table, request, self.clock(), deadline_at)
@@ -350,12 +374,14 @@ class ReplayBuffer:
     def _forward(self, key: int, priority: float, target: Table) -> bool:
         """A first sample joins `target`. It never waits: the limiter counts it, and only a full table can refuse it."""
         item = self.items[key]
-        if key in target:
+        if target.has_or_had_in_hand(key):
             return True
         if target.too_stale(item.policy_version, self.policy.version):
             target.counters.stale_refused += 1
             return False
         if target.config.when_full != "evict" and target.why_full(item.nbytes):
+            return False
+        if item.nbytes > (target.config.max_bytes or math.inf):
             return False
         item.holders += 1
         target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
@@ -391,6 +417,7 @@ class ReplayBuffer:
             if item.holders == 0:
                 del self.items[key]
                 self.bytes -= item.nbytes
+                self._freed = True
                 if item.unused_permit and self.admission is not None:
                     self.admission.forget()
                 gone.append(key)
@@ -425,8 +452,9 @@ class ReplayBuffer:
         if why:
             return why
         lines = self.lines[tables[0].name]
-        verb, line = ("sampling", lines.samples) if isinstance(pending, PendingSample) else ("inserting", lines.inserts)
-        return f"{tables[0].name}: {verb} blocked: {len(line) - 1} requests came first"
+        if isinstance(pending, PendingSample):
+            return f"{tables[0].name}: sampling blocked: {lines.samples.ahead_of(pending)} requests came first"
+        return f"{tables[0].name}: inserting blocked: {lines.inserts.ahead_of(pending)} requests came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
         """The client of `pending` went away."""
@@ -441,11 +469,12 @@ class ReplayBuffer:
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
-        touched = list(tables)
-        dirty = dict.fromkeys(table.name for table in touched)
+        dirty = dict.fromkeys(table.name for table in tables)
+        served = dict(dirty)
         while dirty:
             name = next(iter(dirty))
             del dirty[name]
+            served[name] = None
             table, lines = self.tables[name], self.lines[name]
             changed = False
             while (sample := lines.samples.head) is not None:
@@ -458,7 +487,10 @@ class ReplayBuffer:
                 changed = True
             if changed:
                 dirty[name] = None
-        self._mark_blocked(touched)
+            if self._freed:
+                self._freed = False
+                dirty.update(dict.fromkeys(other for other, lines in self.lines.items() if lines.inserts))
+        self._mark_blocked(self.tables[name] for name in served)
 
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
         """Lets the first insert of a line in, if it is the first of all its lines and all its tables admit it."""
@@ -537,37 +569,44 @@ class ReplayBuffer:
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
         table.configure(config)
+        for insert in self.lines[table.name].inserts:
+            self._fail_if_refused(insert, self._check_insert, insert.insert)
+        for sample in self.lines[table.name].samples:
+            self._fail_if_refused(sample, self._check_sample, table, sample.request)
         table.drop_stale(self.policy.version)
         self._progress([table])
         return table
+
+    def _fail_if_refused(self, pending: Pending[Any], check: Callable[..., None], *args: Any) -> None:
+        """Ends a wait that has become hopeless."""
+        try:
+            check(*args)
+        except Refused as refusal:
+            pending.fail(refusal)
 
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(self, version: int, weights: str, rollback: bool = False) -> Policy:
         """Sets the current version, drops what has become too stale, and lets waiting generators go on."""
-        if version < 0:
-            raise invalid(f"policy version must not be negative, not {version}")
+        if not 0 <= version <= MAX_VERSION:
+            raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
         if version < self.policy.version and not rollback:
             raise invalid(
                 f"policy version {version} is below the current {self.policy.version}; pass rollback=True if the "
                 f"trainer really went back"
             )
-        advances = version > self.policy.version
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.drop_stale(version)
             for pending in self.lines[table.name].inserts:
-                try:
-                    self._check_state(pending.insert, [table])
-                except Refused as refusal:
-                    pending.fail(refusal)
+                self._fail_if_refused(pending, self._check_state, pending.insert, [table])
         if self.admission is not None:
-            if advances:
-                self.admission.set_version(version)
-            else:
+            if rollback:
                 self.admission.restart(version)
                 for item in self.items.values():
                     item.unused_permit = False  # no longer among the accepted
+            else:
+                self.admission.set_version(version)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

@@ -203,6 +203,7 @@ def generate(
         )
         rows = cycle_prompts(read_prompts(prompts), seed=seed)
         scorer = load_reward(reward)
+        client = AsyncReplayClient(address, timeout)
         running_engine = load_engine(engine, model, max_length, seed)
     except (ValueError, OSError, ImportError) as error:
         fail(error)
@@ -224,11 +225,8 @@ def generate(
             )
 
     try:
-        stats = run_generator(
-            lambda: AsyncReplayClient(address, timeout), running_engine, rows, scorer, config, on_group=tell
-        )
-        tell(stats, last=True)
-    except ReplayError as error:
+        tell(run_generator(lambda: client, running_engine, rows, scorer, config, on_group=tell), last=True)
+    except (ReplayError, ValueError) as error:
         fail(error)
 
 
@@ -329,6 +327,8 @@ def load_engine(name: str, model: str, max_length: int | None, seed: int) -> Eng
 
 
 def log_to_stderr(level: str) -> None:
+    if level.upper() not in logging.getLevelNamesMapping():
+        fail(f"--log-level must be debug, info, warning or error, not {level!r}")
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 

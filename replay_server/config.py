@@ -18,6 +18,8 @@ from replay_server.selectors import Selector
 MAX_PRIORITY = 3.4e38
 """The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
 MAX_EXPONENT = 7.0
+MAX_COUNT = 2**53
+"""The largest count that a limiter's arithmetic in float64 keeps exact."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -34,7 +36,7 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
 class _Model(BaseModel):
@@ -79,9 +81,9 @@ class RateLimiterConfig(_Tagged):
     """When inserting and sampling wait for each other; formulas in rate_limiters.py."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
-    min_size: int = Field(1, ge=1)
+    min_size: int = Field(1, ge=1, le=MAX_COUNT)
     """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
-    max_size: int | None = Field(None, ge=1)
+    max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Inserting waits while this many items have not been sampled (`queue`, `stack`: needed)."""
     samples_per_insert: float | None = Field(None, gt=0)
     """The ratio to keep (`sample_to_insert_ratio`: needed)."""
@@ -127,14 +129,14 @@ class TableConfig(_Model):
     """Which item comes next when sampling."""
     remover: SelectorConfig = SelectorConfig(type="fifo")
     """Which item goes first when the table is full."""
-    max_size: int = Field(1_000_000, ge=1)
+    max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None
     """The most payload bytes; absent: no bound but the server's."""
-    max_times_sampled: int = Field(0, ge=0)
+    max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: never."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
     """An item whose policy version lags by more is dropped and never delivered; absent: no limit."""
     when_full: Literal["evict", "block", "reject"] = "evict"
     """What an insert into a full table does: let the remover make room, wait, or fail."""
@@ -185,9 +187,9 @@ class TableConfig(_Model):
 class AdmissionConfig(_Model):
     """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * groups_per_step."""
 
-    groups_per_step: int = Field(ge=1)
+    groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
-    max_staleness: int = Field(ge=0)
+    max_staleness: int = Field(ge=0, le=MAX_COUNT)
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
 
@@ -257,9 +259,15 @@ def explain(error: ValidationError) -> str:
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        given = f", not {problem['input']!r}" if isinstance(problem["input"], str | int | float) else ""
+        value = str(problem["input"])[:100] if isinstance(problem["input"], str | float) else problem["input"]
+        given = f", not {value!r}" if isinstance(value, str | float) or _is_small(value) else ""
         clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
     return "; ".join(clauses)
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value is a number that is worth showing (Python refuses to print very long ones)."""
+    return isinstance(value, int) and abs(value) < 10**20
 
 
 DEFAULT_TABLES = (

@@ -20,6 +20,8 @@ MESSAGE_BYTES = 1 << 20
 """Payload bytes in one message, about: gRPC in Python is slow with much larger ones."""
 MAX_ROWS = 1 << 16
 """Rows in one message."""
+MAX_TARGETS = 64
+"""Tables that the rows of one message go to."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,21 @@ def _by_tables(request: pb.InsertRequest, columns: Inserts) -> Iterator[Inserts]
     rows = len(columns)
     priorities: dict[str, FloatArray] = {}
     goes: dict[str, npt.NDArray[np.bool_]] = {}
+    if len(request.targets) > MAX_TARGETS:
+        raise invalid(f"{len(request.targets)} targets in one message: at most {MAX_TARGETS}")
     for target in request.targets:
+        if target.table in goes:
+            raise invalid(f"table {target.table[:100]!r} is a target twice")
         chosen = np.array(target.rows, dtype=np.int64) if target.rows else np.arange(rows)
         if target.priorities and len(target.priorities) != chosen.size:
-            raise invalid(f"{len(target.priorities)} priorities for {chosen.size} items of table {target.table!r}")
+            raise invalid(
+                f"{len(target.priorities)} priorities for {chosen.size} items of table {target.table[:100]!r}"
+            )
         if chosen.max() >= rows:
-            raise invalid(f"row {chosen.max()} of table {target.table!r} in a message of {rows} items")
-        goes.setdefault(target.table, np.zeros(rows, dtype=np.bool_))[chosen] = True
-        priorities.setdefault(target.table, np.ones(rows))[chosen] = target.priorities or 1.0
+            raise invalid(f"row {chosen.max()} of table {target.table[:100]!r} in a message of {rows} items")
+        goes[target.table], priorities[target.table] = np.zeros(rows, dtype=np.bool_), np.ones(rows)
+        goes[target.table][chosen] = True
+        priorities[target.table][chosen] = target.priorities or 1.0
     goes_TR = np.array(list(goes.values()), dtype=np.bool_).reshape(-1, rows)
     cuts = [0, *(np.flatnonzero((goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)) + 1).tolist(), rows]
     for start, stop in pairwise(cuts):

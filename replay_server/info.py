@@ -22,7 +22,7 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
     """The buffer's part of ServerInfo; `names` chooses tables, none of them means all."""
-    tables = [buffer.table(name) for name in names] or list(buffer.tables.values())
+    tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
     info = pb.ServerInfo(
         policy=policy(buffer),
         tables=[table_info(buffer, table) for table in tables],

@@ -23,7 +23,8 @@ class RateLimiter:
     min_diff: float
     max_diff: float
     inserts: int = 0
-    samples: int = 0
+    samples: float = 0
+    """Also those that dropped items still owed, which need not be whole."""
     deletes: int = 0
 
     @property
@@ -64,7 +65,7 @@ class RateLimiter:
     def why_no_insert(self, n: int) -> str:
         spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
         return (
-            f"({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples} samples = {difference:.12g} "
+            f"({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples:.12g} samples = {difference:.12g} "
             f"> max_diff {self.max_diff:.12g}"
         )
 
@@ -73,7 +74,7 @@ class RateLimiter:
             return f"size {self.size} < min_size {self.min_size}"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
         return (
-            f"{self.inserts} inserts * {spi:.12g} - {self.samples} samples - {n} requested = {difference:.12g} "
+            f"{self.inserts} inserts * {spi:.12g} - {self.samples:.12g} samples - {n} requested = {difference:.12g} "
             f"< min_diff {self.min_diff:.12g}"
         )
 

@@ -110,6 +110,8 @@ class ReplayService(ReplayServicer):
         async for part in self._insert(_once(request)):
             whole.decided += part.decided
             whole.errors.extend(part.errors)
+        if whole.decided < len(request.head.keys):
+            raise invalid("the payload is shorter than payload_sizes says")
         return whole
 
     @endless
@@ -181,9 +183,11 @@ class ReplayService(ReplayServicer):
         first = await anext(reader, None)
         if first is None or not first.HasField("open"):
             raise invalid("the first message of a sample stream must have `open`")
-        credit = asyncio.Semaphore(_credit(first))
+        credit = asyncio.Semaphore(_credit(first, first.open))
         untaken: set[int] = set()
-        outgoing: asyncio.Queue[Frame[pb.SampleResponse] | Refused | None] = asyncio.Queue()
+        # Bounded: a reader that is slow holds a few messages here, and the payloads of its batches in the tables.
+        outgoing: asyncio.Queue[Frame[pb.SampleResponse] | Exception | None] = asyncio.Queue(maxsize=4)
+        whole_batch = asyncio.Lock()  # the messages of a batch follow each other
 
         async def draw() -> None:
             try:
@@ -191,15 +195,17 @@ class ReplayService(ReplayServicer):
                     await credit.acquire()
                     batch_id, batch = await self._draw(first.open)
                     untaken.add(batch_id)
-                    for response in self._sample_responses(batch_id, batch):
-                        outgoing.put_nowait(response)
-            except Refused as refusal:
-                outgoing.put_nowait(refusal)
+                    async with whole_batch:
+                        for response in self._sample_responses(batch_id, batch):
+                            await outgoing.put(response)
+                    await asyncio.sleep(0)  # others have their turn between two batches
+            except Exception as error:
+                await outgoing.put(error)
 
         async def obey() -> None:
             try:
                 async for request in reader:
-                    for _ in range(_credit(request)):
+                    for _ in range(_credit(request, first.open)):
                         credit.release()
                     if request.take:
                         if request.take not in untaken:
@@ -209,25 +215,27 @@ class ReplayService(ReplayServicer):
                         answer = pb.SampleResponse(taken=request.take)
                         if not taken:
                             answer = pb.SampleResponse(revoked=request.take)
-                        outgoing.put_nowait(Frame(answer, ()))
-                outgoing.put_nowait(None)
-            except Refused as refusal:
-                outgoing.put_nowait(refusal)
+                        async with whole_batch:
+                            await outgoing.put(Frame(answer, ()))
+                await outgoing.put(None)
+            except Exception as error:
+                await outgoing.put(error)
 
         tasks = [asyncio.create_task(draw()), asyncio.create_task(obey())]
         self._sample_streams += 1
         try:
             while (response := await outgoing.get()) is not None:
-                if isinstance(response, Refused):
+                if isinstance(response, Exception):
                     raise response
                 yield response
         finally:
             self._sample_streams -= 1
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Before anything is awaited: a second cancellation would skip what comes after that.
             for batch_id in untaken:
                 self.buffer.give_back(batch_id)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @unary
     async def AcknowledgeSamples(
@@ -334,9 +342,9 @@ class ReplayService(ReplayServicer):
         table = self.buffer.table(request.table)
         order_by = request.order_by or "age"
         if order_by not in ITEM_ORDERS:
-            raise invalid(f"order_by {order_by!r}: one of {', '.join(ITEM_ORDERS)}")
-        if request.page and not request.page.isdecimal():
-            raise invalid(f"page {request.page!r} is not one that this server gave out")
+            raise invalid(f"order_by {order_by[:40]!r}: one of {', '.join(ITEM_ORDERS)}")
+        if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
+            raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
         current, columns = self.buffer.policy.version, table.columns
         slots = table.select_items(
             order_by=order_by,
@@ -377,8 +385,8 @@ class ReplayService(ReplayServicer):
     async def UpdateTable(self, request: pb.UpdateTableRequest, context: Context) -> pb.TableInfo:
         try:
             changes = json.loads(request.changes)
-        except json.JSONDecodeError as error:
-            raise invalid(f"changes must be a JSON object: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"changes must be a JSON object: {str(error)[:200]}") from error
         if not isinstance(changes, dict):
             raise invalid(f"changes must be a JSON object, not {request.changes[:40]!r}")
         return info.table_info(self.buffer, self.buffer.update_table(request.table, changes))
@@ -413,6 +421,7 @@ class ReplayService(ReplayServicer):
     @unary
     async def AcquirePermits(self, request: pb.AcquirePermitsRequest, context: Context) -> pb.Permits:
         admission = self._admission()
+        self.buffer.check_open()
         pending = admission.acquire(request.count, self._deadline(_timeout(request)))
         try:
             lease = await self._wait(pending, admission.time_out, admission.abandon)
@@ -508,7 +517,9 @@ def _timeout(request: pb.SampleRequest | pb.AcquirePermitsRequest) -> float | No
     return request.timeout if request.HasField("timeout") else None
 
 
-def _credit(request: pb.SampleStreamRequest) -> int:
-    if request.credit > MAX_ROWS:
-        raise invalid(f"credit {request.credit}: at most {MAX_ROWS} at once")
+def _credit(request: pb.SampleStreamRequest, opened: pb.SampleRequest) -> int:
+    if request.credit * max(1, opened.num_samples) > MAX_ROWS:
+        raise invalid(
+            f"credit {request.credit} for batches of {opened.num_samples}: at most {MAX_ROWS} samples ahead at once"
+        )
     return request.credit

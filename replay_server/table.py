@@ -107,6 +107,8 @@ class Table:
         self.bytes = 0
         self.in_hand = 0
         """Rows of batches that are neither taken nor given back."""
+        self._consumed: dict[int, tuple[Batch, int]] = {}
+        """Rows in hand that left the table with their draw, by key: other batches in hand may hold the same item."""
         self._scopes: OrderedDict[str, set[int]] = OrderedDict()
         self._epoch += 1
 
@@ -120,6 +122,10 @@ class Table:
 
     def __contains__(self, key: int) -> bool:
         return key in self.columns.slots
+
+    def has_or_had_in_hand(self, key: int) -> bool:
+        """Whether the item is here, or left with a batch that may still be given back."""
+        return key in self or key in self._consumed
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -279,6 +285,8 @@ class Table:
         if request.scope:
             self._scope(request.scope).update(batch.keys.tolist())
         self._remove(slots[batch.consumed], leaves=False)
+        for row in np.flatnonzero(batch.consumed).tolist():
+            self._consumed[int(batch.keys[row])] = (batch, row)
         consumed = int(batch.consumed.sum())
         self.limiter.samples += n
         self.limiter.deletes += consumed
@@ -293,6 +301,8 @@ class Table:
         if batch.epoch != self._epoch:
             return []
         self.in_hand -= len(batch)
+        for key in batch.keys[batch.consumed].tolist():
+            del self._consumed[key]
         if self.config.forward_to is None:
             return []
         rows = []
@@ -302,6 +312,8 @@ class Table:
                 if self.columns.forwarded[slot]:  # by a batch that was taken between this one's draw and now
                     continue
                 self.columns.forwarded[slot] = True
+            elif (last := self._consumed.get(int(batch.keys[row]))) is not None:
+                last[0].forwarded[last[1]] = True
             rows.append(row)
         return rows
 
@@ -318,6 +330,8 @@ class Table:
         if batch.scope:
             self._scope(batch.scope).difference_update(batch.keys.tolist())
         back = batch.consumed
+        for key in batch.keys[back].tolist():
+            del self._consumed[key]
         if back.any():
             self._add(
                 batch.keys[back].tolist(),
@@ -332,6 +346,8 @@ class Table:
         for key in batch.keys[~back].tolist():
             if (slot := self.columns.slots.get(key)) is not None:
                 self.columns.times_sampled[slot] -= 1
+            elif (last := self._consumed.get(key)) is not None:
+                last[0].times_sampled[last[1]] -= 1
         rows: list[int] = np.flatnonzero(back).tolist()
         return rows
 
@@ -385,15 +401,17 @@ class Table:
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many.
 
-        A stale drop takes back its insert from the limiter: it can give no samples any more, and the difference between
-        inserts and samples, which bounds a queue, would otherwise never come down again.
+        To the limiter a stale drop is a delete, after the samples that the item still owed: it can give none any more,
+        and the difference between inserts and samples, which bounds a queue, would otherwise never come down again.
         """
         if self.config.max_staleness is None or not self.size:
             return 0
         slots = self.columns.used()
         slots = slots[current - self.columns.policy_version[slots] > self.config.max_staleness]
+        owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
         self._remove(slots)
-        self.limiter.inserts -= slots.size
+        self.limiter.deletes += slots.size
+        self.limiter.samples += float(owed.sum())
         self.counters.stale += slots.size
         return int(slots.size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,8 @@ class Pending(Generic[T]):
         self.deadline = deadline
         self.done = False
         self.on_done: Callable[[], None] | None = None
+        self.lines: list[Line[Any]] = []
+        """Those it stands in, until it ends."""
         self.value: T | None = None
         """Set when it ended well."""
         self._error: Refused | None = None
@@ -35,6 +37,7 @@ class Pending(Generic[T]):
     def abandon(self) -> None:
         """Nobody waits any more: nothing is to be told."""
         self.done = True
+        self._leave()
 
     def result(self) -> T:
         assert self.done
@@ -45,33 +48,42 @@ class Pending(Generic[T]):
     def _end(self) -> None:
         assert not self.done
         self.done = True
+        self._leave()
         if self.on_done is not None:
             self.on_done()
+
+    def _leave(self) -> None:
+        for line in self.lines:
+            line.leave(self)
+        self.lines.clear()
 
 
 P = TypeVar("P", bound=Pending[Any])
 
 
 class Line(Generic[P]):
-    """Pending requests, first come first served. Those that ended elsewhere are passed over."""
+    """Pending requests, first come first served. One that ends leaves its lines, and with it what it holds."""
 
     def __init__(self) -> None:
-        self._queue: deque[P] = deque()
+        self._pending: OrderedDict[int, P] = OrderedDict()
 
     def join(self, pending: P) -> None:
-        self._queue.append(pending)
+        self._pending[id(pending)] = pending
+        pending.lines.append(self)
+
+    def leave(self, pending: P) -> None:
+        del self._pending[id(pending)]
 
     @property
     def head(self) -> P | None:
-        while self._queue and self._queue[0].done:
-            self._queue.popleft()
-        return self._queue[0] if self._queue else None
+        return next(iter(self._pending.values()), None)
+
+    def ahead_of(self, pending: P) -> int:
+        """How many came before `pending`, which stands in this line."""
+        return list(self._pending).index(id(pending))
 
     def __iter__(self) -> Iterator[P]:
-        return iter([pending for pending in self._queue if not pending.done])
+        return iter(list(self._pending.values()))
 
     def __len__(self) -> int:
-        return sum(not pending.done for pending in self._queue)
-
-    def __bool__(self) -> bool:
-        return self.head is not None
+        return len(self._pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import grpc
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
-from replay_client.errors import ServerUnavailableError, error_of
+from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_client.frames import Item, KeySequence, PayloadJoiner, pack_items
 from replay_client.insert_streams import InsertStreams
 from replay_client.records import (
@@ -39,6 +40,8 @@ from replay_protos import replay_pb2 as pb
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
+MOST_KEYS = 1_000_000
+"""Keys in one request."""
 WRITER_BYTES = 256 << 20
 """Payload bytes that a writer keeps in flight at most, unless told otherwise."""
 
@@ -173,8 +176,11 @@ class AsyncReplayClient:
         request = pb.SampleRequest(table=table, num_samples=batch_size, allow_repeats=not distinct)
 
         async def explain() -> str:
-            info = (await self.server_info(tables=[table])).tables[table]
-            return info.sampling.reason or f"{table}: no batch of {batch_size} within the time"
+            with suppress(ReplayError):
+                info = (await self.server_info(tables=[table], timeout=1.0)).tables[table]
+                if info.sampling.reason:
+                    return info.sampling.reason
+            return f"{table}: no batch of {batch_size} within the time"
 
         return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout), explain)
 
@@ -196,7 +202,9 @@ class AsyncReplayClient:
         *,
         timeout: Timeout = DEFAULT,
     ) -> MutationResult:
-        """`update_priorities` for arrays of shape (n,)."""
+        """`update_priorities` for arrays of shape (n,), n at most MOST_KEYS."""
+        if len(keys) > MOST_KEYS:
+            raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
         request = pb.UpdatePrioritiesRequest(
             table=table,
             keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
@@ -284,7 +292,11 @@ class AsyncReplayClient:
     async def set_policy_version(
         self, version: int, weights: str = "", *, rollback: bool = False, timeout: Timeout = DEFAULT
     ) -> Policy:
-        """Says that `version` updates are done and where the weights lie. Lower than before only with `rollback`."""
+        """Says that `version` updates are done and where the weights lie.
+
+        `rollback`: the trainer begins (again) at this version, which may be lower than the current one or the same;
+        what it had taken beyond its finished steps is lost, and permits are counted anew.
+        """
         request = pb.SetPolicyVersionRequest(version=version, weights=weights, rollback=rollback)
         response = await self._connection.call(
             lambda stub, seconds: stub.SetPolicyVersion(request, timeout=seconds), self._connection.seconds(timeout)

@@ -110,6 +110,7 @@ class Connection:
     async def call(self, attempt: Callable[[ReplayAsyncStub, float | None], Awaitable[T]], timeout: float | None) -> T:
         """The result of `attempt(stub, rpc_timeout)`, tried again while no server answers and there is time."""
         patience = Patience(self, timeout)
+        patience.start()
         while True:
             try:
                 return await attempt(self.stub, None if timeout is None else patience.remaining() + _GRACE)
@@ -128,16 +129,19 @@ class Patience:
         self._connection = connection
         self._timeout = timeout
         self._pause = _FIRST_PAUSE
-        self._end = math.inf
-        self.renew()
+        self._end: float | None = None
+
+    def start(self) -> None:
+        """The time begins now; without this, at the first failure."""
+        self._end = asyncio.get_running_loop().time() + (math.inf if self._timeout is None else self._timeout)
 
     def renew(self) -> None:
-        """The server has answered: the time starts again."""
+        """The server has answered: the time begins anew at the next failure."""
         self._pause = _FIRST_PAUSE
-        if self._timeout is not None:
-            self._end = asyncio.get_running_loop().time() + self._timeout
+        self._end = None
 
     def remaining(self) -> float:
+        assert self._end is not None
         return max(0.0, self._end - asyncio.get_running_loop().time())
 
     async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
@@ -145,6 +149,8 @@ class Patience:
         # grpc.aio says INTERNAL, whatever the true status, when it was writing to a stream that had just ended.
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
             raise self._connection_error(error) from None
+        if self._end is None:
+            self.start()
         if self.remaining() <= self._pause:
             waited = "" if not self._timeout else f" (tried for {self._timeout:g} s)"
             raise ServerUnavailableError(

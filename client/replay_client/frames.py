@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from replay_client.errors import InvalidRequestError
 from replay_client.records import Buffer
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
@@ -63,9 +64,17 @@ class Item:
             payload: Sequence[Buffer] = group.encode_pieces()
             version = group.policy_version if policy_version is None else policy_version
         else:
+            if isinstance(group, memoryview):
+                group = group.cast("B")  # the length of any other view is not its number of bytes
             payload, version = (group,), policy_version or 0
+        if not 0 <= version < 1 << 63:
+            raise InvalidRequestError(f"policy_version must be from 0 to 2**63 - 1, not {version}")
+        try:
+            priorities = {table: float(priority) for table, priority in priorities.items()}
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
-        return cls(key, dict(priorities), version, payload, nbytes, timeout, permits)
+        return cls(key, priorities, version, payload, nbytes, timeout, permits)
 
 
 def pack_items(items: Sequence[Item]) -> Iterator[Frame[pb.InsertRequest]]:

@@ -425,7 +425,9 @@ class RolloutGenerator:
             if policy.weights and not self._is_loaded(policy):
                 async with self._gate.reload():
                     # What was published while groups finished counts, not what the reload was called for.
-                    await self._load(await self._client.policy())
+                    policy = await self._client.policy()
+                    if policy.weights:
+                        await self._load(policy)
 
     def _is_loaded(self, policy: Policy) -> bool:
         return self._loaded is not None and _same(policy, self._loaded)

@@ -16,6 +16,8 @@ from replay_client.records import Sample, samples_of
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
+_TAKE_SECONDS = 5.0
+"""How long past its timeout a batch is waited for that has been asked for already."""
 _Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
 
 
@@ -46,6 +48,8 @@ class AsyncSampler:
         self._ahead = 0
         """Batches that the server may have drawn and that were not handed out."""
         self._ready: list[tuple[int, list[Sample]]] = []
+        self._taking = False
+        """Whether a batch has been asked for and not been answered yet."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -60,7 +64,11 @@ class AsyncSampler:
         try:
             await asyncio.wait({task}, timeout=self._timeout)
             if not task.done():
-                raise DeadlineExceededError(await self._explain())
+                reason = await self._explain()
+                if self._taking:  # the batch may be ours already: then it must not be lost
+                    await asyncio.wait({task}, timeout=_TAKE_SECONDS)
+                if not task.done():
+                    raise DeadlineExceededError(reason)
             return task.result()
         except BaseException:
             # The stream may be in the middle of something: the next call begins a new one.
@@ -90,8 +98,10 @@ class AsyncSampler:
                 await self._receive()
             batch_id, samples = self._ready.pop(0)
             # Asking costs one short round trip and makes it certain that nothing stale is handed out.
+            self._taking = True
             await self._write(pb.SampleStreamRequest(take=batch_id, credit=1 if self._prefetch else 0))
             taken = await self._receive(batch_id)
+            self._taking = False
             if not taken and not self._prefetch:
                 await self._write(pb.SampleStreamRequest(credit=1))
             if taken:
@@ -127,6 +137,7 @@ class AsyncSampler:
         if self._call is not None:
             self._call.cancel()
         self._call = None
+        self._taking = False
         self._ready.clear()
 
     async def close(self) -> None:

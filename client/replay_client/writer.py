@@ -117,16 +117,28 @@ class Pipeline:
         patience = Patience(self._connection, self._connection.timeout)
         try:
             while True:
+                await self._wake.wait()  # without anything to send there is no need for a connection
                 try:
                     await self._stream(patience)
                 except grpc.aio.AioRpcError as error:
-                    await patience.pause_or_raise(error)
+                    if self._in_flight:
+                        await patience.pause_or_raise(error)
                 with self._lock:  # what was sent and not acknowledged goes first, in the old order
                     self._unsent.extendleft(reversed(self._unacknowledged))
                     self._unacknowledged.clear()
-                self._wake.set()
+                    self._awake = bool(self._unsent)
+                    if self._awake:
+                        self._wake.set()
+                    else:
+                        self._wake.clear()
         except ReplayError as error:
             self._fail(error)
+        except asyncio.CancelledError:
+            self._fail(ServerClosedError("the writer was closed while it had work to do"))
+            raise
+        except Exception as error:  # a bug: nobody may wait for it for ever
+            self._fail(ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
+            raise
 
     async def _stream(self, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
@@ -211,7 +223,8 @@ class AsyncWriter:
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
-        Raises what went wrong with an earlier insert, once for each time that something did.
+        Raises the first of what went wrong with earlier inserts since it was last raised; then this group is not
+        queued. `refused` has them all.
         """
         item = self.item(group, priorities, policy_version, permits)
         if not self.pipeline.offer(item):

@@ -19,6 +19,8 @@ M = TypeVar("M", bound=Message)
 
 SERVICE: str = DESCRIPTOR.services_by_name["Replay"].full_name
 
+_MOST_FIELDS = 64
+"""More top-level fields than any message has that we write; one with more is left to protobuf as a whole."""
 _PAYLOADS = 15 << 3 | 2  # field 15, length-delimited: one byte
 
 
@@ -43,22 +45,22 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
 
     def read_frame(data: bytes) -> Frame[M]:
         field, start, end = _find_payloads(data)
-        if end != len(data):
+        if not start or end != len(data):
             # Another order of fields, which protobuf allows, or bytes that are no message at all, which it refuses.
             head = kind.FromString(data)
             payloads: bytes = head.payloads  # type: ignore[attr-defined]
             head.ClearField("payloads")
             return Frame(head, (memoryview(payloads),) if payloads else ())
         head = kind.FromString(data[:field])
-        return Frame(head, (memoryview(data)[start:end],))
+        return Frame(head, (memoryview(data)[start:end],) if end > start else ())
 
     return read_frame
 
 
 def _find_payloads(data: bytes) -> tuple[int, int, int]:
     """Where the field, and the payload in it, begin and end; zeros if there is none or the message cannot be walked."""
-    position, size = 0, len(data)
-    while position < size:
+    position = 0
+    for _ in range(_MOST_FIELDS):
         field = position
         tag, position = _read_varint(data, position)
         if tag & 7 == 2:
@@ -88,13 +90,9 @@ def _varint(value: int) -> bytes:
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     """The number at `position` and where it ends; past the end of `data` if it does not end."""
-    value = shift = 0
-    size = len(data)
-    while position < size:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
+    value = 0
+    for index, byte in enumerate(data[position : position + 10]):  # ten bytes hold 64 bits
+        value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
-            return value, position
-        shift += 7
-    return value, size + 1
+            return value, position + index + 1
+    return value, len(data) + 1

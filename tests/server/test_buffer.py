@@ -465,6 +465,8 @@ def test_a_trainer_that_begins_again_at_a_version_counts_only_its_finished_steps
     bench.take(4)
     assert permits.accepted == 4
     bench.buffer.set_policy_version(3, "")
+    assert permits.accepted == 4  # said again after a lost answer: nothing changes
+    bench.buffer.set_policy_version(3, "", rollback=True)
     assert permits.accepted == 6
     bench.buffer.set_policy_version(1, "", rollback=True)
     assert permits.accepted == 2

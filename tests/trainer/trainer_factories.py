@@ -87,7 +87,7 @@ class FakeClient:
     def policy(self) -> Policy:
         return Policy(self.version, self.weights, age=0.0)
 
-    def set_policy_version(self, version: int, weights: str = "") -> None:
+    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
         self.version, self.weights = version, weights
 
     @contextmanager

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -180,6 +181,7 @@ class GRPOTrainer:
         config = self.config
         laps = Laps()
         version = self._start()
+        run = secrets.token_hex(8)  # a step that is done again after a resume may get the same groups again
         laps.lap("publish")
         with self.client.sampler(
             config.rollouts_table,
@@ -190,7 +192,7 @@ class GRPOTrainer:
             for step in range(version + 1, config.max_steps + 1):
                 fresh = next(fresh_batches)
                 laps.lap("sample")
-                replacement = self.replacer.replace(fresh, scope=f"step-{step}")
+                replacement = self.replacer.replace(fresh, scope=f"{run}/step-{step}")
                 laps.lap("replace")
                 batch = to_batch(replacement.groups, self.device)
 
@@ -256,7 +258,8 @@ class GRPOTrainer:
         else:
             load_published(folder, self.model, self.optimizer)
             truncate_metrics(metrics_path, version)
-            self.client.set_policy_version(version, weights=str(folder))
+            # rollback: what the killed trainer had taken beyond this version will not be trained on.
+            self.client.set_policy_version(version, weights=str(folder), rollback=True)
         return version
 
     def _publish(self, version: int) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -114,8 +114,10 @@ class Part:
             try:
                 self.process.wait(timeout=15)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.kill()
                 self.process.wait()
+        with suppress(ProcessLookupError):  # what it left behind
+            os.killpg(self.process.pid, signal.SIGKILL)
         self._file.close()
 
 
@@ -160,8 +162,10 @@ def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float 
             with display.progress:
                 run_parts(out, steps, seed, engine, target_solve_rate, display, parts)
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
             for part in reversed(parts):
                 part.stop()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     draw(metrics, out / "curves.png")
@@ -177,7 +181,10 @@ def prepare(out: Path, seed: int) -> None:
     if out.exists() and any(out.iterdir()):
         if not (out / MARKER).exists():
             raise DemoError(f"{out} holds something that is not a demo's: name another folder with --out")
-        shutil.rmtree(out)
+        for name in ("logs", "model", "warm", "train"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("prompts.jsonl", "replay.toml", "train.toml", "metrics.jsonl", "curves.png"):
+            (out / name).unlink(missing_ok=True)
     (out / "logs").mkdir(parents=True)
     (out / MARKER).write_text(json.dumps({"seed": seed}))
     (out / "replay.toml").write_text(SERVER_CONFIG)
@@ -209,12 +216,14 @@ def run_parts(
     until(start("model", [*task, "make", str(out), str(seed), str(target)]).check)
 
     server = start("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
-    until(lambda: "listening on " in server.log.read_text())
-    address = next(
-        line.removeprefix("listening on ")
-        for line in server.log.read_text().splitlines()
-        if line.startswith("listening on ")
-    )
+
+    def addresses() -> list[str]:
+        lines = server.log.read_text().splitlines(keepends=True)
+        start = "listening on "
+        return [line.removeprefix(start).strip() for line in lines if line.startswith(start) and line.endswith("\n")]
+
+    until(lambda: bool(addresses()))
+    address = addresses()[0]
     display.show("server", address)
 
     generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
@@ -270,7 +279,7 @@ def show_training(display: Display, client: ReplayClient, out: Path, steps: int,
 def generator_stats(parts: list[Part]) -> dict[str, Any]:
     """The newest statistics that the generator printed."""
     lines = next((part.lines() for part in parts if part.name == "generator"), [])
-    return lines[-1] if lines else {}
+    return {name: math.nan if value is None else value for name, value in lines[-1].items()} if lines else {}
 
 
 def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterator[str]:
