@@ -305,17 +305,18 @@ class Table:
             del self._consumed[key]
         if self.config.forward_to is None:
             return []
-        rows = []
+        rows: dict[int, int] = {}  # by key, because with repeats a batch may have an item several times
         for row in np.flatnonzero(~batch.forwarded & (batch.priorities > 0)).tolist():
-            slot = self.columns.slots.get(int(batch.keys[row]))
+            key = int(batch.keys[row])
+            slot = self.columns.slots.get(key)
             if slot is not None:
                 if self.columns.forwarded[slot]:  # by a batch that was taken between this one's draw and now
                     continue
                 self.columns.forwarded[slot] = True
-            elif (last := self._consumed.get(int(batch.keys[row]))) is not None:
+            elif (last := self._consumed.get(key)) is not None:
                 last[0].forwarded[last[1]] = True
-            rows.append(row)
-        return rows
+            rows.setdefault(key, row)
+        return list(rows.values())
 
     def give_back(self, batch: Batch) -> list[int]:
         """Undoes the draw. Returns the rows that are in the table again; the others stay gone (reset, deleted)."""

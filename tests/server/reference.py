@@ -116,6 +116,14 @@ class RefTable:
         spi, min_size, low, _ = self.limits()
         return self.inserts - self.deletes >= min_size and self.inserts * spi - self.samples - n >= low
 
+    def never(self, request: SampleRequest) -> bool:
+        """Whether no batch can ever be drawn for `request`, as the table is configured."""
+        spi, min_size, low, high = self.limits()
+        if not request.distinct and self.config.max_times_sampled:
+            return True
+        too_many = request.distinct and request.min_samples > self.config.max_size
+        return too_many or request.min_samples > max(high, spi * min_size) - low
+
     def full(self, *sizes: int) -> bool:
         """Whether items of these sizes do not fit."""
         config = self.config
@@ -507,7 +515,12 @@ class Reference:
                     assert first
                 elif code is not None:
                     full = self.bytes + insert.nbytes > self.max_bytes and self.hopeless(insert, waiting.tables)
-                    assert code is self.refusal(insert, waiting.tables) or (code is Code.RESOURCE_EXHAUSTED and full)
+                    too_large = any(insert.nbytes > (table.config.max_bytes or math.inf) for table in waiting.tables)
+                    assert (
+                        code is self.refusal(insert, waiting.tables)
+                        or (code is Code.RESOURCE_EXHAUSTED and full)
+                        or (code is Code.OUT_OF_RANGE and too_large)  # since the table was changed
+                    )
                     self._count_refusal(code, insert, waiting.tables)
                 elif not waiting.served:
                     assert insert.key in self.seen, f"{insert.key} was acknowledged and is not there"
@@ -515,6 +528,8 @@ class Reference:
             case SampleRequest() as request:
                 if code is None:
                     self.hands[value[0]] = self.hands.pop(id(value[1]))
+                elif code is Code.INVALID_ARGUMENT:
+                    assert waiting.tables[0].never(request), f"{request} could still be drawn one day"
                 else:
                     assert code is Code.DEADLINE_EXCEEDED
                     assert first
