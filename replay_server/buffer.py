@@ -51,6 +51,8 @@ class Item:
     """Tables and batches in hand that hold the key; at 0 the payload goes."""
     unused_permit: bool = False
     """Inserted with a permit and never sampled."""
+    forwarded: tuple[str, ...] = ()
+    """Tables that have passed it on."""
 
 
 @dataclass(frozen=True)
@@ -357,35 +359,37 @@ class ReplayBuffer:
         del self._batches[batch_id]
         for key in batch.keys.tolist():
             self.items[key].unused_permit = False
-        forward = table.take(batch)
+        table.take(batch)
         touched = [table]
-        if forward and table.config.forward_to is not None:
-            target = self.tables[table.config.forward_to]
-            touched.append(target)
-            for row in forward:
-                if self._forward(int(batch.keys[row]), float(batch.priorities[row]), target):
-                    table.counters.forwarded += 1
-                else:
-                    table.counters.forward_refused += 1
+        if table.config.forward_to is not None and batch.epoch == table.epoch:
+            touched.append(self.tables[table.config.forward_to])
+            for key, priority in zip(batch.keys.tolist(), batch.priorities.tolist(), strict=True):
+                self._forward(key, priority, *touched)
         self._release(batch.keys.tolist())
         self._progress(touched)
         return True
 
-    def _forward(self, key: int, priority: float, target: Table) -> bool:
+    def _forward(self, key: int, priority: float, source: Table, target: Table) -> None:
         """A first sample joins `target`. It never waits: the limiter counts it, and only a full table can refuse it."""
         item = self.items[key]
+        if priority == 0 or source.name in item.forwarded:
+            return
+        item.forwarded += (source.name,)
         if target.has_or_had_in_hand(key):
-            return True
+            source.counters.forwarded += 1
+            return
         if target.too_stale(item.policy_version, self.policy.version):
             target.counters.stale_refused += 1
-            return False
-        if target.config.when_full != "evict" and target.why_full(item.nbytes):
-            return False
-        if item.nbytes > (target.config.max_bytes or math.inf):
-            return False
+            source.counters.forward_refused += 1
+            return
+        if item.nbytes > (target.config.max_bytes or math.inf) or (
+            target.config.when_full != "evict" and target.why_full(item.nbytes)
+        ):
+            source.counters.forward_refused += 1
+            return
+        source.counters.forwarded += 1
         item.holders += 1
         target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
-        return True
 
     def give_back(self, batch_id: int) -> None:
         """The batch never reached its reader: everything is as if it had not been drawn."""

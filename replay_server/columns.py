@@ -28,7 +28,6 @@ class Columns:
         self.size = np.zeros(0, dtype=np.int64)
         """Bytes of the payload."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
-        self.forwarded = np.zeros(0, dtype=np.bool_)
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -67,7 +67,6 @@ class Batch:
     """This time included."""
     sizes: IntArray
     orders: IntArray
-    forwarded: npt.NDArray[np.bool_]
     consumed: npt.NDArray[np.bool_]
     """Rows that left the table with this draw."""
     table_size: int
@@ -94,7 +93,7 @@ class Table:
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
-        self._epoch = 0
+        self.epoch = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -110,7 +109,7 @@ class Table:
         self._consumed: dict[int, tuple[Batch, int]] = {}
         """Rows in hand that left the table with their draw, by key: other batches in hand may hold the same item."""
         self._scopes: OrderedDict[str, set[int]] = OrderedDict()
-        self._epoch += 1
+        self.epoch += 1
 
     @property
     def name(self) -> str:
@@ -169,16 +168,7 @@ class Table:
         now = self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self._add(
-            keys,
-            priorities,
-            policy_versions,
-            sizes,
-            orders,
-            np.full(n, now),
-            np.zeros(n, np.int64),
-            np.zeros(n, np.bool_),
-        )
+        self._add(keys, priorities, policy_versions, sizes, orders, np.full(n, now), np.zeros(n, np.int64))
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -203,7 +193,6 @@ class Table:
         orders: IntArray,
         inserted_at: FloatArray,
         times_sampled: IntArray,
-        forwarded: npt.NDArray[np.bool_],
     ) -> None:
         columns = self.columns
         slots = columns.add(keys)
@@ -213,7 +202,6 @@ class Table:
         columns.inserted_at[slots] = inserted_at
         columns.size[slots] = sizes
         columns.times_sampled[slots] = times_sampled
-        columns.forwarded[slots] = forwarded
         self.bytes += int(sizes.sum())
         self.sampler.insert(slots)
         if self.remover is not self.sampler:
@@ -276,11 +264,10 @@ class Table:
             times_sampled=times_sampled,
             sizes=columns.size[slots],
             orders=columns.order[slots],
-            forwarded=columns.forwarded[slots],
             consumed=times_sampled >= limit if limit else np.zeros(n, dtype=np.bool_),
             table_size=self.size,
             scope=request.scope,
-            epoch=self._epoch,
+            epoch=self.epoch,
         )
         if request.scope:
             self._scope(request.scope).update(batch.keys.tolist())
@@ -296,31 +283,17 @@ class Table:
         self.in_hand += n
         return batch
 
-    def take(self, batch: Batch) -> list[int]:
-        """The batch is its reader's now. Returns the rows that are to join the table named in `forward_to`."""
-        if batch.epoch != self._epoch:
-            return []
+    def take(self, batch: Batch) -> None:
+        """The batch is its reader's now."""
+        if batch.epoch != self.epoch:
+            return
         self.in_hand -= len(batch)
         for key in batch.keys[batch.consumed].tolist():
             del self._consumed[key]
-        if self.config.forward_to is None:
-            return []
-        rows: dict[int, int] = {}  # by key, because with repeats a batch may have an item several times
-        for row in np.flatnonzero(~batch.forwarded & (batch.priorities > 0)).tolist():
-            key = int(batch.keys[row])
-            slot = self.columns.slots.get(key)
-            if slot is not None:
-                if self.columns.forwarded[slot]:  # by a batch that was taken between this one's draw and now
-                    continue
-                self.columns.forwarded[slot] = True
-            elif (last := self._consumed.get(key)) is not None:
-                last[0].forwarded[last[1]] = True
-            rows.setdefault(key, row)
-        return list(rows.values())
 
     def give_back(self, batch: Batch) -> list[int]:
         """Undoes the draw. Returns the rows that are in the table again; the others stay gone (reset, deleted)."""
-        if batch.epoch != self._epoch:
+        if batch.epoch != self.epoch:
             return []
         n, consumed = len(batch), int(batch.consumed.sum())
         self.in_hand -= n
@@ -342,7 +315,6 @@ class Table:
                 batch.orders[back],
                 batch.inserted_at[back],
                 batch.times_sampled[back] - 1,
-                batch.forwarded[back],
             )
         for key in batch.keys[~back].tolist():
             if (slot := self.columns.slots.get(key)) is not None:

@@ -334,7 +334,7 @@ class ModelMachine(RuleBasedStateMachine):
                 columns.size[slots].tolist(),
                 columns.inserted_at[slots].tolist(),
                 columns.times_sampled[slots].tolist(),
-                columns.forwarded[slots].tolist(),
+                [name in self.buffer.items[key].forwarded for key in columns.key[slots].tolist()],
                 strict=True,
             )
             expected = [
