@@ -11,6 +11,7 @@ from functools import partial
 
 import grpc
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,6 +24,9 @@ from tests.server.reference import Insert, Reference, RefTable, Waiting
 
 EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))
 STEPS = 60
+
+# Odd configurations are the point here; what warns of them is tested elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 names = st.sampled_from("abc")
 selectors = st.one_of(
