@@ -375,7 +375,7 @@ class ReplayBuffer:
         if priority == 0 or source.name in item.forwarded:
             return
         item.forwarded += (source.name,)
-        if target.has_or_had_in_hand(key):
+        if target.has_or_lent_out(key):
             source.counters.forwarded += 1
             return
         if target.too_stale(item.policy_version, self.policy.version):

@@ -84,7 +84,10 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
 
 
 class ReplayService(ReplayServicer):
-    """The methods that carry payloads deal in Frames; `add_service` registers them with the serializers for that."""
+    """The methods that carry payloads deal in Frames; `add_service` registers them with the serializers for that.
+
+    The generated base class declares them with plain messages, hence their `type: ignore[override]`.
+    """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer

@@ -122,8 +122,8 @@ class Table:
     def __contains__(self, key: int) -> bool:
         return key in self.columns.slots
 
-    def has_or_had_in_hand(self, key: int) -> bool:
-        """Whether the item is here, or left with a batch that may still be given back."""
+    def has_or_lent_out(self, key: int) -> bool:
+        """Whether the item is here, or left with a batch that may still give it back."""
         return key in self or key in self._consumed
 
     # ------------------------------------------------------------------------------------------------ insert

@@ -48,6 +48,7 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
         if not start or end != len(data):
             # Another order of fields, which protobuf allows, or bytes that are no message at all, which it refuses.
             head = kind.FromString(data)
+            # Every message that is read as a frame has the field; mypy knows only the base class.
             payloads: bytes = head.payloads  # type: ignore[attr-defined]
             head.ClearField("payloads")
             return Frame(head, (memoryview(payloads),) if payloads else ())

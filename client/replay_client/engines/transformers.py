@@ -107,6 +107,7 @@ class TransformersEngine:
             if not (batch := self._next_batch()):
                 continue
             try:
+                # The default binds this round's batch; mypy cannot infer a lambda with one.
                 answers = await self._in_thread(lambda batch=batch: self._sample(batch))  # type: ignore[misc]
             except Exception as error:
                 for request in batch:

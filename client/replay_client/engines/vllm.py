@@ -168,6 +168,7 @@ def _start(args: dict[str, Any]) -> Any:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            # vLLM has no types that mypy reads, so its class counts as Any.
             class Engine(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
                     """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
