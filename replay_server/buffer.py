@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -20,12 +20,14 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from replay_server.admission import Admission
-from replay_server.columns import FloatArray, IntArray, KeyArray
+from replay_server.batch import Batch, SampleRequest
+from replay_server.columns import FloatArray, KeyArray
 from replay_server.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
 from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large
+from replay_server.inserts import Inserts
 from replay_server.storage import Payload, Storage
 from replay_server.storage.memory import MemoryStorage
-from replay_server.table import Batch, SampleRequest, Table
+from replay_server.table import Table
 from replay_server.waiting import Line, Pending
 
 MAX_VERSION = 1 << 62
@@ -53,34 +55,6 @@ class Item:
     """Inserted with a permit and never sampled."""
     forwarded: tuple[str, ...] = ()
     """Tables that have passed it on."""
-
-
-@dataclass(frozen=True)
-class Inserts:
-    """Items on their way in, all of them to the same tables. Columns of n rows."""
-
-    keys: Sequence[int]
-    priorities: Mapping[str, FloatArray]
-    """By table; at least one."""
-    policy_versions: IntArray
-    sizes: IntArray
-    """Bytes."""
-    payloads: Sequence[Payload]
-    permits: int = 0
-    """Lease that one permit for each row is taken from; 0: none."""
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, rows: slice) -> Inserts:
-        return Inserts(
-            self.keys[rows],
-            {table: priorities[rows] for table, priorities in self.priorities.items()},
-            self.policy_versions[rows],
-            self.sizes[rows],
-            self.payloads[rows],
-            self.permits,
-        )
 
 
 class PendingInsert(Pending[None]):

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame, M
-from replay_server.buffer import Inserts
 from replay_server.columns import FloatArray
 from replay_server.errors import Refused, invalid, too_large
+from replay_server.inserts import Inserts
 from replay_server.storage import Payload
 
 MESSAGE_BYTES = 1 << 20

@@ -23,10 +23,11 @@ from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayServicer
 from replay_server import info
 from replay_server.admission import Admission
+from replay_server.batch import Batch, SampleRequest
 from replay_server.buffer import ReplayBuffer
 from replay_server.errors import Refused, invalid, unsupported
 from replay_server.frames import MAX_ROWS, join_messages, split_payloads
-from replay_server.table import ITEM_ORDERS, Batch, SampleRequest
+from replay_server.table import ITEM_ORDERS
 from replay_server.waiting import Pending
 
 Context = grpc.aio.ServicerContext[Any, Any]

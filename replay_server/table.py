@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-import numpy.typing as npt
 
+from replay_server.batch import Batch, SampleRequest
 from replay_server.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.config import TableConfig
 from replay_server.metrics import BlockedTime, Meter
@@ -41,40 +41,6 @@ class Counters:
     duplicates: int = 0
     forwarded: int = 0
     forward_refused: int = 0
-
-
-@dataclass
-class SampleRequest:
-    """What one batch shall be."""
-
-    num_samples: int
-    min_samples: int
-    distinct: bool = True
-    scope: str = ""
-    exclude: frozenset[int] = frozenset()
-
-
-@dataclass
-class Batch:
-    """Items drawn together, in hand until they are taken or given back. Columns of n rows, as at the draw."""
-
-    keys: KeyArray
-    priorities: FloatArray
-    probabilities: FloatArray
-    policy_versions: IntArray
-    inserted_at: FloatArray
-    times_sampled: IntArray
-    """This time included."""
-    sizes: IntArray
-    orders: IntArray
-    consumed: npt.NDArray[np.bool_]
-    """Rows that left the table with this draw."""
-    table_size: int
-    scope: str
-    epoch: int
-
-    def __len__(self) -> int:
-        return int(self.keys.size)
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
+from replay_server.batch import Batch, SampleRequest
 from replay_server.config import AdmissionConfig, TableConfig
-from replay_server.table import Batch, SampleRequest
 
 Code = grpc.StatusCode
 

@@ -6,10 +6,11 @@ import grpc
 import numpy as np
 import pytest
 
-from replay_server.buffer import Inserts, ReplayBuffer
+from replay_server.batch import SampleRequest
+from replay_server.buffer import ReplayBuffer
 from replay_server.config import AdmissionConfig, TableConfig
 from replay_server.errors import Refused
-from replay_server.table import SampleRequest
+from replay_server.inserts import Inserts
 
 
 class Bench:

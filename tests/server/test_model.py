@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay_server.buffer import Inserts, ReplayBuffer
+from replay_server.batch import SampleRequest
+from replay_server.buffer import ReplayBuffer
 from replay_server.config import AdmissionConfig, TableConfig
 from replay_server.errors import Refused
-from replay_server.table import SampleRequest
+from replay_server.inserts import Inserts
 from tests.server.reference import Insert, Reference, RefTable, Waiting
 
 EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))
