@@ -165,14 +165,8 @@ class ReplayBuffer:
         n = len(inserts)
         if n == 1 or self._closed or not inserts.priorities:
             return 0
-        keys, nbytes = set(inserts.keys), int(inserts.sizes.sum())
-        if (
-            len(keys) < n
-            or not self._seen.isdisjoint(keys)
-            or not self.items.keys().isdisjoint(keys)
-            or int(inserts.sizes.max()) > self.max_payload_bytes
-            or self.bytes + nbytes > self.max_bytes
-        ):
+        nbytes = int(inserts.sizes.sum())
+        if int(inserts.sizes.max()) > self.max_payload_bytes or self.bytes + nbytes > self.max_bytes:
             return 0
         room: float = n
         for name, priorities in inserts.priorities.items():
@@ -189,6 +183,9 @@ class ReplayBuffer:
             room = min(room, table.room())
             if self.lines[name].samples:  # who waits is served between two rows, which makes a difference unless:
                 room = min(room, table.config.max_size - table.size if table.config.sampler.type == "fifo" else 0)
+        keys = set(inserts.keys)
+        if len(keys) < n or not self._seen.isdisjoint(keys) or not self.items.keys().isdisjoint(keys):
+            return 0
         return max(0, int(room))
 
     def _check_insert(self, insert: Inserts) -> None:

@@ -30,6 +30,9 @@ from replay_server.frames import MAX_ROWS, join_messages, split_payloads
 from replay_server.table import ITEM_ORDERS
 from replay_server.waiting import Pending
 
+_PORTION = 256
+"""Rows offered to the buffer at a time."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 Method = Callable[..., Awaitable[T]]
@@ -133,7 +136,9 @@ class ReplayService(ReplayServicer):
         """Inserts what comes, in order. What is decided is told at the end of each message and before each wait."""
         async for message in join_messages(requests, self.buffer.max_payload_bytes):
             response = pb.InsertResponse()
-            for inserts in message.inserts:
+            # In portions, with a turn for others after each step: many rows that enter one by one take seconds.
+            portions = [part[at : at + _PORTION] for part in message.inserts for at in range(0, len(part), _PORTION)]
+            for inserts in portions:
                 while len(inserts):
                     try:
                         if message.refusal is not None:
@@ -153,6 +158,7 @@ class ReplayService(ReplayServicer):
                         response.decided += 1
                         taken = 1
                     inserts = inserts[taken:]
+                    await asyncio.sleep(0)
             yield response
 
     # ------------------------------------------------------------------------------------------------ sample

@@ -498,6 +498,27 @@ def iter_later(first, later):
         time.sleep(0.01)
 
 
+def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub, client):
+    rows, slow, stop = 20_000, [], threading.Event()
+    client.update_table("plain", max_size=100, remover="min_heap")  # each row evicts, depending on the row before
+
+    def watch():
+        while not stop.is_set():
+            started = time.monotonic()
+            client.policy()
+            slow.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    request = pb.InsertRequest(
+        keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")], payload_sizes=[0] * rows
+    )
+    assert stub.Insert(request).decided == rows
+    stop.set()
+    thread.join()
+    assert len(slow) > 3  # it took seconds; one call, or two, is what others got when they had no turns in between
+
+
 def test_a_large_credit_holds_nobody_up(stub, client):
     with client.writer() as writer:
         for _ in range(500):
