@@ -9,7 +9,8 @@ Three conventions hold everywhere:
   row, so that both ends handle thousands of rows at once. A column that is empty where rows exist means its default.
 * Payloads travel last and in pieces. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
   of the rows one after the other. In a stream they may go on in the next messages, which then carry nothing but
-  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item.
+  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item. Those that a client
+  sends have at least 4096 bytes each, except the last of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people.
@@ -719,6 +720,14 @@ class ServerInfo(_message.Message):
     STORAGE_FIELD_NUMBER: _builtins.int
     INSERT_STREAMS_FIELD_NUMBER: _builtins.int
     SAMPLE_STREAMS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
+    COMMIT_ERROR_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_AVAILABLE_FIELD_NUMBER: _builtins.int
+    DISK_AVAILABLE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the software"""
     server_id: _builtins.int
@@ -734,6 +743,22 @@ class ServerInfo(_message.Message):
     insert_streams: _builtins.int
     """open now"""
     sample_streams: _builtins.int
+    disk_bytes: _builtins.int
+    """of a durable storage"""
+    commits: _builtins.int
+    """since the start"""
+    commit_error: _builtins.str
+    """why the last commit failed, while it is so: inserts are refused"""
+    damaged: _builtins.int
+    """items lost since the start because their bytes on disk were damaged"""
+    time: _builtins.float
+    """the server's clock, seconds since the epoch"""
+    resident_bytes: _builtins.int
+    """memory of the process; 0 here and below: unknown"""
+    memory_available: _builtins.int
+    """what the machine, or the process's control group, has left"""
+    disk_available: _builtins.int
+    """where data_dir lies"""
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     @_builtins.property
@@ -757,10 +782,18 @@ class ServerInfo(_message.Message):
         storage: _builtins.str = ...,
         insert_streams: _builtins.int = ...,
         sample_streams: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        commits: _builtins.int = ...,
+        commit_error: _builtins.str = ...,
+        damaged: _builtins.int = ...,
+        time: _builtins.float = ...,
+        resident_bytes: _builtins.int = ...,
+        memory_available: _builtins.int = ...,
+        disk_available: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "insert_streams", b"insert_streams", "items", b"items", "max_bytes", b"max_bytes", "policy", b"policy", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "insert_streams", b"insert_streams", "items", b"items", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1233,13 +1266,17 @@ class CheckpointInfo(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     INTACT_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     created: _builtins.float
     """seconds since the epoch"""
     items: _builtins.int
     bytes: _builtins.int
     intact: _builtins.bool
+    """not verified: as far as its beginning and end tell"""
     policy_version: _builtins.int
+    problem: _builtins.str
+    """why it is not intact"""
     def __init__(
         self,
         *,
@@ -1249,10 +1286,11 @@ class CheckpointInfo(_message.Message):
         bytes: _builtins.int = ...,
         intact: _builtins.bool = ...,
         policy_version: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "created", b"created", "intact", b"intact", "items", b"items", "name", b"name", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "created", b"created", "intact", b"intact", "items", b"items", "name", b"name", "policy_version", b"policy_version", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1264,6 +1302,7 @@ class ListCheckpointsRequest(_message.Message):
 
     VERIFY_FIELD_NUMBER: _builtins.int
     verify: _builtins.bool
+    """every byte"""
     def __init__(
         self,
         *,

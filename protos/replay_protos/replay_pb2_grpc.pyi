@@ -9,7 +9,8 @@ Three conventions hold everywhere:
   row, so that both ends handle thousands of rows at once. A column that is empty where rows exist means its default.
 * Payloads travel last and in pieces. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
   of the rows one after the other. In a stream they may go on in the next messages, which then carry nothing but
-  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item.
+  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item. Those that a client
+  sends have at least 4096 bytes each, except the last of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people.

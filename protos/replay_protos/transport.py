@@ -1,0 +1,83 @@
+"""Transport: what both ends check about addresses, certificates and keys before gRPC, which says little, sees them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, repr=False)  # repr: nobody shall print a key
+class PemFiles:
+    """Certificates and a key, as their files hold them."""
+
+    cert: bytes | None
+    """This end's certificate, followed by those of the authorities between it and the root."""
+    key: bytes | None
+    """Its private key."""
+    ca: bytes | None
+    """The authorities that the other end's certificate may come from."""
+
+    @classmethod
+    def read(cls, *, cert: PathLike | None, key: PathLike | None, ca: PathLike | None, ca_name: str = "tls_ca") -> Self:
+        """Raises ValueError that names the file, and never shows what is in it.
+
+        `ca_name` is what the setting is called where `ca` comes from; the others are `tls_cert` and `tls_key`.
+        """
+        if (cert is None) != (key is None):
+            here, missing = ("tls_cert", "tls_key") if key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{here} is set and {missing} is not: a certificate and its key go together")
+        files = cls(cert=_read("tls_cert", cert), key=_read("tls_key", key), ca=_read(ca_name, ca))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if cert is not None:
+            _check_cert(context, cert)
+            try:
+                context.load_cert_chain(cert, key, password=_no_password)
+            except ssl.SSLError as error:
+                if error.reason == "KEY_VALUES_MISMATCH":
+                    raise ValueError(f"tls_key {key} is not the key of tls_cert {cert}") from None
+                raise ValueError(
+                    f"tls_key {key} holds no private key that can be used; it must be in PEM format and not encrypted"
+                ) from None
+        if ca is not None:
+            _check_cert(context, ca, ca_name)
+        return files
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def readable_by_others(path: PathLike) -> bool:
+    """Whether any user of this machine may read the file."""
+    return bool(Path(path).stat().st_mode & 0o004)
+
+
+def _read(name: str, path: PathLike | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from None
+
+
+def _check_cert(context: ssl.SSLContext, path: PathLike, name: str = "tls_cert") -> None:
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError:
+        raise ValueError(f"{name} {path} holds no certificate in PEM format") from None
+
+
+def _no_password() -> str:
+    """Instead of asking for one at the terminal."""
+    return ""
