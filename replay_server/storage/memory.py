@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from replay_server.storage import Payload
+from replay_server.storage import Payload, Reader
 
 
 class MemoryStorage:
@@ -16,12 +16,29 @@ class MemoryStorage:
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         self._payloads.update(zip(keys, payloads, strict=True))
 
-    def get(self, key: int) -> Payload:
-        return self._payloads[key]
+    def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        return [self._payloads[key] for key in keys]
 
-    def delete(self, keys: Iterable[int]) -> None:
+    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
+        return _Reader(self.get(keys, sizes))
+
+    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key in keys:
             del self._payloads[key]
 
+    def why_full(self, nbytes: int) -> str | None:
+        return None
+
     def close(self) -> None:
         self._payloads.clear()
+
+
+class _Reader:
+    def __init__(self, payloads: list[Payload]) -> None:
+        self._payloads = payloads
+
+    def read(self, part: slice) -> list[Payload | None]:
+        return list(self._payloads[part])
+
+    def close(self) -> None:
+        self._payloads = []

@@ -296,19 +296,35 @@ class Reference:
         hand = self.hands.pop(batch_id)
         table = hand.table
         if hand.epoch == table.epoch:
-            n, consumed = len(hand.rows), sum(hand.consumed)
-            table.in_hand -= n
-            table.samples -= n
-            table.deletes -= consumed
-            table.counts["samples"] -= n
-            table.counts["consumed"] -= consumed
-            table.scopes.get(hand.scope, set()).difference_update(row.key for row in hand.rows)
-            for row, gone in zip(hand.rows, hand.consumed, strict=True):
-                row.sampled -= 1
-                if gone:
-                    table.rows.append(row)
-            table.rows.sort(key=lambda row: row.order)
+            self._undo(hand)
         self._drop_stale(table)
+        self._sweep()
+
+    def _undo(self, hand: Hand) -> None:
+        table, n, consumed = hand.table, len(hand.rows), sum(hand.consumed)
+        table.in_hand -= n
+        table.samples -= n
+        table.deletes -= consumed
+        table.counts["samples"] -= n
+        table.counts["consumed"] -= consumed
+        table.scopes.get(hand.scope, set()).difference_update(row.key for row in hand.rows)
+        for row, gone in zip(hand.rows, hand.consumed, strict=True):
+            row.sampled -= 1
+            if gone:
+                table.rows.append(row)
+        table.rows.sort(key=lambda row: row.order)
+
+    def restart(self) -> None:
+        """All clients are gone, and what they had in hand and in line with them."""
+        for hand in self.hands.values():
+            table = hand.table
+            if hand.epoch == table.epoch:
+                self._undo(hand)
+        self.hands.clear()
+        self.acquiring.clear()
+        for table in self.tables.values():
+            table.inserting.clear()
+            table.sampling.clear()
         self._sweep()
 
     def delete(self, name: str, keys: list[int]) -> list[int]:
@@ -586,6 +602,15 @@ class Reference:
         table.deletes += len(gone)
         table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
         table.counts["stale"] += len(gone)
+
+    def drop_used_up(self, table: RefTable) -> None:
+        """After max_times_sampled was lowered."""
+        limit = table.config.max_times_sampled
+        used_up = [row for row in table.rows if limit and row.sampled >= limit]
+        table.rows = [row for row in table.rows if row not in used_up]
+        table.deletes += len(used_up)
+        table.counts["consumed"] += len(used_up)
+        self._sweep()
 
     def drop_stale(self, table: RefTable) -> None:
         self._drop_stale(table)

@@ -394,8 +394,27 @@ def test_a_table_can_be_changed_while_it_runs():
     assert not waiting.done
     bench.buffer.update_table("t", {"rate_limiter": "min_size"})
     assert waiting.done
+    bench.insert()
+    bench.take(1)
+    bench.buffer.update_table("t", {"max_times_sampled": 1})
+    assert bench.buffer.tables["t"].counters.consumed == bench.buffer.tables["t"].limiter.deletes - 2 > 0
+    assert (
+        bench.buffer.tables["t"].columns.times_sampled[list(bench.buffer.tables["t"].columns.slots.values())] == 0
+    ).all()
     assert "max_size" in refusal(bench.buffer.update_table, "t", {"max_size": 0}).message
     assert "cannot change" in refusal(bench.buffer.update_table, "t", {"name": "u"}).message
+
+
+def test_a_change_that_ends_a_wait_lets_those_go_on_who_stood_behind_it_for_another_table():
+    bench = Bench(table("a", max_size=1, when_full="block"), table("b", when_full="block"))
+    bench.insert("a")
+    first = bench.insert(a=1.0, b=1.0, nbytes=30)
+    behind = bench.insert("b")
+    assert not behind.done
+    bench.buffer.update_table("a", {"max_bytes": 20})
+    assert "at most 20" in refusal(first.result).message
+    assert behind.done
+    assert bench.keys("b") == [3]
 
 
 def test_closing_ends_every_wait_and_refuses_what_comes_after():

@@ -93,7 +93,7 @@ class ModelMachine(RuleBasedStateMachine):
         groups = admission and AdmissionConfig(groups_per_step=admission[0], max_staleness=admission[1], permit_ttl=5.0)
         self.now = 0.0
         self.log: deque[tuple] = deque()
-        self.buffer = ReplayBuffer(tables, lambda: self.now, admission=groups, max_bytes=max_bytes)
+        self.buffer = self.make_buffer(tables, groups, max_bytes)
         self.model = Reference(tables, groups, max_bytes)
         self.pendings: dict[Waiting, object] = {}
         self.hands: list[int] = []
@@ -101,6 +101,9 @@ class ModelMachine(RuleBasedStateMachine):
         self.next_key = 0
         for table in self.buffer.tables.values():
             self.listen(table)
+
+    def make_buffer(self, tables, admission, max_bytes):
+        return ReplayBuffer(tables, lambda: self.now, admission=admission, max_bytes=max_bytes)
 
     def listen(self, table):
         """Logs what the table does, in the order in which it does it."""
@@ -112,10 +115,12 @@ class ModelMachine(RuleBasedStateMachine):
 
         def logged_evict(n=1):
             before = {int(table.columns.order[slot]): key for key, slot in table.columns.slots.items()}
+            at = len(self.log)
             evict(n)
             gone = sorted((order, key) for order, key in before.items() if key not in table.columns.slots)
             assert len(gone) == n
-            self.log.extend(("evict", table.name, key) for _, key in gone)  # several at once only by age
+            for place, (_, key) in enumerate(gone, at):  # several at once only by age
+                self.log.insert(place, ("evict", table.name, key))  # before what came of it: permits were granted
 
         def logged_draw(request, n):
             batch = draw(request, n)
@@ -274,6 +279,7 @@ class ModelMachine(RuleBasedStateMachine):
         changed, _ = self.refused(self.buffer.update_table, table, change)
         if changed is not None:
             reference.config = changed.config
+            self.model.drop_used_up(reference)
             self.shrink(reference)
         self.follow()
 
@@ -367,8 +373,9 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders for key, item in buffer.items.items()} == {
             key: model.holders(key) for key in model.items
         }
-        assert buffer.storage._payloads.keys() == model.items.keys()
-        assert buffer.bytes == model.bytes == sum(len(piece[0]) for piece in buffer.storage._payloads.values())
+        payloads = buffer.payloads(list(model.items))
+        assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
+        assert buffer.bytes == model.bytes
         assert buffer.bytes <= buffer.max_bytes
         assert set(self.hands) == set(model.hands) == set(buffer._batches)
 
@@ -432,9 +439,12 @@ class ModelMachine(RuleBasedStateMachine):
         self.buffer.reset()
         assert self.buffer.items == {}
         assert self.buffer.bytes == 0
-        assert self.buffer.storage._payloads == {}
+        self.nothing_is_stored()
         assert self.buffer._batches == {}
         assert all(table.in_hand == 0 for table in self.buffer.tables.values())
+
+    def nothing_is_stored(self):
+        assert self.buffer.storage._payloads == {}
 
 
 warnings.filterwarnings("ignore", module="replay_server")

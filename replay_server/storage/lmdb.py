@@ -1,0 +1,519 @@
+"""LmdbStorage: payloads and records in one LMDB file under `data_dir`.
+
+A payload that is put stays in memory until a commit has written it, together with all records that changed: each LMDB
+transaction leads from one consistent state of the server to another. Reading takes bytes out of the map, and verifies
+them.
+
+LMDB trusts its file: a damaged page can crash it. So before it opens the file, every page that it could ever follow is
+verified (lmdb_check.py); payload bytes and records have checksums of their own.
+
+    payloads   key (8 bytes, big-endian), number of the piece (4 bytes) -> checksum, at most PIECE bytes
+    items      key -> record of the item and its rows
+    pieces     name -> record of a table, the policy, ...
+    seen       number of the commit -> checksum, keys inserted with it
+    (main)     "commit" -> format, number of the transaction
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from replay_server.records import FORMAT, Damaged, Items, join_items, seal, unpack_items, unseal
+from replay_server.snapshot import Delta, State
+from replay_server.storage import DamagedPayloads, Payload, Reader
+from replay_server.storage.lmdb_check import problems_of
+
+log = logging.getLogger("replay_server")
+
+MAP_SIZE = 1 << 42
+"""Of the address space only: the file grows with what it holds."""
+PIECE = 256 * 1024 - 16 - 8
+"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
+pieces find room where others were: whole values of up to 5 MB would need half as much space again."""
+PORTION = 64 << 20
+"""Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
+SEEN_KEYS = 1 << 18
+"""How many of the last inserted keys are kept, at least."""
+RESERVE = 64 << 20
+"""Bytes of the disk that inserts leave free, so that what takes items out can still be written."""
+_LOOK_EVERY = 0.2
+"""Seconds after which the room on the disk is looked up anew."""
+
+_PIECE_KEY = struct.Struct(">QI")
+_PIECE = np.dtype([("key", ">u8"), ("number", ">u4")])
+_KEY = struct.Struct(">Q")
+_COMMIT = b"commit"
+_COMMIT_RECORD = struct.Struct("<QQ")
+"""FORMAT, number of the transaction."""
+
+# Of LMDB's pages 0 and 1, which hold the roots of its last two commits (MDB_meta in mdb.c, 64 bit).
+_PAGE_SIZE, _PAGE_SIZE_AT = struct.Struct("<I"), 40
+_ROOT, _ROOT_AT = struct.Struct("<QQQ"), 128
+"""Root page of the main database, last page, number of the transaction."""
+_U16 = struct.Struct("<H")
+
+
+class UnusableDirectory(ValueError):
+    """A data directory that cannot be served from, with the reason and the remedy."""
+
+
+class LmdbStorage:
+    name = "lmdb"
+
+    def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
+        """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: what is in it is
+        put aside, under another name.
+
+        Raises UnusableDirectory; OSError if the directory cannot be made or written.
+        """
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(directory)
+        try:
+            if replace:
+                _put_aside(directory)
+                os.ftruncate(self._lock, 0)
+            _verify(directory, used=os.fstat(self._lock).st_size > 0)
+            (directory / "lock.mdb").unlink(missing_ok=True)  # who held the lock before is gone: ours says so
+            self._env = lmdb.open(
+                str(directory),
+                map_size=MAP_SIZE,
+                max_dbs=8,
+                sync=fsync,
+                metasync=fsync,
+                readahead=False,
+                max_spare_txns=4,
+            )
+            self._payloads = self._env.open_db(b"payloads")
+            self._items = self._env.open_db(b"items")
+            self._pieces = self._env.open_db(b"pieces")
+            self._seen = self._env.open_db(b"seen")
+        except lmdb.Error as error:
+            os.close(self._lock)
+            raise UnusableDirectory(f"data_dir {directory}: {error}") from error
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._fresh: dict[int, Payload] = {}
+        """Payloads that no commit has written yet."""
+        self._gone: list[tuple[int, int]] = []
+        """(key, bytes) of payloads that are in the file and shall not be."""
+        self._half_written: set[int] = set()
+        """Fresh payloads of a commit that failed: some of their pieces may be in the file."""
+        self._taken: tuple[dict[int, Payload], list[tuple[int, int]]] = ({}, [])
+        """What the commit under way took of these."""
+        self.unwritten = 0
+        """Bytes of fresh payloads."""
+        self._strays: list[bytes] = []
+        """Names of pieces that no item needs."""
+        self._seen_counts: deque[tuple[int, int]] = deque()
+        """(number, keys) of the records in `seen`."""
+        self._seen_total = 0
+        self.commits = 0
+        self.error = ""
+        """Why the last commit failed, if it did."""
+        self._room = 0
+        self._looked_at = -_LOOK_EVERY
+
+    # ------------------------------------------------------------------------------------------------ payloads
+
+    def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        self._fresh.update(zip(keys, payloads, strict=True))
+        self.unwritten += sum(len(piece) for payload in payloads for piece in payload)
+
+    def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        reader = self.reader(keys, sizes)
+        found = reader.read(slice(None))
+        reader.close()
+        if damaged := [key for key, payload in zip(keys, found, strict=True) if payload is None]:
+            raise DamagedPayloads(damaged)
+        return [payload for payload in found if payload is not None]
+
+    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
+        under_way = self._taken[0]
+        unwritten = [self._fresh.get(key, under_way.get(key)) for key in keys]
+        return _Reader(self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True)))
+
+    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+        for key, size in zip(keys, sizes, strict=True):
+            fresh = self._fresh.pop(key, None) is not None
+            if fresh:
+                self.unwritten -= size
+            if not fresh or key in self._half_written:
+                self._gone.append((key, size))
+
+    def why_full(self, nbytes: int) -> str | None:
+        if self.error:
+            return f"data_dir {self.directory}: {self.error}; {self._free_bytes()} bytes are free"
+        if (now := time.monotonic()) - self._looked_at >= _LOOK_EVERY:
+            self._looked_at, self._room = now, self._free_bytes() + self._free_pages() - RESERVE
+        if nbytes + self.unwritten > self._room:
+            return (
+                f"data_dir {self.directory} has no room for {nbytes} bytes: {self._free_bytes()} bytes are free on its "
+                f"disk, and {RESERVE} stay so"
+            )
+        return None
+
+    def _free_bytes(self) -> int:
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    def _free_pages(self) -> int:
+        """Bytes within the file that new payloads can use; a part is lost to pieces that fit nowhere."""
+        with self._env.begin() as txn:
+            stats = [txn.stat(db) for db in (self._payloads, self._items, self._pieces, self._seen)]
+        used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        free = (self._env.info()["last_pgno"] - used) * stats[0]["psize"]
+        return free // 2
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the file occupies."""
+        return (self.directory / "data.mdb").stat().st_blocks * 512
+
+    # ------------------------------------------------------------------------------------------------ commits
+
+    def begin_commit(self) -> tuple[dict[int, Payload], list[tuple[int, int]]]:
+        """Takes the payloads for the next commit: `(new, gone)`. They can be read until it has ended."""
+        self._taken = self._fresh, self._gone
+        self._fresh, self._gone = {}, []
+        return self._taken
+
+    def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
+        """Writes it all or, raising lmdb.Error, nothing that counts. The only method for another thread."""
+        portion = PORTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
+        values = _values(new)
+        old_seen: int | None = None
+        while old_seen is None:
+            written = 0
+            with self._env.begin(write=True) as txn:
+                payloads = txn.cursor(self._payloads)
+                for name, value in values:
+                    payloads.put(name, value)
+                    written += len(value)
+                    if written >= portion:
+                        break
+                else:  # all payloads are there: what makes them count goes with the last of them
+                    old_seen = self._write_records(txn, delta, new, gone)
+                txn.put(_COMMIT, seal(_COMMIT_RECORD.pack(FORMAT, txn.id())))
+        self._strays = []
+        for _ in range(old_seen):
+            self._seen_total -= self._seen_counts.popleft()[1]
+        if delta.seen:
+            self._seen_total += len(delta.seen)
+            self._seen_counts.append((self._env.info()["last_txnid"], len(delta.seen)))
+
+    def _write_records(
+        self, txn: lmdb.Transaction, delta: Delta, new: Collection[int], gone: list[tuple[int, int]]
+    ) -> int:
+        """Returns how many records of seen keys are obsolete now."""
+        for key, size in gone:
+            for number in range(0 if key in new else _count(size)):
+                txn.delete(_PIECE_KEY.pack(key, number), db=self._payloads)
+        for stray in self._strays:
+            if _PIECE_KEY.unpack(stray)[0] not in new:
+                txn.delete(stray, db=self._payloads)
+        for key in delta.removed:
+            txn.delete(_KEY.pack(key), db=self._items)
+        txn.cursor(self._items).putmulti([(_KEY.pack(key), record) for key, record in delta.items])
+        for piece in delta.pieces:
+            if piece.record is None:
+                txn.delete(piece.name, db=self._pieces)
+            else:
+                txn.put(piece.name, piece.record, db=self._pieces)
+        obsolete = 0
+        if delta.seen:
+            txn.put(_KEY.pack(txn.id()), seal(np.array(delta.seen, dtype="<u8").tobytes()), db=self._seen)
+            total = self._seen_total + len(delta.seen)
+            for number, n in self._seen_counts:
+                if (total := total - n) < SEEN_KEYS:
+                    break
+                txn.delete(_KEY.pack(number), db=self._seen)
+                obsolete += 1
+        return obsolete
+
+    def write_payloads(self) -> None:
+        """Writes the payloads that there are, so that they need no memory; they count when their items are written."""
+        if self.unwritten:
+            self.commit(Delta([], [], [], []), *self.begin_commit())
+            self.end_commit(None)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a commit would have something to do with payloads."""
+        return bool(self._fresh or self._gone or self._strays)
+
+    def end_commit(self, error: lmdb.Error | None) -> list[int]:
+        """The commit has ended. Returns the keys of new payloads that it has not written: they come again."""
+        new, gone = self._taken
+        self._taken = {}, []
+        self._looked_at = -_LOOK_EVERY
+        if error is None:
+            if not self.commits:
+                os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
+            self.error = ""
+            self.commits += 1
+            self._half_written.clear()
+            self.unwritten -= sum(map(_length, new.values()))
+            return []
+        self.error = f"the last commit failed ({error})"
+        deleted = {key for key, _ in self._gone if key in new}
+        self.unwritten -= sum(_length(new[key]) for key in deleted)
+        self._gone = gone + [entry for entry in self._gone if entry[0] not in deleted]
+        kept = {key: payload for key, payload in new.items() if key not in deleted}
+        self._fresh = kept | self._fresh
+        self._half_written |= new.keys()
+        return list(kept)
+
+    def sync(self) -> None:
+        """Returns when all commits so far are on the disk."""
+        self._env.sync(True)
+
+    def close(self) -> None:
+        self._env.close()
+        os.close(self._lock)
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    def why_damaged(self, what: str) -> str:
+        return _damaged(self.directory, what)
+
+    def load(self) -> State:
+        """What was committed, without reading payloads. Items whose payload is not all there are left out.
+
+        Raises UnusableDirectory if the directory is not one, or of another version.
+        """
+        with self._env.begin() as txn:
+            commit = txn.get(_COMMIT)
+            entries = [txn.stat(db)["entries"] for db in (self._payloads, self._items, self._pieces, self._seen)]
+            if commit is None and any(entries):
+                raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
+            if commit is not None:
+                self._check_format(commit)
+            pieces = dict(txn.cursor(self._pieces))
+            seen: list[int] = []
+            bad_seen = 0
+            for key, record in txn.cursor(self._seen):
+                keys: list[int] = []
+                try:
+                    keys = np.frombuffer(unseal(record), dtype="<u8").tolist()
+                except (Damaged, ValueError):
+                    bad_seen += 1
+                seen += keys
+                self._seen_counts.append((_KEY.unpack(key)[0], len(keys)))
+                self._seen_total += len(keys)
+            parts, skipped = [], []
+            cursor = txn.cursor(self._items)
+            entries_left = iter(cursor)
+            while portion := list(islice(entries_left, 1 << 16)):
+                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+                part = unpack_items(keys_there, [record for _, record in portion])
+                if len(part) < len(portion):
+                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                parts.append(part)
+            names = txn.cursor(self._payloads).iternext(values=False)
+            there = [
+                np.frombuffer(b"".join(some), dtype=_PIECE) for some in iter(lambda: list(islice(names, 1 << 16)), [])
+            ]
+        items = join_items(parts)
+        complete = self._match_payloads(items, np.concatenate([np.empty(0, _PIECE), *there]))
+        skipped += items.items["key"][~complete].tolist()
+        return State(pieces, items.select(complete), seen, skipped, bad_seen)
+
+    def _check_format(self, commit: bytes) -> None:
+        try:
+            version, _ = _COMMIT_RECORD.unpack(unseal(commit))
+        except (Damaged, struct.error):
+            raise UnusableDirectory(_damaged(self.directory, "the record of the last commit")) from None
+        if version != FORMAT:
+            raise UnusableDirectory(
+                f"data_dir {self.directory} has format {version}, and this version of the software reads {FORMAT}: use "
+                f"the version that wrote it, or restore a checkpoint of this version into another directory"
+            )
+
+    def _match_payloads(self, items: Items, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Which items have all pieces of their payload. What belongs to none goes with the next commit."""
+        keys, counts = items.items["key"], -(-items.items["nbytes"] // PIECE)
+        first = np.searchsorted(there["key"], keys)
+        last = first + counts - 1
+        inside = last < there.size
+        at = np.where(inside & (counts > 0), last, 0)
+        complete = counts == 0
+        if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
+            complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
+        owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
+        mine = np.zeros(there.size, dtype=np.bool_)
+        if keys.size:
+            mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
+        for key, number in there[~mine].tolist():
+            self._strays.append(_PIECE_KEY.pack(key, number))
+        return np.asarray(complete)
+
+
+class _Reader:
+    """What was in the file and in memory at one moment: a transaction sees nothing of what comes after it."""
+
+    def __init__(self, txn: lmdb.Transaction, entries: list[tuple[int, int, Payload | None]]) -> None:
+        self._txn = txn
+        self._entries = entries
+        """(key, bytes, payload if it is in memory)"""
+
+    def read(self, part: slice) -> list[Payload | None]:
+        return [
+            _read(self._txn, key, size) if payload is None else payload for key, size, payload in self._entries[part]
+        ]
+
+    def close(self) -> None:
+        self._txn.abort()
+
+
+def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
+    """The payload in its pieces; None if it is not what was written."""
+    pieces = []
+    for number in range(_count(size)):
+        value = txn.get(_PIECE_KEY.pack(key, number))
+        if value is None or len(value) != 8 + min(PIECE, size - number * PIECE):
+            return None
+        piece = bytes(value[8:])  # the view ends with the transaction
+        if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
+            return None
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+def _values(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
+    for key, payload in payloads.items():
+        for number, parts in enumerate(_cut(payload)):
+            checksum = xxh3_64(seed=_seed(key, number))
+            for part in parts:
+                checksum.update(part)
+            yield _PIECE_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+
+
+def _cut(payload: Payload) -> Iterator[list[bytes | memoryview]]:
+    """The bytes of a payload, PIECE of them at a time."""
+    parts: list[bytes | memoryview] = []
+    room = PIECE
+    for whole in payload:
+        rest = memoryview(whole)
+        while len(rest):
+            parts.append(rest[:room])
+            room -= len(parts[-1])
+            rest = rest[len(parts[-1]) :]
+            if not room:
+                yield parts
+                parts, room = [], PIECE
+    if parts:
+        yield parts
+
+
+def _seed(key: int, number: int) -> int:
+    """Of the checksum: it shows also that a piece is of this payload and in its place."""
+    return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def _count(size: int) -> int:
+    """Pieces of a payload."""
+    return -(-size // PIECE)
+
+
+def _length(payload: Payload) -> int:
+    return sum(map(len, payload))
+
+
+def _lock(directory: Path) -> int:
+    file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise UnusableDirectory(f"data_dir {directory} is in use by another server") from None
+    return file
+
+
+def _put_aside(directory: Path) -> None:
+    path = directory / "data.mdb"
+    if path.exists():
+        aside = directory / f"replaced-{time.time_ns()}.mdb"
+        path.rename(aside)
+        log.warning("what was in %s is in %s now; remove it when nothing of it is needed", directory, aside)
+
+
+def _damaged(directory: Path, what: str) -> str:
+    return (
+        f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
+        f"--restore latest"
+    )
+
+
+def _verify(directory: Path, used: bool) -> None:
+    """Makes sure that LMDB can open the file and never fall over anything in it. `used`: there was something in it."""
+    path = directory / "data.mdb"
+    if not path.exists() or not path.stat().st_size:
+        if used:
+            raise UnusableDirectory(_damaged(directory, "data.mdb is gone or empty"))
+        return
+    try:
+        problems = problems_of(path, {b"items": _KEY.size, b"payloads": _PIECE_KEY.size}) or list(_wrong_roots(path))
+    except (struct.error, IndexError, OverflowError) as error:
+        problems = [str(error)]
+    if problems:
+        raise UnusableDirectory(_damaged(directory, f"{len(problems)} problems, the first: {problems[0]}"))
+
+
+def _wrong_roots(path: Path) -> Iterator[str]:
+    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. Were that number damaged,
+    it would take up an old state without noticing; but each of our commits knows its own number."""
+    with path.open("rb") as file:
+        file.seek(0)
+        size = _PAGE_SIZE.unpack_from(file.read(4096), _PAGE_SIZE_AT)[0]
+        roots = []
+        for number in (0, 1):
+            file.seek(number * size)
+            root, _, txn = _ROOT.unpack_from(file.read(size), _ROOT_AT)
+            roots.append((txn, root))
+        roots.sort()
+        (old, old_root), (new, new_root) = roots
+        known_new, known_old = (_commit_number(file, root, size) for root in (new_root, old_root))
+    if known_new is None:
+        return  # no commit yet, or what `load` refuses
+    if known_new != new:
+        yield f"commit {known_new} says that it is {new}"
+    if known_old is None and old != new - 1:
+        yield f"commits {old} and {new} follow each other"
+    if known_old is not None and known_old != old:
+        yield f"commit {known_old} says that it is {old}"
+
+
+def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
+    """The number that our own record in the main database has, whose only page is `root`."""
+    if root * size >= file.seek(0, os.SEEK_END):  # also where there is none
+        return None
+    file.seek(root * size)
+    page = file.read(size)
+    try:
+        lower = _U16.unpack_from(page, 12)[0]
+        for at in range(16, lower, 2):
+            node = _U16.unpack_from(page, at)[0]
+            length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
+            if page[node + 8 : node + 8 + key_length] == _COMMIT:
+                start = node + 8 + key_length
+                return int(_COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
+    except (struct.error, Damaged):
+        return None
+    return None
