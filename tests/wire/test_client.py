@@ -153,7 +153,7 @@ def test_errors_name_the_value_and_the_remedy(client):
         client.set_policy_version(4)
     with pytest.raises(InvalidRequestError, match="order_by 'name'"):
         client.list_items("plain", order_by="name")
-    with pytest.raises(UnsupportedError, match="checkpoints"):
+    with pytest.raises(UnsupportedError, match="no place for checkpoints"):
         client.checkpoint("x")
     with pytest.raises(ValueError, match="timeout must be"):
         client.policy(timeout=-1)
@@ -269,6 +269,17 @@ def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
     assert client.acknowledge(expired).missing == (expired[0].info.lease,)
     info = client.server_info().tables
     assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
+
+
+def test_an_acknowledgement_whose_answer_was_lost_may_be_repeated_but_not_changed(client):
+    for n in range(2):
+        client.insert(bytes([n]), {"replay": 1.0})
+    kept, returned = client.sample("replay", 1, lease=60.0), client.sample("replay", 1, lease=60.0)
+    for _ in range(2):
+        assert client.acknowledge(kept).applied == 1
+        assert client.acknowledge(returned, give_back=True).applied == 1
+    assert client.acknowledge(kept, give_back=True).missing == (kept[0].info.lease,)
+    assert client.acknowledge(returned).missing == (returned[0].info.lease,)
 
 
 def test_inserting_a_key_twice_stores_it_once(client):

@@ -1,6 +1,5 @@
-"""`replay serve` as a process: kills, restarts, signals, memory, and the commands that look into it."""
+"""`replay serve` as a process: kills, restarts, signals, memory."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -102,25 +101,6 @@ def test_importing_the_client_loads_neither_torch_nor_the_server():
         assert f"'{absent}'" not in modules
 
 
-def test_tables_shows_sizes_and_who_waits(tmp_path):
-    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address) as client:
-        client.insert(b"12345", {"plain": 1.0})
-        thread = threading.Thread(target=lambda: client.sample("plain", 2))
-        thread.start()
-        while not client.server_info().tables["plain"].sampling.count:
-            time.sleep(0.01)
-        shown = replay("tables", "--address", server.address)
-        assert shown.returncode == 0
-        assert "plain" in shown.stdout
-        assert "waiting: 1 sampling" in shown.stdout
-        assert "plain: sampling blocked: 1 of 2 samples available (size 1)" in shown.stdout
-        data = json.loads(replay("tables", "--json", "--address", server.address).stdout)
-        assert (data["tables"]["plain"]["size"], data["bytes"]) == ("1", 5)
-        assert data["tables"]["plain"]["config"]["sampler"]["type"] == "fifo"
-        client.insert(b"x", {"plain": 1.0})
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -150,10 +130,3 @@ def test_a_configuration_that_cannot_work_is_refused_with_its_place(tmp_path, co
     assert result.returncode == 1
     assert words in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_commands_fail_with_one_line_where_no_server_answers():
-    result = replay("tables", "--address", "127.0.0.1:1", "--timeout", "0.2")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("replay: no replay server answers at 127.0.0.1:1")
-    assert result.stderr.count("\n") == 1

@@ -1,0 +1,47 @@
+"""The command `replay`: its subcommands, in the order of its help, and its entry point."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from replay_server.cli.bench import bench
+from replay_server.cli.checkpoints import checkpoint, checkpoints
+from replay_server.cli.demo import demo
+from replay_server.cli.doctor import doctor
+from replay_server.cli.generate import generate
+from replay_server.cli.items import delete, items
+from replay_server.cli.policy import policy
+from replay_server.cli.serve import serve
+from replay_server.cli.show import show
+from replay_server.cli.tables import tables
+from replay_server.cli.top import top
+from replay_server.cli.train import train
+from replay_server.cli.update import reset, update
+from replay_server.cli.watch import watch
+
+app = typer.Typer(
+    help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
+    epilog="Exit status: 0 all is well, 1 it failed, 2 it was used wrongly, 130 interrupted, 143 ended by SIGTERM.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, watch, items, show, update, delete, reset)
+_KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints)
+_RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
+for command in _LOOK:
+    app.command()(command)
+app.add_typer(policy, name="policy")
+for command in (*_KEEP, *_RUN):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point: one clear line and a non-zero status where something fails."""
+    try:
+        app(prog_name="replay")
+    except KeyboardInterrupt:
+        sys.exit(130)

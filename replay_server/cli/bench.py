@@ -1,0 +1,139 @@
+"""`replay bench`: how fast a server is, from here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from replay_server.cli.connection import ask, complete_table, connect, with_access
+from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, print_json
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+
+_IN_FLIGHT = 64 << 20
+"""Payload bytes that the writer keeps in flight, at most."""
+_BATCH = 8 << 20
+"""Payload bytes of a batch that the sampler draws, about."""
+_SAMPLE_TIMEOUT = 5.0
+
+
+@with_access
+def bench(
+    access: dict[str, Any],
+    size: Annotated[str, typer.Option(help="Bytes of a group, for example 4kB; 106kB is 8 completions of 1024.")] = (
+        "106kB"
+    ),
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each figure.")] = 2.0,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            help="A table of the running server, which is filled and emptied; left out: a server of its own.",
+            autocompletion=complete_table,
+        ),
+    ] = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure inserts, acknowledgements and samples of one client, on an own server or a spare table of yours."""
+    from replay_server.config import parse_bytes
+
+    try:
+        nbytes = parse_bytes(size)
+    except ValueError as error:
+        misuse(f"--size: {error}")
+    if table is None:
+        with own_server() as client:
+            figures = ask(lambda: measure(client, "bench", os.urandom(nbytes), seconds))
+    else:
+        confirm(f"Fill {table} of the running server with random bytes and then empty it?", yes)
+        with connect(access, timeout=30.0) as client:
+            figures = ask(lambda: measure(client, table, os.urandom(nbytes), seconds))
+    if as_json:
+        print_json({"bytes": nbytes, "seconds": seconds} | figures)
+        return
+    megabytes = nbytes / 1e6
+    out = console()
+    out.print(f"payloads of {nbytes} bytes, one client")
+    for name in ("insert", "sample"):
+        rate = figures[f"{name}_per_second"]
+        out.print(f"{name:8} {rate:10.0f} a second  {rate * megabytes:8.1f} MB/s")
+    out.print(f"ack      {figures['ack_p50_ms']:10.3f} ms in the median  {figures['ack_p99_ms']:.3f} ms at p99")
+
+
+def measure(client: ReplayClient, table: str, payload: bytes, seconds: float) -> dict[str, float]:
+    """Items per second, and milliseconds of single inserts."""
+    priorities = {table: 1.0}
+    in_flight = max(1, min(1024, _IN_FLIGHT // max(1, len(payload))))
+    with client.writer(max_in_flight=in_flight) as writer:
+
+        def insert() -> int:
+            for _ in range(in_flight):
+                writer.insert(payload, priorities)
+            return in_flight
+
+        inserts = _rate(insert, seconds, finish=writer.flush)
+    times: list[float] = []
+
+    def insert_one() -> int:
+        begin = time.perf_counter()
+        client.insert(payload, priorities)
+        times.append(time.perf_counter() - begin)
+        return 1
+
+    _rate(insert_one, seconds)
+    held = client.server_info(tables=[table]).tables[table].size
+    batch = max(1, min(256, held, _BATCH // max(1, len(payload))))
+    with client.sampler(table, batch, timeout=_SAMPLE_TIMEOUT) as sampler:
+        samples = _rate(lambda: len(next(sampler)), seconds)
+    client.reset(table)
+    p50, p99 = np.quantile(times, [0.5, 0.99])
+    return {
+        "insert_per_second": inserts,
+        "sample_per_second": samples,
+        "ack_p50_ms": 1000 * float(p50),
+        "ack_p99_ms": 1000 * float(p99),
+    }
+
+
+def _rate(step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None) -> float:
+    step()
+    finish()
+    begin, done = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        done += step()
+    finish()
+    return done / (time.perf_counter() - begin)
+
+
+@contextmanager
+def own_server() -> Iterator[ReplayClient]:
+    """A client of a server in a process of its own, with one table `bench` of at most 256 MB."""
+    from replay_client import ReplayClient
+
+    code = (
+        "import sys; from replay_server import ReplayServer, TableConfig\n"
+        "with ReplayServer(tables=[TableConfig(name='bench', max_bytes='256MB', max_size=16384)], port=0) as server:\n"
+        "    print(server.address, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            if not address:
+                fail("the server of the benchmark did not start")
+            with ReplayClient(address) as client:
+                yield client
+        finally:
+            process.stdin.close()

@@ -1,0 +1,52 @@
+"""`replay checkpoint` and `replay checkpoints`: copies of a whole server, made while it goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import Timeout, ask, connect, with_access
+from replay_server.cli.documents import checkpoint_document
+from replay_server.cli.output import AsJson, console, print_json
+
+
+@with_access
+def checkpoint(
+    access: dict[str, Any],
+    name: Annotated[str, typer.Argument(help="Its name; without one the last few are kept.")] = "",
+    timeout: Timeout = 600.0,
+) -> None:
+    """Write a checkpoint: all tables as of one moment, while the server goes on. Prints its name."""
+    with connect(access, timeout) as client:
+        print(ask(lambda: client.checkpoint(name)))
+
+
+@with_access
+def checkpoints(
+    access: dict[str, Any],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte of them.")] = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 600.0,
+) -> None:
+    """The server's checkpoints, the newest first; status 1 if one of them is damaged."""
+    with connect(access, timeout) as client:
+        found = ask(lambda: client.checkpoints(verify=verify))
+    if as_json:
+        print_json([checkpoint_document(entry) for entry in found])
+    else:
+        from rich.filesize import decimal
+        from rich.table import Table
+
+        view = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("checkpoint", "made", "items", "bytes", "policy", "state"):
+            view.add_column(column, justify="right" if column in ("items", "bytes", "policy") else "left", no_wrap=True)
+        for entry in found:
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+            facts = (str(entry.items), decimal(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            state = ("verified" if verify else "complete") if entry.intact else f"damaged: {entry.problem}"
+            view.add_row(entry.name, made, *facts, state)
+        console().print(view)
+    if not all(entry.intact for entry in found):
+        raise typer.Exit(1)

@@ -1,0 +1,106 @@
+"""How commands reach the server: the options that say where it is, and its answers and errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+
+import typer
+
+from replay_server.cli.output import fail
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the server.")]
+
+
+def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callable[..., R]:
+    """Gives a command the options that say how to reach the server; it gets them first, for `from_env`.
+
+    What is not given comes from the environment or from a file: the rule is that of replay_client.access. A token has
+    no option of its own, because other users of a machine can read command lines.
+    """
+
+    def option(flag: str, text: str, kind: Any = str) -> inspect.Parameter:
+        name = flag.removeprefix("--").replace("-", "_")
+        annotation = Annotated[kind | None, typer.Option(flag, help=text)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+    options = [
+        option("--address", "host:port of the server. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+        option("--token-file", "File with the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+        option("--tls", "Use TLS, with the public authorities. [env: REPLAY_TLS]", bool),
+        option("--tls-ca", "Use TLS; the authorities to trust, PEM. [env: REPLAY_TLS_CA]"),
+        option("--tls-cert", "This client's certificate, PEM. [env: REPLAY_TLS_CERT]"),
+        option("--tls-key", "Its key, PEM. [env: REPLAY_TLS_KEY]"),
+        option("--tls-server-name", "Name in the server's certificate. [env: REPLAY_TLS_SERVER_NAME]"),
+        option(
+            "--allow-insecure-token",
+            "Send the token without TLS to other machines. [env: REPLAY_ALLOW_INSECURE_TOKEN]",
+            bool,
+        ),
+        option("--client-config", "TOML file with these settings. [env: REPLAY_CLIENT_CONFIG]"),
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> R:
+        access = {parameter.name: given.pop(parameter.name) for parameter in options}
+        return command(access, **given)  # type: ignore[call-arg]
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    run.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, *options]}
+    return run
+
+
+def connect(access: dict[str, Any], timeout: float) -> ReplayClient:
+    from replay_client import ReplayClient
+
+    try:
+        return ReplayClient.from_env(timeout, **access)
+    except ValueError as error:
+        fail(error)
+
+
+def ask(question: Callable[[], R]) -> R:
+    """The answer of the server, or its error as a line."""
+    from replay_client.errors import ReplayError
+
+    try:
+        return question()
+    except (ReplayError, ValueError) as error:
+        fail(error)
+
+
+def complete_table(context: typer.Context, incomplete: str) -> list[str]:
+    """The tables of the server that begin with `incomplete`, for the shell; none if it does not answer at once."""
+    from replay_client import ReplayClient
+    from replay_client.access import SETTINGS
+
+    access = {name: context.params.get(name) for name in (*SETTINGS, "client_config") if name != "token"}
+    with suppress(Exception), ReplayClient.from_env(1.0, **access) as client:
+        return [name for name in client.server_info().tables if name.startswith(incomplete)]
+    return []
+
+
+def parse_key(text: str) -> int:
+    try:
+        key = int(text, 0)
+    except ValueError:
+        key = -1
+    if not 0 <= key < 1 << 64:
+        raise typer.BadParameter(f"{text!r} is not a key: a number from 0 to 2^64 - 1, as `replay items` shows it")
+    return key
+
+
+TableName = Annotated[str, typer.Argument(metavar="TABLE", help="A table.", autocompletion=complete_table)]
+Key = Annotated[int, typer.Argument(metavar="KEY", parser=parse_key, help="Key of an item.")]
+Keys = Annotated[list[int], typer.Argument(metavar="KEY...", parser=parse_key, help="Keys of items.")]

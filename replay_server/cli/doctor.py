@@ -1,0 +1,102 @@
+"""`replay doctor`: what is wrong with a server, a line each, with the remedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import Timeout, connect, with_access
+from replay_server.cli.output import AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+    from replay_server.cli.diagnosis import Finding
+
+_ROUND_TRIPS = 5
+_SLOW = 0.1
+"""Seconds of a round trip that are worth a warning."""
+
+
+@with_access
+def doctor(
+    access: dict[str, Any],
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as failures.")] = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Check the connection, versions, clocks, memory, disk and every table. Status 1 if anything has failed."""
+    from replay_server.cli.diagnosis import Level
+
+    with connect(access, timeout) as client:
+        findings, address = [_access(access), *examine(client)], client.address
+    worst = {finding.level for finding in findings}
+    healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
+    if as_json:
+        print_json({"address": address, "healthy": healthy, "findings": [vars(finding) for finding in findings]})
+    else:
+        _print(findings)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _access(given: dict[str, Any]) -> Finding:
+    """Whether the token, if there is one, and all else goes over the network as it should."""
+    from replay_client.access import Access
+    from replay_protos.transport import is_loopback
+    from replay_server.cli.diagnosis import Finding, Level
+
+    access = Access.find(**given)
+    token = "no token" if access.token is None else "a token"
+    if access.tls is None and not is_loopback(access.address.rpartition(":")[0]):
+        remedy = "let the server use TLS ([security] tls_cert), and name its authority here: --tls-ca or REPLAY_TLS_CA"
+        return Finding("access", Level.WARNING, f"{token}, not encrypted, to another machine", remedy)
+    return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
+
+
+def examine(client: ReplayClient) -> Iterator[Finding]:
+    """All findings; only that of the connection if the server does not answer."""
+    from replay_client.errors import ReplayError, ServerUnavailableError
+    from replay_server.cli.diagnosis import Finding, Level, server_findings, table_findings
+
+    try:
+        client.policy()
+        trips = []
+        for _ in range(_ROUND_TRIPS):
+            begin = time.perf_counter()
+            client.policy()
+            trips.append(time.perf_counter() - begin)
+        info = client.server_info()
+    except ReplayError as error:
+        absent = isinstance(error, ServerUnavailableError)
+        remedy = "start it with `replay serve`, or give --address HOST:PORT" if absent else ""
+        yield Finding("connection", Level.FAILURE, str(error), remedy)
+        return
+    trip = sorted(trips)[_ROUND_TRIPS // 2]
+    slow = trip > _SLOW
+    yield Finding(
+        "connection",
+        Level.WARNING if slow else Level.OK,
+        f"{client.address} answers in {1000 * trip:.1f} ms",
+        "bring client and server closer, or insert with client.writer() and draw with client.sampler()" if slow else "",
+    )
+    yield from server_findings(info, version("replay-server"), time.time())
+    for name, table in info.tables.items():
+        found = list(table_findings(info, table))
+        yield from found or [Finding(name, Level.OK, f"{table.size} items, {table.inserts_per_second:.1f} in/s")]
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.text import Text
+
+    styles = {"ok": "green", "warning": "yellow", "failure": "red"}
+    out = console()
+    for finding in findings:
+        line = Text(f"{finding.level:8}", style=styles[finding.level])
+        line.append(f" {finding.check}: {finding.message}", style="default")
+        if finding.remedy:
+            line.append(f"; {finding.remedy}", style="default")
+        out.print(line, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""`replay items` and `replay delete`: the items of a table, and taking some of them out."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
+from replay_server.cli.documents import item_document
+from replay_server.cli.output import AsJson, Yes, confirm, console, duration, print_json
+
+
+class Order(StrEnum):
+    AGE = "age"
+    PRIORITY = "priority"
+    POLICY_VERSION = "policy_version"
+    TIMES_SAMPLED = "times_sampled"
+    SIZE = "size"
+
+
+@with_access
+def items(
+    access: dict[str, Any],
+    table: TableName,
+    order_by: Annotated[Order, typer.Option(help="What the items are sorted by, the lowest first.")] = Order.AGE,
+    descending: Annotated[bool, typer.Option("--descending", "-d", help="The highest first.")] = False,
+    min_priority: Annotated[float | None, typer.Option(help="Only items of at least this priority.")] = None,
+    max_priority: Annotated[float | None, typer.Option(help="Only items of at most this priority.")] = None,
+    min_staleness: Annotated[int | None, typer.Option(help="Only items that lag by so many versions.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Only items that lag by no more.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Items on a page.")] = 20,
+    page: Annotated[str, typer.Option(help="The page to show, as the one before names it.")] = "",
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """The items of a table: filtered, in order, a page at a time."""
+    with connect(access, timeout) as client:
+        found = ask(
+            lambda: client.list_items(
+                table,
+                limit=limit,
+                order_by=order_by.value,
+                descending=descending,
+                page=page,
+                min_priority=min_priority,
+                max_priority=max_priority,
+                min_staleness=min_staleness,
+                max_staleness=max_staleness,
+            )
+        )
+    if as_json:
+        print_json(
+            {
+                "table": table,
+                "matching": found.matching,
+                "next_page": found.next_page or None,
+                "items": [item_document(item) for item in found.items],
+            }
+        )
+        return
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("key", "priority", "age", "version", "staleness", "sampled", "bytes"):
+        view.add_column(column, justify="right", no_wrap=True)
+    for item in found.items:
+        view.add_row(
+            str(item.key),
+            f"{item.priority:.4g}",
+            duration(item.age),
+            str(item.policy_version),
+            str(item.staleness),
+            str(item.times_sampled),
+            decimal(item.nbytes),
+        )
+    out = console()
+    if found.items:
+        out.print(view)
+    out.print(
+        f"{len(found.items)} of {found.matching} items"
+        + (f"; for the next ones add --page {found.next_page}" if found.next_page else "")
+    )
+
+
+@with_access
+def delete(
+    access: dict[str, Any],
+    table: TableName,
+    keys: Keys,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Take items out of one table; where other tables hold them as well they stay. Status 1 if any was not there."""
+    confirm(f"Delete {len(set(keys))} items from {table}?", yes)
+    with connect(access, timeout) as client:
+        result = ask(lambda: client.delete(table, keys))
+    if as_json:
+        print_json({"deleted": result.applied, "missing": [str(key) for key in result.missing]})
+    else:
+        print(f"{result.applied} deleted from {table}")
+    if result.missing:
+        print(f"replay: not in {table}: {', '.join(map(str, result.missing))}", file=sys.stderr)
+        raise typer.Exit(1)

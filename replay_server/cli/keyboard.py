@@ -1,0 +1,43 @@
+"""Keyboard: single keys from the terminal, without waiting for the end of a line."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from types import TracebackType
+from typing import Self
+
+
+class Keyboard:
+    """Keys as they are pressed. Leaves the terminal as it was, whatever ends the command."""
+
+    def __enter__(self) -> Self:
+        self._file = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._file)
+        self._on_term = signal.signal(signal.SIGTERM, _terminate)
+        tty.setcbreak(self._file)
+        return self
+
+    def read(self, seconds: float) -> str | list[str]:
+        """The keys pressed within `seconds`, as soon as there are any; `[""]` if the terminal is gone."""
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return ""
+        try:
+            return os.read(self._file, 64).decode(errors="replace") or [""]
+        except OSError:
+            return [""]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,85 @@
+"""What commands write: tables and lines for people, JSON for programs, and one clear line where something fails.
+
+Exit status: 0 all is well, 1 it failed, 2 it was used wrongly, 130 interrupted (Ctrl-C), 143 ended by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+_WIDE = 240
+"""Columns of output that goes into a file or another program, so that nothing is cut off."""
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the command: what it was to do did not work."""
+    print(f"replay: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def misuse(message: object) -> NoReturn:
+    """Ends the command: it cannot be meant like this."""
+    print(f"replay: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def console() -> Console:
+    """Standard output; in colours only on a terminal, and not if NO_COLOR is set."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
+
+
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
+    print(json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Goes on if `yes` or the person at the terminal says so."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        misuse(f"{question} Nobody is there to ask: say --yes to do it")
+    if not typer.confirm(question, err=True):
+        fail("nothing was changed")
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    for large, small, unit, part in ((60, 1, "min", "s"), (3600, 60, "h", "min"), (86400, 3600, "d", "h")):
+        if whole < 60 * large or unit == "d" or (unit == "h" and whole < 86400):
+            rest = whole % large // small
+            return f"{whole // large} {unit}" + (f" {rest} {part}" if rest else "")
+    raise AssertionError
+
+
+def printable(text: str) -> str:
+    """`text` without the control characters that could move the cursor or worse; lines and tabs stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,111 @@
+"""Overview: a server and its tables at a glance, for `tables` and `top`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from replay_server.cli.documents import Document, config_of
+from replay_server.cli.output import duration
+
+if TYPE_CHECKING:
+    from replay_client.records import ServerInfo, TableInfo
+
+SORTS: dict[str, Callable[[TableInfo], float | str]] = {
+    "configured": lambda table: 0.0,
+    "table": lambda table: table.name,
+    "size": lambda table: float(table.size),
+    "bytes": lambda table: float(table.bytes),
+    "in/s": lambda table: table.inserts_per_second,
+    "out/s": lambda table: table.samples_per_second,
+    "staleness": lambda table: table.staleness.p50,
+}
+"""What the rows can be sorted by; the first keeps the order of the configuration."""
+_COLUMNS = ("table", "size", "bytes", "in/s", "out/s", "staleness", "oldest", "blocked", "evicted", "stale")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def headline(address: str, info: ServerInfo) -> Text:
+    line = Text(address, style="bold")
+    bound = f" of {decimal(info.max_bytes)}" if info.max_bytes else ""
+    line.append(
+        f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
+        f"{info.items} items, {decimal(info.bytes)}{bound}  {info.storage}",
+        style="not bold",
+    )
+    return line
+
+
+def table_view(
+    tables: Sequence[TableInfo], sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
+) -> Table:
+    """A row for each table; with `sparks` (rates in and out over time, by table) also how they went."""
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for column in _COLUMNS:
+        view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
+    if sparks is not None:
+        # Columns that may wrap are the first that rich makes narrower; without a space in them they are cut instead.
+        view.add_column("in", overflow="crop", style="green")
+        view.add_column("out", overflow="crop", style="cyan")
+    for table in tables:
+        more = [] if sparks is None else [sparkline(rates) for rates in sparks.get(table.name, ((), ()))]
+        view.add_row(*_row(table), *more)
+    return view
+
+
+def _row(table: TableInfo) -> list[str | Text]:
+    evicted = Text(str(table.evicted))
+    if table.evicted_unsampled:
+        evicted.append(f" ({table.evicted_unsampled} unsampled)", style="red")
+    stale = table.stale + table.stale_refused
+    blocked = f"{table.insert_blocked_share:.0%} in, {table.sample_blocked_share:.0%} out"
+    return [
+        table.name,
+        f"{table.size} / {capacity(config_of(table))}",
+        decimal(table.bytes),
+        f"{table.inserts_per_second:.1f}",
+        f"{table.samples_per_second:.1f}",
+        f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-",
+        duration(table.age.max) if table.size else "-",
+        blocked if table.insert_blocked_share or table.sample_blocked_share else "-",
+        evicted,
+        Text(str(stale), style="yellow" if stale else ""),
+    ]
+
+
+def waits(info: ServerInfo) -> list[Text]:
+    """A line for everyone who waits, with the reason."""
+    lines = []
+    for table in info.tables.values():
+        for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling)):
+            if wait.count:
+                lines.append(f"waiting: {wait.count} {verb}, the first for {duration(wait.seconds)}: {wait.reason}")
+    if info.admission is not None and (wait := info.admission.acquiring).count:
+        lines.append(f"waiting: {wait.count} for permits, the first for {duration(wait.seconds)}: {wait.reason}")
+    return [Text(line, style="yellow") for line in lines]
+
+
+def permits(info: ServerInfo) -> Text | None:
+    if (admission := info.admission) is None:
+        return None
+    return Text(
+        f"permits: {admission.running} running, {admission.accepted} accepted, {admission.capacity} to be had, "
+        f"{admission.expired} expired"
+    )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as bars, of which the largest is full; nothing before the first."""
+    largest = max(values, default=0.0)
+    if largest <= 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round(value / largest * (len(_BARS) - 1))] for value in values)
+
+
+def capacity(config: Document) -> int:
+    """How many items a table with this configuration holds, for the eye."""
+    return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))

@@ -1,0 +1,63 @@
+"""`replay policy`: the trainer's current version and where its weights lie; to show and to set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import Timeout, ask, connect, with_access
+from replay_server.cli.documents import policy_document
+from replay_server.cli.output import AsJson, Yes, confirm, duration, print_json
+
+if TYPE_CHECKING:
+    from replay_client.records import Policy
+
+policy = typer.Typer(help="The trainer's current policy version: show it, or set it.", rich_markup_mode=None)
+
+
+@policy.callback(invoke_without_command=True)
+@with_access
+def show_by_default(
+    access: dict[str, Any], context: typer.Context, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    if context.invoked_subcommand is None:
+        _show(access, as_json, timeout)
+
+
+@policy.command()
+@with_access
+def show(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+    """The current version, where its weights lie, and since when."""
+    _show(access, as_json, timeout)
+
+
+@policy.command("set")
+@with_access
+def set_version(
+    access: dict[str, Any],
+    version: Annotated[int, typer.Argument(min=0, help="Finished updates.")],
+    weights: Annotated[str, typer.Option(help="Where the weights lie; generators load them from there.")] = "",
+    rollback: Annotated[bool, typer.Option("--rollback", help="The trainer begins again at this version.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Say that VERSION updates are done, as the trainer does after each; items that are too stale for it go."""
+    if rollback:
+        confirm(f"Go back to version {version}, and count permits anew?", yes)
+    with connect(access, timeout) as client:
+        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback)), as_json)
+
+
+def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
+    with connect(access, timeout) as client:
+        _print(ask(client.policy), as_json)
+
+
+def _print(current: Policy, as_json: bool) -> None:
+    if as_json:
+        print_json(policy_document(current))
+        return
+    weights = current.weights or "no weights published"
+    print(f"version {current.version}, {weights}, set {duration(current.age)} ago")

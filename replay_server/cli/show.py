@@ -1,0 +1,247 @@
+"""`replay show`: one item as a person wants to see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import numpy as np
+import typer
+
+from replay_server.cli.connection import Key, Timeout, ask, connect, with_access
+from replay_server.cli.documents import Document
+from replay_server.cli.output import AsJson, console, duration, fail, print_json, printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from replay_client import RolloutGroup
+    from replay_client.records import StoredItem
+
+_HEAD = 64
+"""Bytes shown of a payload that is not a rollout group."""
+_FEW = 16
+"""Tokens shown of a text for which there is no tokenizer."""
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@with_access
+def show(
+    access: dict[str, Any],
+    key: Key,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the model or tokenizer, to show prompt and completions as text.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show the arrays as well.")] = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """One item: its prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    with connect(access, timeout) as client:
+        found = ask(lambda: client.get([key]))
+    if not found:
+        fail(
+            f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or was never here; "
+            f"`replay items TABLE` lists keys"
+        )
+    item = found[0]
+    decoder = None if tokenizer is None else load_tokenizer(tokenizer)
+    try:
+        group, problem = item.group, ""
+    except ValueError as error:
+        group, problem = None, str(error)
+    if as_json:
+        document = item_facts(item) | {"group": None}
+        if group is None:
+            document["problem"] = problem
+            document["head"] = bytes(item.payload[:_HEAD]).hex()
+        else:
+            document["group"] = group_document(group, decoder, tokens)
+        print_json(document)
+        return
+    out = console()
+    for line in _item_lines(item):
+        out.print(line, soft_wrap=True)
+    if group is None:
+        out.print(f"payload: {problem}", soft_wrap=True)
+        out.print(*_dump(bytes(item.payload[:_HEAD])), sep="\n")
+        return
+    for text in _group_lines(group, decoder, tokens):
+        out.print(text, soft_wrap=True)
+
+
+def load_tokenizer(path: Path) -> Decoder:
+    if not path.is_dir():
+        fail(f"--tokenizer: there is no folder {path}")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        fail("--tokenizer needs the package transformers: pip install transformers")
+    try:
+        loaded: Decoder = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        fail(f"--tokenizer: {path}: {str(error).splitlines()[0]}")
+    return loaded
+
+
+def item_facts(item: StoredItem) -> Document:
+    return {
+        "key": str(item.key),
+        "bytes": len(item.payload),
+        "age": item.age,
+        "policy_version": item.policy_version,
+        "staleness": item.staleness,
+        "tables": {
+            name: {"priority": held.priority, "times_sampled": held.times_sampled} for name, held in item.tables.items()
+        },
+    }
+
+
+def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
+    prompt: Document = {"tokens": int(group.prompt_ids.size)}
+    if decoder is not None:
+        prompt["text"] = decoder.decode(group.prompt_ids.tolist())
+    if tokens:
+        prompt["ids"] = group.prompt_ids.tolist()
+    return {
+        "prompt_id": group.prompt_id,
+        "policy_version": int(group.policy_version),
+        "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
+        "sampling": _plain(group.sampling),
+        "meta": _plain(group.meta),
+        "extras": {
+            name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in group.extras.items()
+        },
+        "prompt": prompt,
+        "completions": [
+            _completion(group, row, start, stop, decoder, tokens) for row, (start, stop) in enumerate(_spans(group))
+        ],
+    }
+
+
+def _completion(
+    group: RolloutGroup, row: int, start: int, stop: int, decoder: Decoder | None, tokens: bool
+) -> Document:
+    ids, logprobs = group.completion_ids[start:stop].tolist(), group.rollout_logprobs[start:stop]
+    known = logprobs[~np.isnan(logprobs)]
+    completion: Document = {
+        "tokens": stop - start,
+        "reward": float(group.rewards[row]),
+        "advantage": float(group.advantages[row]),
+        "mean_logprob": float(known.mean()) if known.size else None,
+        "unknown_logprobs": int(logprobs.size - known.size),
+        "finish_reason": group.finish_reasons[row] if group.finish_reasons else None,
+    }
+    if group.loss_mask is not None:
+        completion["masked_tokens"] = int((~group.loss_mask[start:stop]).sum())
+    if decoder is not None:
+        completion["text"] = decoder.decode(ids)
+    if tokens:
+        completion["ids"] = ids
+        completion["logprobs"] = logprobs.tolist()
+        if group.loss_mask is not None:
+            completion["loss_mask"] = group.loss_mask[start:stop].tolist()
+    return completion
+
+
+def _spans(group: RolloutGroup) -> list[tuple[int, int]]:
+    ends = np.cumsum(group.completion_lengths)
+    return [(int(end - n), int(end)) for end, n in zip(ends, group.completion_lengths, strict=True)]
+
+
+def _item_lines(item: StoredItem) -> list[str]:
+    tables = ", ".join(
+        f"{name} (priority {held.priority:.4g}, sampled {held.times_sampled} times)"
+        for name, held in item.tables.items()
+    )
+    return [
+        f"key {item.key}  {len(item.payload)} bytes  inserted {duration(item.age)} ago",
+        f"policy version {item.policy_version}, staleness {item.staleness}",
+        f"in {tables}" if tables else "in no table: only a batch that is being sent still holds it",
+    ]
+
+
+def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> list[Text]:
+    from rich.text import Text
+
+    document = group_document(group, decoder, tokens)
+    named = f" {printable(group.prompt_id)!r}" if group.prompt_id else ""
+    ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
+    lines = [Text(f"group of {group.group_size} completions, {_tokens(group.num_tokens)}{ended}")]
+    for name in ("sampling", "meta"):
+        if document[name]:
+            facts = ", ".join(f"{field} {value}" for field, value in document[name].items())
+            lines.append(Text(printable(f"{name}: {facts}")))
+    for name, facts in document["extras"].items():
+        lines.append(Text(printable(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}")))
+    lines += [
+        Text(),
+        Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
+        _words(document["prompt"], group.prompt_ids.tolist()),
+    ]
+    if tokens:
+        lines.append(Text(f"ids {document['prompt']['ids']}"))
+    for row, ((start, stop), completion) in enumerate(zip(_spans(group), document["completions"], strict=True)):
+        mean = completion["mean_logprob"]
+        parts = [
+            f"completion {row}: {_tokens(completion['tokens'])}",
+            f"reward {completion['reward']:g}",
+            f"advantage {completion['advantage']:+.3g}",
+            "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",
+        ]
+        if mean is not None and completion["unknown_logprobs"]:
+            parts.append(f"{completion['unknown_logprobs']} log-probs unknown")
+        if completion.get("masked_tokens"):
+            parts.append(f"{_tokens(completion['masked_tokens'])} masked")
+        if completion["finish_reason"] is not None:
+            parts.append(f"ended by {printable(completion['finish_reason'])}")
+        lines += [
+            Text(),
+            Text("  ".join(parts), style="bold"),
+            _words(completion, group.completion_ids[start:stop].tolist()),
+        ]
+        if tokens:
+            for name in ("ids", "logprobs", "loss_mask"):
+                if name in completion:
+                    lines.append(Text(f"{name} {_array(completion[name])}"))
+    return lines
+
+
+def _words(part: Document, ids: list[int]) -> Text:
+    """The text of a prompt or completion or, without a tokenizer, its first tokens."""
+    from rich.text import Text
+
+    if "text" in part:
+        return Text(printable(part["text"]))
+    if not ids:
+        return Text("(empty)", style="dim")
+    more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
+    return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer PATH shows the text", style="dim")
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
+
+
+def _array(values: list[Any]) -> str:
+    return " ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def _dump(head: bytes) -> list[str]:
+    """Bytes as hexadecimal numbers and, beside them, as characters."""
+    rows = [head[at : at + 16] for at in range(0, len(head), 16)]
+    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack can hold, as what JSON can."""
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

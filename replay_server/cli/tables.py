@@ -1,0 +1,28 @@
+"""`replay tables`: all tables at a glance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replay_server.cli.connection import Timeout, ask, connect, with_access
+from replay_server.cli.documents import server_document
+from replay_server.cli.output import AsJson, console, print_json
+
+
+@with_access
+def tables(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+    """All tables at a glance: size, bytes, rates, staleness, and who waits for what."""
+    with connect(access, timeout) as client:
+        info, address = ask(client.server_info), client.address
+    if as_json:
+        print_json(server_document(address, info))
+        return
+    from replay_server.cli import overview
+
+    out = console()
+    out.print(overview.headline(address, info))
+    out.print(overview.table_view(list(info.tables.values())))
+    if (line := overview.permits(info)) is not None:
+        out.print(line)
+    for line in overview.waits(info):
+        out.print(line, soft_wrap=True)

@@ -1,0 +1,115 @@
+"""`replay update` and `replay reset`: changing and emptying tables while the server runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
+from replay_server.cli.documents import Document, config_of, table_document
+from replay_server.cli.output import AsJson, Yes, confirm, misuse, print_json
+
+if TYPE_CHECKING:
+    from replay_client.records import TableInfo
+
+
+@with_access
+def update(
+    access: dict[str, Any],
+    table: TableName,
+    changes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE...", help="Fields of the table, as in the file: max_size=8192, sampler=fifo."
+        ),
+    ],
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Change the configuration of a table until the server ends; items and counters stay.
+
+    A value is JSON or else a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size":
+    8}'. What takes items out of the table is asked about first.
+    """
+    wanted = dict(_change(change) for change in changes)
+    with connect(access, timeout) as client:
+        info = ask(lambda: client.server_info(tables=[table]).tables[table])
+        if loss := _losses(info, wanted):
+            confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
+        after = ask(lambda: client.update_table(table, **wanted))
+    if as_json:
+        print_json(table_document(after))
+        return
+    old, new = config_of(info), config_of(after)
+    for name in new:
+        if old[name] != new[name]:
+            print(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
+    if old == new:
+        print(f"{table}: nothing changed")
+
+
+@with_access
+def reset(
+    access: dict[str, Any],
+    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
+    all_tables: Annotated[bool, typer.Option("--all", help="All tables.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Empty a table, or all of them, and set its counters to 0."""
+    if bool(table) == all_tables:
+        misuse("name the table to empty, or say --all")
+    confirm(f"Remove every item of {table or 'all tables'}?", yes)
+    with connect(access, timeout) as client:
+        removed = ask(lambda: client.reset(table))
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        print(f"{removed} items removed from {table or 'all tables'}")
+
+
+def _change(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    from replay_server.config import TableConfig
+
+    if not equals:
+        misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
+    if name not in TableConfig.model_fields:
+        misuse(f"a table has no field {name!r}; fields: {', '.join(TableConfig.model_fields)}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _losses(info: TableInfo, wanted: Document) -> str:
+    """What the table holds beyond a new bound, in words."""
+    amounts = {
+        "max_size": (info.size, "items"),
+        "max_bytes": (info.bytes, "bytes"),
+        "max_staleness": (info.staleness.max if info.size else 0, "versions of staleness"),
+    }
+    for name, (amount, unit) in amounts.items():
+        limit = _number(wanted.get(name))
+        if limit is not None and limit < amount:
+            return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
+    uses = _number(wanted.get("max_times_sampled"))
+    before = config_of(info)["max_times_sampled"]
+    if uses and info.size and (not before or uses < before):
+        return f"may hold items that were sampled {uses:.0f} times"
+    return ""
+
+
+def _number(value: object) -> float | None:
+    """A count or a size as a number; None where it is none, for the server to refuse."""
+    from replay_server.config import parse_bytes
+
+    try:
+        number = parse_bytes(value)
+    except ValueError:
+        return None
+    return number if isinstance(number, int | float) else None

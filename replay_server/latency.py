@@ -1,0 +1,129 @@
+"""Latencies: how long each gRPC method takes and how its calls end, counted on the event loop.
+
+A call of one request is timed from its request to its end, all waiting included. In a stream each message of the client
+is timed to the next one of the server. WatchPolicy, which says something when there is something, is only counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper ends of the buckets, in seconds; one more has what took longer."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+@dataclass
+class Histogram:
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    """Of each bucket alone, not of those below it as well."""
+    sum: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+
+class Latencies:
+    def __init__(self) -> None:
+        self.histograms: dict[str, Histogram] = {}
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """Calls by method and status code."""
+
+    def of_call(self, name: str, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """`method`, a coroutine of one request, timed."""
+        histogram = self.histograms.setdefault(name, Histogram())
+
+        @functools.wraps(method)
+        async def timed(request: Any, context: Context) -> Any:
+            begin = time.perf_counter()
+            with self._counted(name, context):
+                try:
+                    return await method(request, context)
+                finally:
+                    histogram.observe(time.perf_counter() - begin)
+
+        return timed
+
+    def of_stream(
+        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
+    ) -> Callable[..., AsyncIterator[Any]]:
+        """`method`, an asynchronous generator of a stream of requests, timed."""
+        histogram = self.histograms.setdefault(name, Histogram())
+
+        @functools.wraps(method)
+        async def timed(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            watched = _Watched(requests)
+            with self._counted(name, context):
+                async with aclosing(method(watched, context)) as responses:  # type: ignore[type-var]
+                    async for response in responses:
+                        if watched.at is not None:
+                            histogram.observe(time.perf_counter() - watched.at)
+                            watched.at = None
+                        yield response
+
+        return timed
+
+    def of_watch(
+        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
+    ) -> Callable[..., AsyncIterator[Any]]:
+        """`method`, an asynchronous generator of one request that ends with its client, counted."""
+
+        @functools.wraps(method)
+        async def counted(request: Any, context: Context) -> AsyncIterator[Any]:
+            with self._counted(name, context):
+                async with aclosing(method(request, context)) as responses:  # type: ignore[type-var]
+                    async for response in responses:
+                        yield response
+
+        return counted
+
+    @contextmanager
+    def _counted(self, name: str, context: Context) -> Iterator[None]:
+        code = "OK"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            code = code_name(context.code())
+            raise
+        except BaseException:
+            code = "UNKNOWN"
+            raise
+        finally:
+            self.ended[name, code] += 1
+
+
+class _Watched:
+    """The requests of a stream, and when the last one came that was not answered yet."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._next = aiter(requests).__anext__
+        self.at: float | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await self._next()
+        self.at = time.perf_counter()
+        return request
+
+
+def code_name(code: Any) -> str:
+    """The name of a status code, which gRPC gives as its number or as the member of its enum."""
+    return code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code, "UNKNOWN")

@@ -1,0 +1,83 @@
+"""`replay serve` with a data_dir and --restore, `replay checkpoint` and `replay checkpoints`, as processes."""
+
+import json
+import signal
+import subprocess
+import sys
+
+from replay_client import ReplayClient
+from tests.factories import server_process
+
+CONFIG = """
+[server]
+data_dir = "{folder}/data"
+[checkpoints]
+on_stop = {on_stop}
+[[tables]]
+name = "plain"
+"""
+
+
+def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "replay_server.cli", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def config(folder, on_stop="false"):
+    return CONFIG.format(folder=folder, on_stop=on_stop)
+
+
+def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
+    with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
+        key = client.insert(b"payload", {"plain": 1.0})
+        made = replay("checkpoint", "before", "--address", server.address)
+        assert (made.returncode, made.stdout) == (0, "before\n"), made.stderr
+        client.delete("plain", [key])
+        listed = replay("checkpoints", "--verify", "--address", server.address)
+        assert listed.returncode == 0
+        assert all(word in listed.stdout for word in ("before", "verified"))
+        (entry,) = json.loads(replay("checkpoints", "--json", "--address", server.address).stdout)
+        assert (entry["name"], entry["items"], entry["bytes"], entry["intact"]) == ("before", 1, 7, True)
+        bad = replay("checkpoint", "../up", "--address", server.address)
+        assert (bad.returncode, bad.stderr.count("\n")) == (1, 1)
+        client.insert(b"other", {"plain": 1.0})
+    path = tmp_path / "data" / "checkpoints" / "before.checkpoint"
+    with server_process(tmp_path, config(tmp_path), options=["--restore", "latest", "--replace"]) as server:
+        with ReplayClient(server.address) as client:
+            assert [bytes(item.payload) for item in client.get([key])] == [b"payload"]
+        path.write_bytes(path.read_bytes()[:-1])
+        listed = replay("checkpoints", "--address", server.address)
+        assert listed.returncode == 1
+        assert "damaged: its end is missing" in listed.stdout
+
+
+def test_what_cannot_be_started_is_one_clear_line(tmp_path):
+    with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
+        client.insert(b"x", {"plain": 1.0})
+        client.checkpoint("c")
+        second = replay("serve", "--config", str(tmp_path / "replay.toml"), "--address", "127.0.0.1:0")
+        assert second.returncode == 1
+        assert second.stderr.splitlines()[-1] == f"replay: data_dir {tmp_path}/data is in use by another server"
+    arguments = ("serve", "--config", str(tmp_path / "replay.toml"), "--address", "127.0.0.1:0")
+    assert "no checkpoint 'd'" in replay(*arguments, "--restore", "d").stderr
+    assert "--replace to put them aside" in replay(*arguments, "--restore", "c").stderr
+    assert replay(*arguments, "--replace").returncode == 2
+    data = tmp_path / "data" / "data.mdb"
+    data.write_bytes(data.read_bytes()[:20_000])
+    cut = replay(*arguments)
+    assert cut.returncode == 1
+    assert "is damaged" in cut.stderr
+    assert "--restore latest" in cut.stderr
+    assert "Traceback" not in cut.stderr
+
+
+def test_a_signal_saves_and_ends_with_status_zero(tmp_path):
+    with server_process(tmp_path, config(tmp_path, on_stop="true")) as server, ReplayClient(server.address) as client:
+        client.insert(b"x", {"plain": 1.0})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
+    (checkpoint,) = (tmp_path / "data" / "checkpoints").iterdir()
+    assert checkpoint.name.startswith("auto-")
+    with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
+        assert client.server_info().items == 1
