@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from replay_server.config import AdmissionConfig
 from replay_server.errors import deadline, invalid
@@ -142,3 +143,21 @@ class Admission:
         lease.count -= count
         if lease.count == 0:
             del self._leases[lease.id]
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self, offset: float) -> dict[str, Any]:
+        """Times of the clock, plus `offset`."""
+        return {
+            "accepted": self.accepted,
+            "expired": self.expired,
+            "leases": [(lease.id, lease.count, lease.expires + offset) for lease in self._leases.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], offset: float) -> None:
+        self.accepted, self.expired = state["accepted"], state["expired"]
+        self._leases = {lease: Lease(lease, count, expires - offset) for lease, count, expires in state["leases"]}
+
+    def expiries(self) -> list[float]:
+        """When the leases that are out end."""
+        return [lease.expires for lease in self._leases.values()]

@@ -7,13 +7,14 @@ lines of the touched tables are served again, first come first served.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from replay_server.admission import Admission
 from replay_server.batch import Batch, SampleRequest
-from replay_server.columns import FloatArray, KeyArray
+from replay_server.columns import FloatArray, IntArray, KeyArray
 from replay_server.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
 from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large
 from replay_server.inserts import Inserts
@@ -29,6 +30,11 @@ from replay_server.storage import Payload, Storage
 from replay_server.storage.memory import MemoryStorage
 from replay_server.table import Table
 from replay_server.waiting import Line, Pending
+
+if TYPE_CHECKING:
+    from replay_server.snapshot import Collector
+
+log = logging.getLogger("replay_server")
 
 MAX_VERSION = 1 << 62
 SEEN_KEYS = 1 << 18
@@ -98,7 +104,7 @@ class ReplayBuffer:
     ) -> None:
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
-        self.tables = {config.name: Table(config, clock, self._release) for config in tables}
+        self.tables = {config.name: Table(config, clock, self._left) for config in tables}
         self.lines = {name: Lines() for name in self.tables}
         self.admission = None if admission is None else Admission(admission, clock)
         self.max_bytes = math.inf if max_bytes is None else max_bytes
@@ -111,8 +117,12 @@ class ReplayBuffer:
         self._batches: dict[int, tuple[Table, Batch]] = {}
         self._batch_ids = count(secrets.randbits(62) | 1)
         self._seen: set[int] = set()
-        self._seen_order: deque[int] = deque()
+        self.seen_order: deque[int] = deque()
         self._closed = False
+        self.watchers: list[Collector] = []
+        """Told of every change to items, by key."""
+        self.damaged = 0
+        """Items lost because their bytes in the storage were not what was written."""
         self._freed = False
         """Whether bytes became free since inserts that wait for the server's own bound were served."""
 
@@ -140,12 +150,11 @@ class ReplayBuffer:
             self._progress(tables)
             return n, None
         insert = inserts if len(inserts) == 1 else inserts[:1]
-        self._check_insert(insert)
-        tables = [self.tables[name] for name in insert.priorities]
+        tables = self._check_insert(insert)
         if self._known(insert, tables):
             return 1, None
         self._check_state(insert, tables)
-        if not any(self.lines[table.name].inserts for table in tables) and not self._why_no_insert(insert, tables):
+        if not self._anyone_waits_to_insert(tables) and not self._why_no_insert(insert, tables):
             self._make_room(insert, tables)
             self._apply(insert, tables)
             self._progress(tables)
@@ -168,6 +177,8 @@ class ReplayBuffer:
         nbytes = int(inserts.sizes.sum())
         if int(inserts.sizes.max()) > self.max_payload_bytes or self.bytes + nbytes > self.max_bytes:
             return 0
+        if self.storage.why_full(nbytes):
+            return 0
         room: float = n
         for name, priorities in inserts.priorities.items():
             table = self.tables.get(name)
@@ -188,22 +199,31 @@ class ReplayBuffer:
             return 0
         return max(0, int(room))
 
-    def _check_insert(self, insert: Inserts) -> None:
-        """What makes the item invalid, whatever the state of the server."""
+    def _anyone_waits_to_insert(self, tables: list[Table]) -> bool:
+        return any(self.lines[table.name].inserts for table in tables)
+
+    def _check_insert(self, insert: Inserts) -> list[Table]:
+        """What makes the item invalid, whatever the state of the server. Returns its tables."""
         self.check_open()
         key, nbytes, version = insert.keys[0], int(insert.sizes[0]), int(insert.policy_versions[0])
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version} of item {key}: must be from 0 to {MAX_VERSION}")
         if not insert.priorities:
             raise invalid(f"item {key} names no table; tables: {', '.join(self.tables)}")
+        tables = []
         for name, priorities in insert.priorities.items():
-            check_priority(float(priorities[0]), f"item {key}, table {name!r}")
-            bound = self.table(name).config.max_bytes
-            if bound is not None and nbytes > bound:
-                raise too_large(f"item of {nbytes} bytes; table {name!r} holds at most {bound} (max_bytes)")
+            table = self.table(name)
+            if not 0 <= (priority := priorities[0]) <= MAX_PRIORITY:
+                raise bad_priority(priority, f"item {key}, table {name!r}")
+            if nbytes > (table.config.max_bytes or math.inf):
+                raise too_large(
+                    f"item of {nbytes} bytes; table {name!r} holds at most {table.config.max_bytes} (max_bytes)"
+                )
+            tables.append(table)
         limit = min(self.max_payload_bytes, self.max_bytes)
         if nbytes > limit:
             raise too_large(f"item of {nbytes} bytes; this server takes at most {limit}")
+        return tables
 
     def _known(self, insert: Inserts, tables: list[Table]) -> bool:
         """Whether the key was inserted before: then this is a retry, and acknowledged without doing anything."""
@@ -216,6 +236,8 @@ class ReplayBuffer:
     def _check_state(self, insert: Inserts, tables: list[Table]) -> None:
         """What refuses the item as things stand now."""
         version, nbytes = int(insert.policy_versions[0]), int(insert.sizes[0])
+        if why := self.storage.why_full(nbytes):
+            raise full(why)
         for table in tables:
             if table.too_stale(version, self.policy.version):
                 table.counters.stale_refused += 1
@@ -276,10 +298,10 @@ class ReplayBuffer:
         self.storage.put(inserts.keys, inserts.payloads)
         for table in tables:
             table.insert(inserts.keys, inserts.priorities[table.name], inserts.policy_versions, inserts.sizes)
-        self._seen.update(inserts.keys)
-        self._seen_order.extend(inserts.keys)
-        while len(self._seen_order) > SEEN_KEYS:
-            self._seen.discard(self._seen_order.popleft())
+        self.remember(inserts.keys)
+        for watcher in self.watchers:
+            watcher.changed(inserts.keys)
+            watcher.inserted(inserts.keys)
         if leased and self.admission is not None:
             for _ in inserts.keys:
                 self.admission.accept(inserts.permits)
@@ -328,6 +350,10 @@ class ReplayBuffer:
             self.give_back(batch_id)
             return False
         del self._batches[batch_id]
+        for watcher in self.watchers:
+            watcher.changed(batch.keys.tolist())
+            if batch.scope:
+                watcher.scope_changed(table.name, batch.scope)
         for key in batch.keys.tolist():
             self.items[key].unused_permit = False
         table.take(batch)
@@ -371,8 +397,29 @@ class ReplayBuffer:
         table.drop_stale(self.policy.version)
         self._progress([table])
 
-    def payloads(self, keys: Iterable[int]) -> list[Payload]:
-        return [self.storage.get(key) for key in keys]
+    def payloads(self, keys: Sequence[int]) -> list[Payload]:
+        """Raises DamagedPayloads if the storage has not kept them all; `discard` is for these."""
+        return self.storage.get(keys, [self.items[key].nbytes for key in keys])
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Removes items whose payload is damaged from all tables."""
+        for key in keys:
+            log.error("item %d is removed: its payload on disk is damaged", key)
+            self.damaged += 1
+            for table in self.tables.values():
+                if key in table:
+                    table.delete([key])
+        self._progress(self.tables.values())
+
+    def hold(self, keys: Iterable[int]) -> None:
+        """Keeps these items' payloads, which count until `let_go`, whatever becomes of the items."""
+        for key in keys:
+            self.items[key].holders += 1
+
+    def let_go(self, keys: Sequence[int]) -> None:
+        self._release(keys)
+        if self._freed:
+            self._progress(self.tables.values())
 
     def _draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, Batch]:
         batch = table.draw(request, n)
@@ -384,8 +431,14 @@ class ReplayBuffer:
         self._batches[batch_id] = (table, batch)
         return batch_id, batch
 
-    def _release(self, keys: Iterable[int]) -> None:
-        gone = []
+    def _left(self, keys: Sequence[int]) -> None:
+        """These items have left a table."""
+        for watcher in self.watchers:
+            watcher.changed(keys)
+        self._release(keys)
+
+    def _release(self, keys: Sequence[int]) -> None:
+        gone, sizes = [], []
         for key in keys:
             item = self.items[key]
             item.holders -= 1
@@ -396,7 +449,8 @@ class ReplayBuffer:
                 if item.unused_permit and self.admission is not None:
                     self.admission.forget()
                 gone.append(key)
-        self.storage.delete(gone)
+                sizes.append(item.nbytes)
+        self.storage.delete(gone, sizes)
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -487,11 +541,14 @@ class ReplayBuffer:
         return True
 
     def _mark_blocked(self, tables: Iterable[Table]) -> None:
-        now = self.clock()
         for table in tables:
             lines = self.lines[table.name]
-            table.insert_blocked.set(bool(lines.inserts), now)
-            table.sample_blocked.set(bool(lines.samples), now)
+            for meter, blocked in (
+                (table.insert_blocked, bool(lines.inserts)),
+                (table.sample_blocked, bool(lines.samples)),
+            ):
+                if meter.blocked != blocked:
+                    meter.set(blocked, self.clock())
 
     def close(self) -> None:
         """Refuses everything from now on and ends every wait."""
@@ -515,8 +572,10 @@ class ReplayBuffer:
         bad = ~valid_priorities(priorities)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            check_priority(float(priorities[row]), f"key {int(keys[row])}, table {table_name!r}")
+            raise bad_priority(priorities[row], f"key {int(keys[row])}, table {table_name!r}")
         result = table.update_priorities(keys, priorities)
+        for watcher in self.watchers:
+            watcher.changed(keys.tolist())
         self._progress([table])  # an item of priority 0 may have become selectable
         return result
 
@@ -530,6 +589,10 @@ class ReplayBuffer:
     def reset(self, table_name: str = "") -> int:
         """Empties one table, or all (""), and sets its counters to 0. Returns how many items were removed."""
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
+        for watcher in self.watchers:
+            for table in tables:
+                watcher.changed(table.lent_out())
+                watcher.scope_changed(table.name, "")
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
         return removed
@@ -549,10 +612,10 @@ class ReplayBuffer:
         for sample in self.lines[table.name].samples:
             self._fail_if_refused(sample, self._check_sample, table, sample.request)
         table.drop_stale(self.policy.version)
-        self._progress([table])
+        self._progress(self.tables.values())  # who has ended waiting may have stood in the lines of others
         return table
 
-    def _fail_if_refused(self, pending: Pending[Any], check: Callable[..., None], *args: Any) -> None:
+    def _fail_if_refused(self, pending: Pending[Any], check: Callable[..., object], *args: Any) -> None:
         """Ends a wait that has become hopeless."""
         try:
             check(*args)
@@ -578,6 +641,8 @@ class ReplayBuffer:
         if self.admission is not None:
             if rollback:
                 self.admission.restart(version)
+                for watcher in self.watchers:
+                    watcher.changed(key for key, item in self.items.items() if item.unused_permit)
                 for item in self.items.values():
                     item.unused_permit = False  # no longer among the accepted
             else:
@@ -587,11 +652,79 @@ class ReplayBuffer:
             callback()
         return self.policy
 
+    # ------------------------------------------------------------------------------------------------ state
+
+    def remember(self, keys: Iterable[int]) -> None:
+        """These keys have been inserted, most recently."""
+        self._seen.update(keys)
+        self.seen_order.extend(keys)
+        while len(self.seen_order) > SEEN_KEYS:
+            self._seen.discard(self.seen_order.popleft())
+
+    def seen(self, keys: Iterable[int] | None = None) -> list[int]:
+        """Those of `keys` (or all), in order, that a retry would be recognised by."""
+        return [key for key in (self.seen_order if keys is None else keys) if key in self._seen]
+
+    def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
+        """The keys of the rows of `table` that are in hand, ascending, and how often each was drawn."""
+        drawn = [batch.keys for of, batch in self._batches.values() if of is table and batch.epoch == table.epoch]
+        return np.unique(np.concatenate(drawn or [np.zeros(0, np.uint64)]), return_counts=True)
+
+    def drawn_in_scope(self, table: Table, scope: str) -> set[int]:
+        """The keys in hand that were drawn under `scope`."""
+        batches = [batch for of, batch in self._batches.values() if of is table and batch.scope == scope]
+        return {key for batch in batches if batch.epoch == table.epoch for key in batch.keys.tolist()}
+
+    def withdraw(self, keys: Iterable[int]) -> set[int]:
+        """Takes back the insertion of items that could not be stored, but for those that somebody has drawn already.
+
+        Returns the keys of those that are gone.
+        """
+        withdrawn: set[int] = set()
+        for key in keys:
+            item = self.items.get(key)
+            holding = [table for table in self.tables.values() if key in table]
+            if item is None or item.holders > len(holding) or item.forwarded:
+                continue
+            if any(table.columns.times_sampled[table.columns.slots[key]] for table in holding):
+                continue
+            withdrawn.add(key)
+            self._seen.discard(key)
+            for table in holding:
+                table.withdraw([key])
+        self._progress(self.tables.values())
+        return withdrawn
+
+    def load_policy(self, version: int, weights: str, set_at: float) -> None:
+        self.policy = Policy(version, weights, set_at)
+
+    def load_items(self, items: Mapping[int, Item]) -> None:
+        """Items whose rows are in their tables; those without any go, as when a batch in hand lets go of them."""
+        self.items.update(items)
+        self.bytes += sum(item.nbytes for item in items.values())
+        unheld = [key for key, item in items.items() if item.holders == 0]
+        for key in unheld:
+            self.items[key].holders = 1
+        self._left(unheld)
+
+    def settle(self) -> None:
+        """Makes what was loaded fit the configuration."""
+        if self.admission is not None:
+            self.admission.set_version(self.policy.version)
+            self.admission.expire()
+        for table in self.tables.values():
+            size = table.size
+            if lost := table.settle():
+                log.warning("table %r: %d items are lost", table.name, lost)
+            if evicted := size - table.size:
+                log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
+            table.drop_stale(self.policy.version)
+        self._freed = False
+
 
 def valid_priorities(priorities: FloatArray) -> npt.NDArray[np.bool_]:
     return np.asarray((priorities >= 0) & (priorities <= MAX_PRIORITY))
 
 
-def check_priority(priority: float, what: str) -> None:
-    if not 0 <= priority <= MAX_PRIORITY:
-        raise invalid(f"priority {priority} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")
+def bad_priority(priority: float, what: str) -> Refused:
+    return invalid(f"priority {float(priority)} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")

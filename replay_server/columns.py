@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,22 @@ class Columns:
         self.size = np.zeros(0, dtype=np.int64)
         """Bytes of the payload."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
+        self._row = np.zeros(0, dtype=np.int64)
+        """Scratch of `last_rows`."""
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def find(self, keys: KeyArray) -> IntArray:
+        """The slots of `keys` (n,); -1 where there is none."""
+        names: list[int] = keys.tolist()
+        return np.fromiter(map(self.slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+
+    def last_rows(self, slots: IntArray) -> npt.NDArray[np.bool_]:
+        """Which rows (n,) of `slots` (n,) are not followed by the same slot again."""
+        rows = np.arange(slots.size)
+        self._row[slots] = rows  # numpy: of a repeated index the last value stays
+        return np.asarray(self._row[slots] == rows)
 
     def add(self, keys: Sequence[int]) -> IntArray:
         """A slot for each of `keys`; its other columns are for the caller to fill."""

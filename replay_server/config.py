@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from replay_server import rate_limiters, selectors
 from replay_server.columns import Columns
@@ -56,6 +56,7 @@ class SelectorConfig(_Tagged):
     """How the next item is chosen."""
 
     type: Literal["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
+    """The oldest, the newest, any, by priority at random, the lowest priority, the highest. Ties go to the older."""
     exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
     """`prioritized` draws in proportion to priority ** exponent."""
 
@@ -66,6 +67,7 @@ class SelectorConfig(_Tagged):
         return self
 
     def build(self, columns: Columns) -> Selector:
+        """A selector over the items of `columns`."""
         match self.type:
             case "fifo" | "lifo":
                 return selectors.Fifo(columns, newest_first=self.type == "lifo")
@@ -81,6 +83,8 @@ class RateLimiterConfig(_Tagged):
     """When inserting and sampling wait for each other; formulas in rate_limiters.py."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
+    """What is kept: a least size, a ratio of samples to inserts, or that each item is sampled once, in order or the
+    newest first."""
     min_size: int = Field(1, ge=1, le=MAX_COUNT)
     """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
     max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
@@ -108,6 +112,7 @@ class RateLimiterConfig(_Tagged):
         return self
 
     def build(self) -> RateLimiter:
+        """A limiter that has seen nothing yet. Raises ValueError for bounds that nothing could satisfy."""
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
             return rate_limiters.sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
@@ -125,6 +130,7 @@ class TableConfig(_Model):
     """
 
     name: str
+    """What clients call it: letters, digits, '_', '-' and '.'."""
     sampler: SelectorConfig = SelectorConfig(type="uniform")
     """Which item comes next when sampling."""
     remover: SelectorConfig = SelectorConfig(type="fifo")
@@ -136,6 +142,7 @@ class TableConfig(_Model):
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: never."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
+    """When inserting and sampling wait for each other."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
     """An item whose policy version lags by more is dropped and never delivered; absent: no limit."""
     when_full: Literal["evict", "block", "reject"] = "evict"
@@ -190,6 +197,7 @@ class AdmissionConfig(_Model):
     groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
+    """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
 
@@ -198,26 +206,92 @@ class ServerSection(_Model):
     """The process."""
 
     address: str = "127.0.0.1:7400"
+    """host:port where clients find the server. Port 0: a free one; 0.0.0.0: every address of this machine."""
     metrics_address: str | None = None
+    """host:port where Prometheus finds the metrics, over HTTP and without a token; absent: nowhere."""
     data_dir: Path | None = None
     """Where items are stored durably; absent: memory only."""
+    fsync: Literal["always", "never"] | float = 1.0
+    """When the disk is told to make sure of what was written: before each acknowledgement, every so many seconds, or
+    never. That a process is killed costs nothing under any of them; that the machine fails may."""
     max_bytes: Bytes | None = None
     """The most payload bytes of all tables together."""
     max_payload_bytes: Bytes = 1 << 30
     """The largest single item."""
 
     @model_validator(mode="after")
-    def _finished_parts_only(self) -> Self:
-        for name in ("data_dir", "metrics_address"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is not supported yet; leave it out")
+    def _checked(self) -> Self:
+        if isinstance(self.fsync, float) and not self.fsync > 0:
+            raise ValueError(f"fsync must be 'always', 'never' or a number of seconds above 0, not {self.fsync}")
         return self
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _host_and_port(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ValueError("must be host:port, for example 127.0.0.1:7401")
+        return address
+
+
+class SecuritySection(_Model):
+    """Who may talk to the server. All files are in PEM format but the tokens' (see security.Tokens)."""
+
+    tls_cert: Path | None = None
+    """The server's certificate and those between it and the root; absent: connections are not encrypted."""
+    tls_key: Path | None = None
+    """Its private key."""
+    tls_client_ca: Path | None = None
+    """Clients must have a certificate of one of these authorities (mutual TLS)."""
+    tokens_file: Path | None = None
+    """Clients must have one of these tokens; absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS, else no token is wanted."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca asks clients for certificates, which needs tls_cert and tls_key")
+        return self
+
+
+class LimitsSection(_Model):
+    """What clients share; what a single request may ask for is in limits.py. Each connection counts as a client."""
+
+    max_connections: int = Field(4096, ge=1, le=1_000_000)
+    """Connections at a time; more are refused."""
+    max_streams_per_connection: int = Field(1024, ge=1, le=1_000_000)
+    """Calls, streams included, that one connection has open; the client keeps back more."""
+    max_calls: int = Field(16_384, ge=1, le=10_000_000)
+    """Calls of all connections together; more are refused."""
+    max_unfinished_bytes: Bytes = 2 << 30
+    """Bytes of items that are not complete yet, half of it for one connection at most; who comes later waits. At least
+    the largest item (max_payload_bytes)."""
+    max_waiting_bytes: Bytes = 4 << 30
+    """Bytes of complete items that wait for their table, half of it for one connection at most; more are refused."""
+    stall_timeout: float = Field(60.0, gt=0)
+    """Seconds that a client may take for the next piece of an item that it sends, and to read one that it asked for."""
+
+
+class CheckpointsSection(_Model):
+    """Copies of the whole server, each in a file of its own."""
+
+    dir: Path | None = None
+    """Where they lie; absent: `checkpoints` in `data_dir`."""
+    every_minutes: float | None = Field(None, gt=0, le=1e6)
+    """Minutes from one to the next; absent: only those that are asked for."""
+    keep: int = Field(3, ge=1)
+    """How many of those without a name of their own stay; the older ones are removed."""
+    on_stop: bool = False
+    """Whether the server makes one when it stops."""
 
 
 class Config(_Model):
     """A whole server."""
 
     server: ServerSection = ServerSection()
+    security: SecuritySection = SecuritySection()
+    limits: LimitsSection = LimitsSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
     admission: AdmissionConfig | None = None
     tables: tuple[TableConfig, ...] = Field(min_length=1)
 
@@ -238,7 +312,16 @@ class Config(_Model):
                     raise ValueError(f"forward_to goes round in a circle: {' -> '.join([*path, step.forward_to])}")
                 step = by_name[step.forward_to]
                 path.append(step.name)
+        if self.checkpoint_dir is None and (self.checkpoints.every_minutes or self.checkpoints.on_stop):
+            raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """Where checkpoints are written; None: nowhere."""
+        if self.checkpoints.dir is None and self.server.data_dir is not None:
+            return self.server.data_dir / "checkpoints"
+        return self.checkpoints.dir
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -260,7 +343,9 @@ def explain(error: ValidationError) -> str:
         place = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         value = str(problem["input"])[:100] if isinstance(problem["input"], str | float) else problem["input"]
-        given = f", not {value!r}" if isinstance(value, str | float) or _is_small(value) else ""
+        shown = isinstance(value, str | float) or _is_small(value)
+        # A secret written where the name of its file belongs must not come out in a log.
+        given = f", not {value!r}" if shown and "security" not in problem["loc"] else ""
         clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
     return "; ".join(clauses)
 

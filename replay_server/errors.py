@@ -42,3 +42,7 @@ def closed(message: str) -> Refused:
 
 def unsupported(message: str) -> Refused:
     return Refused(grpc.StatusCode.UNIMPLEMENTED, message)
+
+
+def broken(message: str) -> Refused:
+    return Refused(grpc.StatusCode.INTERNAL, message)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_server.buffer import ReplayBuffer
+from replay_server.checkpoint_file import Summary
+from replay_server.checkpoints import Listed
 from replay_server.columns import FloatArray
 from replay_server.metrics import Quantiles
+from replay_server.storage.lmdb import LmdbStorage
 from replay_server.table import Table
 from replay_server.waiting import Line
 
@@ -30,7 +34,10 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
         bytes=buffer.bytes,
         max_bytes=int(buffer.max_bytes) if buffer.max_bytes < float("inf") else 0,
         storage=buffer.storage.name,
+        damaged=buffer.damaged,
     )
+    if isinstance(storage := buffer.storage, LmdbStorage):
+        info.disk_bytes, info.commits, info.commit_error = storage.disk_bytes, storage.commits, storage.error
     if (admission := buffer.admission) is not None:
         head = admission.line.head
         info.admission.CopyFrom(
@@ -80,3 +87,20 @@ def _waiting(buffer: ReplayBuffer, line: Line[Any], reason: str | None) -> pb.Wa
 
 def _quantiles(values: FloatArray) -> pb.Quantiles:
     return pb.Quantiles(**vars(Quantiles.of(values)))
+
+
+def checkpoint(summary: Summary) -> pb.CheckpointInfo:
+    return pb.CheckpointInfo(
+        name=summary.name,
+        created=summary.created,
+        items=summary.items,
+        bytes=summary.bytes,
+        intact=True,
+        policy_version=summary.policy_version,
+    )
+
+
+def listed_checkpoint(entry: Listed) -> pb.CheckpointInfo:
+    if entry.summary is None:
+        return pb.CheckpointInfo(name=entry.name, created=entry.created, problem=entry.problem)
+    return checkpoint(replace(entry.summary, name=entry.name))

@@ -42,6 +42,10 @@ class BlockedTime:
         self._meter = Meter(now)
         self._since: float | None = None
 
+    @property
+    def blocked(self) -> bool:
+        return self._since is not None
+
     def set(self, blocked: bool, now: float) -> None:
         self._settle(now)
         self._since = now if blocked else None

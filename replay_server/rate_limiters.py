@@ -29,15 +29,18 @@ class RateLimiter:
 
     @property
     def size(self) -> int:
+        """Items that are there."""
         return self.inserts - self.deletes
 
     def can_insert(self, n: int) -> bool:
+        """Whether `n` items may be inserted at once, now."""
         return (
             self.inserts + n - self.deletes <= self.min_size
             or (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
         )
 
     def can_sample(self, n: int) -> bool:
+        """Whether `n` items may be sampled at once, now."""
         return self.size >= self.min_size and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
 
     def most_samples(self) -> float:
@@ -63,6 +66,7 @@ class RateLimiter:
         return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff
 
     def why_no_insert(self, n: int) -> str:
+        """The inequality that keeps `n` items out, with its numbers; only where `can_insert(n)` is false."""
         spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
         return (
             f"({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples:.12g} samples = {difference:.12g} "
@@ -70,6 +74,7 @@ class RateLimiter:
         )
 
     def why_no_sample(self, n: int) -> str:
+        """The inequality that keeps `n` samples back, with its numbers; only where `can_sample(n)` is false."""
         if self.size < self.min_size:
             return f"size {self.size} < min_size {self.min_size}"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n

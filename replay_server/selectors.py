@@ -211,36 +211,28 @@ class Prioritized:
         self._columns = columns
         self._exponent = exponent
         self._tree = SumTree()
-        self._positive: set[int] = set()
 
     def insert(self, slots: IntArray) -> None:
         self.update(slots)
 
     def delete(self, slots: IntArray) -> None:
-        self._positive.difference_update(slots.tolist())
         self._tree.set(slots, np.zeros(slots.size))
 
     def update(self, slots: IntArray) -> None:
         priorities = self._columns.priority[slots]
-        weights = np.where(priorities > 0, priorities**self._exponent, 0.0)  # 0 ** 0 would be 1
-        self._tree.set(slots, weights)
-        positive = weights > 0
-        if positive.all():
-            self._positive.update(slots.tolist())
-        else:
-            self._positive.update(slots[positive].tolist())
-            self._positive.difference_update(slots[~positive].tolist())
+        # Where the priority is 0 the weight is too, whatever the exponent: 0 ** 0 would be 1.
+        self._tree.set(slots, np.where(priorities > 0, priorities**self._exponent, 0.0))
 
     def selectable(self) -> int:
-        return len(self._positive)
+        return self._tree.positive
 
     def holds(self, slot: int) -> bool:
-        return slot in self._positive
+        return self._tree.is_positive(slot)
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # The first appearances in a sequence of independent draws are a sequence of successive draws without
         # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
-        n = min(n, len(self._positive) - excluded.size)
+        n = min(n, self._tree.positive - excluded.size)
         tree = self._tree
         # What is set to 0 on the way, with its weights.
         hidden = [(excluded, tree.get(excluded))]
@@ -258,7 +250,7 @@ class Prioritized:
         return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        if not self._positive:
+        if not self._tree.positive:
             return NONE, _ZERO[:0]
         slots = self._draw(n, rng)
         return slots, self._tree.get(slots) / self._tree.total

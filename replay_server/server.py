@@ -6,29 +6,66 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 
 from replay_server.blocked_log import BlockedLog
 from replay_server.buffer import ReplayBuffer
-from replay_server.config import AdmissionConfig, Config, ServerSection, TableConfig
+from replay_server.checkpoints import CheckpointDirectory, Checkpointer, OpenCheckpoint
+from replay_server.config import (
+    AdmissionConfig,
+    CheckpointsSection,
+    Config,
+    LimitsSection,
+    SecuritySection,
+    ServerSection,
+    TableConfig,
+)
+from replay_server.errors import Refused
+from replay_server.health import add_health
+from replay_server.journal import Fsync, Journal
+from replay_server.latency import Latencies
+from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from replay_server.security import Security, TokenInterceptor
 from replay_server.service import ReplayService, add_service
+from replay_server.storage.lmdb import LmdbStorage
+
+if TYPE_CHECKING:
+    from replay_server.metrics_endpoint import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
+# What gRPC says, with a traceback, about a client that went away while an answer was being written to it.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in record.msg)
 
-_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", -1),
-    # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
+
+def _options(limits: LimitsSection) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: who connects and says nothing is cut off
+        # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
+    if address is None:
+        return None, None
+    from replay_server.metrics_endpoint import MetricsEndpoint  # loads packages that nothing else needs
+
+    return MetricsEndpoint(address), Latencies()
 
 
 class ReplayServer:
@@ -37,7 +74,8 @@ class ReplayServer:
         with ReplayServer(tables=[TableConfig(name="replay", sampler="prioritized")], port=0) as server:
             client = ReplayClient(server.address)
 
-    `port=0` takes a free port. Raises OSError from `start` if the address cannot be had.
+    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used, and OSError from `start` if
+    the address cannot be had.
     """
 
     def __init__(
@@ -48,23 +86,56 @@ class ReplayServer:
         *,
         admission: AdmissionConfig | None = None,
         max_bytes: int | str | None = None,
+        metrics_address: str | None = None,
+        data_dir: str | Path | None = None,
+        fsync: Fsync = 1.0,
+        checkpoints: CheckpointsSection | None = None,
+        security: SecuritySection | None = None,
+        limits: LimitsSection | None = None,
     ) -> None:
-        section = ServerSection.model_validate({"address": f"{host}:{port}", "max_bytes": max_bytes})
-        self._set_up(Config(server=section, admission=admission, tables=tuple(tables)))
+        section = {
+            "address": f"{host}:{port}",
+            "max_bytes": max_bytes,
+            "metrics_address": metrics_address,
+            "data_dir": data_dir,
+            "fsync": fsync,
+        }
+        config = Config(
+            server=ServerSection.model_validate(section),
+            security=security or SecuritySection(),
+            limits=limits or LimitsSection(),
+            checkpoints=checkpoints or CheckpointsSection(),
+            admission=admission,
+            tables=tuple(tables),
+        )
+        self._set_up(config, {})
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
+    def from_config(cls, config: Config, environment: Mapping[str, str] | None = None) -> Self:
+        """A server that takes its tokens from `environment` where the configuration names no file of them."""
         server = cls.__new__(cls)
-        server._set_up(config)
+        server._set_up(config, environment or {})
         return server
 
-    def _set_up(self, config: Config) -> None:
+    def _set_up(self, config: Config, environment: Mapping[str, str]) -> None:
         self.config = config
+        self._security = Security(config.security, environment)
+        self._restore: str | None = None
+        self._replace = False
         self._address: str | None = None
+        self._metrics_address: str | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._grace: float | None = None
+
+    def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
+        """Makes the start begin with this checkpoint ("latest": the newest), or the newest whole one if it is damaged.
+
+        Where `data_dir` holds items already the start fails; `replace` puts these aside.
+        """
+        self._restore, self._replace = checkpoint, replace
+        return self
 
     @property
     def address(self) -> str:
@@ -72,6 +143,11 @@ class ReplayServer:
         if self._address is None:
             raise RuntimeError("the server is not started")
         return self._address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """ "host:port" of the metrics, once it is started; None: it has none."""
+        return self._metrics_address
 
     def start(self) -> None:
         """Returns when the server answers."""
@@ -112,39 +188,105 @@ class ReplayServer:
 
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serves until `request_stop`, on the running event loop; calls `on_started` once it answers."""
+        section, checkpoint, storage = self.config.server, None, None
+        if self._restore is not None:
+            if (directory := self.config.checkpoint_dir) is None:
+                raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
+            checkpoint = CheckpointDirectory(directory).open(self._restore)
+        if section.data_dir is not None:
+            storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=self._replace)
+        try:
+            await self._serve(storage, checkpoint, on_started)
+        finally:
+            if storage is not None:
+                storage.close()
+
+    async def _serve(
+        self, storage: LmdbStorage | None, checkpoint: OpenCheckpoint | None, on_started: Callable[[], None]
+    ) -> None:
         section = self.config.server
         buffer = ReplayBuffer(
             self.config.tables,
             time.monotonic,
+            storage=storage,
             admission=self.config.admission,
             max_bytes=section.max_bytes,
             max_payload_bytes=section.max_payload_bytes,
         )
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = grpc.aio.server(options=_OPTIONS)
-        service = ReplayService(buffer)
-        add_service(service, server)
+        journal = checkpointer = None
+        if storage is not None:
+            journal = Journal.start(buffer, storage, section.fsync, checkpoint)
+        elif checkpoint is not None:
+            checkpoint.load(buffer)
+        if (directory := self.config.checkpoint_dir) is not None:
+            checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), self.config.checkpoints.keep)
+        try:
+            if journal is not None:
+                await journal.durable()
+            await self._listen(buffer, journal, checkpointer, on_started)
+        finally:
+            if checkpointer is not None:
+                await checkpointer.close()
+            if journal is not None:
+                await journal.close()
+            log.info("stopped")
+
+    async def _listen(
+        self,
+        buffer: ReplayBuffer,
+        journal: Journal | None,
+        checkpointer: Checkpointer | None,
+        on_started: Callable[[], None],
+    ) -> None:
+        section, checkpoints = self.config.server, self.config.checkpoints
+        metrics, latencies = _metrics_endpoint(section.metrics_address)
+        interceptors = [] if self._security.tokens is None else [TokenInterceptor(self._security)]
+        server = grpc.aio.server(options=_options(self.config.limits), interceptors=interceptors)
+        service = self._service = ReplayService(buffer, self.config.limits, section.data_dir, journal, checkpointer)
+        add_service(service, server, latencies)
+        health = add_health(server)
         host, _, _ = section.address.rpartition(":")
         try:
-            port = server.add_insecure_port(section.address)
+            if (credentials := self._security.credentials()) is None:
+                port = server.add_insecure_port(section.address)
+            else:
+                port = server.add_secure_port(section.address, credentials)
         except RuntimeError as error:
+            if metrics is not None:
+                metrics.close()
             raise OSError(
                 f"cannot listen on {section.address}: it is in use, or not an address of this machine"
             ) from error
         self._address = f"{host}:{port}"
+        self._security.warn(self._address)
         await server.start()
+        if metrics is not None and latencies is not None:
+            metrics.start(service.server_info, latencies)
+            self._metrics_address = metrics.address
+            log.info("metrics at http://%s/metrics", metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
-        blocked_log = asyncio.create_task(BlockedLog(buffer).run())
+        tasks = [asyncio.create_task(BlockedLog(buffer).run())]
+        if checkpointer is not None and checkpoints.every_minutes is not None:
+            tasks.append(asyncio.create_task(checkpointer.run(60 * checkpoints.every_minutes)))
         try:
             on_started()
+            assert self._stop is not None
             await self._stop.wait()
         finally:
-            blocked_log.cancel()
+            for task in tasks:
+                task.cancel()
+            health.drain()
             buffer.close()
             service.close()
             await server.stop(self._grace)
-            buffer.storage.close()
-            log.info("stopped")
+            if metrics is not None:
+                await asyncio.to_thread(metrics.close)
+            if checkpointer is not None and checkpoints.on_stop:
+                try:
+                    await checkpointer.write()
+                except Refused as refusal:
+                    log.error("%s", refusal.message)
 
     def __enter__(self) -> Self:
         self.start()

@@ -21,6 +21,9 @@ class SumTree:
     def __init__(self, capacity: int = 64) -> None:
         self._allocate(1 << max(1, capacity - 1).bit_length())
 
+        self.positive = 0
+        """How many leaves are above 0."""
+
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
         self._nodes = np.zeros(2 * capacity)
@@ -33,8 +36,11 @@ class SumTree:
     def get(self, positions: IntArray) -> FloatArray:
         return self._nodes[positions + self.capacity]
 
+    def is_positive(self, position: int) -> bool:
+        return self._scalars[position + self.capacity] > 0
+
     def set(self, positions: IntArray, values: FloatArray) -> None:
-        """Sets the leaves at `positions` (distinct, any order); O(m log capacity)."""
+        """Sets the leaves at `positions` (distinct, any order) to numbers from 0; O(m log capacity)."""
         if positions.size == 0:
             return
         if (top := int(positions.max())) >= self.capacity:
@@ -43,6 +49,7 @@ class SumTree:
             nodes = self._scalars
             for position, value in zip(positions.tolist(), values.tolist(), strict=True):
                 node = position + self.capacity
+                self.positive += (value > 0) - (nodes[node] > 0)
                 nodes[node] = value
                 node >>= 1
                 while node:
@@ -50,6 +57,7 @@ class SumTree:
                     node >>= 1
             return
         level = positions + self.capacity
+        self.positive += int(np.count_nonzero(values) - np.count_nonzero(self._nodes[level]))
         self._nodes[level] = values
         while level[0] > 1:
             level = level >> 1

@@ -13,17 +13,23 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from replay_server.batch import Batch, SampleRequest
 from replay_server.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.config import TableConfig
 from replay_server.metrics import BlockedTime, Meter
+from replay_server.records import ROW
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 _MAX_SCOPES = 1024
 """Scopes remembered by a table; the one used longest ago is forgotten first."""
+_MAX_SCOPED_KEYS = 1 << 20
+"""Keys remembered by all scopes of a table together, but for those of the current scope that are still here."""
 
 
 @dataclass
@@ -74,7 +80,8 @@ class Table:
         """Rows of batches that are neither taken nor given back."""
         self._consumed: dict[int, tuple[Batch, int]] = {}
         """Rows in hand that left the table with their draw, by key: other batches in hand may hold the same item."""
-        self._scopes: OrderedDict[str, set[int]] = OrderedDict()
+        self.scopes: OrderedDict[str, set[int]] = OrderedDict()
+        self._trim_scopes_at = _MAX_SCOPED_KEYS
         self.epoch += 1
 
     @property
@@ -91,6 +98,10 @@ class Table:
     def has_or_lent_out(self, key: int) -> bool:
         """Whether the item is here, or left with a batch that may still give it back."""
         return key in self or key in self._consumed
+
+    def lent_out(self) -> list[int]:
+        """Items that left with batches in hand."""
+        return list(self._consumed)
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -134,7 +145,7 @@ class Table:
         now = self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self._add(keys, priorities, policy_versions, sizes, orders, np.full(n, now), np.zeros(n, np.int64))
+        self._add(keys, priorities, policy_versions, sizes, orders, now, 0)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -157,8 +168,8 @@ class Table:
         policy_versions: IntArray,
         sizes: IntArray,
         orders: IntArray,
-        inserted_at: FloatArray,
-        times_sampled: IntArray,
+        inserted_at: FloatArray | float,
+        times_sampled: IntArray | int,
     ) -> None:
         columns = self.columns
         slots = columns.add(keys)
@@ -293,16 +304,24 @@ class Table:
     def _excluded(self, request: SampleRequest) -> set[int]:
         """The slots that `request` must not get and that the sampler might name."""
         keys: Iterable[int] = request.exclude
-        if request.scope and (given := self._scopes.get(request.scope)):
+        if request.scope and (given := self.scopes.get(request.scope)):
             keys = given | request.exclude
         found = {slot for key in keys if (slot := self.columns.slots.get(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
 
     def _scope(self, name: str) -> set[int]:
-        keys = self._scopes.setdefault(name, set())
-        self._scopes.move_to_end(name)
-        if len(self._scopes) > _MAX_SCOPES:
-            self._scopes.popitem(last=False)
+        keys = self.scopes.setdefault(name, set())
+        self.scopes.move_to_end(name)
+        if len(self.scopes) > _MAX_SCOPES:
+            self.scopes.popitem(last=False)
+        if (total := sum(map(len, self.scopes.values()))) > self._trim_scopes_at:
+            # Keys that have left do not come again; of the rest, the scopes used longest ago are forgotten.
+            for known in self.scopes.values():
+                known.intersection_update([key for key in known if self.has_or_lent_out(key)])
+            total = sum(map(len, self.scopes.values()))
+            while len(self.scopes) > 1 and total > _MAX_SCOPED_KEYS // 2:
+                total -= len(self.scopes.popitem(last=False)[1])
+            self._trim_scopes_at = max(_MAX_SCOPED_KEYS, 2 * total)
         return keys
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
@@ -312,20 +331,23 @@ class Table:
 
         Returns how many items were updated, and the keys that are missing.
         """
-        names: list[int] = keys.tolist()
-        found = list(map(self.columns.slots.get, names))
-        missing = []
-        if None in found:
-            missing = list(dict.fromkeys(key for key, slot in zip(names, found, strict=True) if slot is None))
-            priorities = priorities[[slot is not None for slot in found]]
-        slots = np.array([slot for slot in found if slot is not None], dtype=np.int64)
-        self.columns.priority[slots] = priorities  # numpy: of a repeated index the last value stays
-        if len(distinct := set(slots.tolist())) < slots.size:
-            slots = np.array(list(distinct), dtype=np.int64)
+        slots, missing = self.columns.find(keys), []
+        if (absent := slots < 0).any():
+            missing = list(dict.fromkeys(keys[absent].tolist()))
+            slots, priorities = slots[~absent], priorities[~absent]
+        last = self.columns.last_rows(slots)
+        slots, priorities = slots[last], priorities[last]
+        self.columns.priority[slots] = priorities
         self.sampler.update(slots)
         if self.remover is not self.sampler:
             self.remover.update(slots)
         return slots.size, missing
+
+    def withdraw(self, keys: Sequence[int]) -> None:
+        """Takes back the insertion of items that nobody has drawn."""
+        self.limiter.inserts -= len(keys)
+        self.counters.inserts -= len(keys)
+        self._remove(self.columns.find(np.array(keys, dtype=np.uint64)))
 
     def delete(self, keys: Iterable[int]) -> list[int]:
         """Removes items. Returns missing keys."""
@@ -405,8 +427,98 @@ class Table:
                 self.sampler.insert(slots)
                 if not same:
                     self.remover.insert(slots)
-        while self.size > config.max_size or self.bytes > (config.max_bytes or math.inf):
-            self.evict()
+        self._fit()
+
+    def _fit(self) -> None:
+        """Lets go of what the configuration does not keep."""
+        if (limit := self.config.max_times_sampled) and self.size:
+            slots = self.columns.used()
+            used_up = slots[self.columns.times_sampled[slots] >= limit]
+            self.counters.consumed += used_up.size
+            self.limiter.deletes += used_up.size
+            self._remove(used_up)
+        while self.size > self.config.max_size or self.bytes > (self.config.max_bytes or math.inf):
+            self.evict(max(1, self.size - self.config.max_size))
 
     def counts(self) -> dict[str, int]:
         return {item.name: getattr(self.counters, item.name) for item in fields(Counters)}
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but items and scopes, as if what is in hand had been given back."""
+        limiter, consumed, rng = self.limiter, len(self._consumed), self.rng.bit_generator.state
+        return {
+            "name": self.name,
+            "order": self._order,
+            "limiter": [limiter.inserts, limiter.samples - self.in_hand, limiter.deletes - consumed],
+            "counters": self.counts()
+            | {"samples": self.counters.samples - self.in_hand, "consumed": self.counters.consumed - consumed},
+            "rng": [
+                rng["state"]["state"].to_bytes(16),
+                rng["state"]["inc"].to_bytes(16),
+                rng["has_uint32"],
+                rng["uinteger"],
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order = state["order"]
+        self.limiter.inserts, self.limiter.samples, self.limiter.deletes = state["limiter"]
+        self.counters = Counters(**state["counters"])
+        current, increment, has_uint32, uinteger = state["rng"]
+        self.rng.bit_generator.state = {
+            "bit_generator": "PCG64",
+            "state": {"state": int.from_bytes(current), "inc": int.from_bytes(increment)},
+            "has_uint32": has_uint32,
+            "uinteger": uinteger,
+        }
+
+    def rows(self, keys: KeyArray, drawn: KeyArray, times: IntArray) -> tuple[IntArray, npt.NDArray[np.void]]:
+        """Rows (m,) of those of `keys` (n,) that would be here if nothing were in hand, and their places in `keys`.
+
+        `drawn`, ascending, are the keys of rows in hand, and `times` how often each of them was drawn. Times are of the
+        server's clock, and the column `table` is for the caller to fill.
+        """
+        slots, columns = self.columns.find(keys), self.columns
+        places = np.flatnonzero(slots >= 0)
+        rows = np.zeros(places.size, dtype=ROW)
+        for name in ("order", "times_sampled", "priority", "inserted_at"):
+            rows[name] = getattr(columns, name)[slots[places]]
+        if self._consumed:
+            lent = [
+                (
+                    place,
+                    (0, 0, batch.orders[row], batch.times_sampled[row], batch.priorities[row], batch.inserted_at[row]),
+                )
+                for place, (batch, row) in enumerate(map(self._consumed.get, keys.tolist(), repeat((None, 0))))
+                if batch is not None
+            ]
+            places = np.concatenate([places, np.array([place for place, _ in lent], dtype=np.int64)])
+            rows = np.concatenate([rows, np.array([row for _, row in lent], dtype=ROW)])
+        if drawn.size:
+            at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
+            rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
+        return places, rows
+
+    def load_rows(
+        self,
+        keys: KeyArray,
+        priorities: FloatArray,
+        policy_versions: IntArray,
+        sizes: IntArray,
+        orders: IntArray,
+        inserted_at: FloatArray,
+        times_sampled: IntArray,
+    ) -> None:
+        """Puts items back, in their order, as they were. The counters know of them already."""
+        if keys.size:
+            self._add(keys.tolist(), priorities, policy_versions, sizes, orders, inserted_at, times_sampled)
+
+    def settle(self) -> int:
+        """Makes the counters fit the loaded items, and these the configuration. Returns how many were missing."""
+        lost = self.limiter.size - self.size
+        self.limiter.deletes += lost
+        if self.config.when_full == "evict":  # elsewhere what was in hand may be too much for a while
+            self._fit()
+        return lost
