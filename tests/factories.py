@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -50,14 +51,21 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(tmp_path: Path, config: str = "", address: str = "127.0.0.1:0") -> Iterator[ServerProcess]:
+def server_process(
+    tmp_path: Path,
+    config: str = "",
+    address: str = "127.0.0.1:0",
+    stderr: IO[str] | None = None,
+    options: Sequence[str] = (),
+) -> Iterator[ServerProcess]:
     """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block."""
     command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
     if config:
         path = tmp_path / "replay.toml"
         path.write_text(config)
         command += ["--config", str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command += options
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

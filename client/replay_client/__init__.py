@@ -1,8 +1,10 @@
 """The client of the replay server. Imports neither torch nor the server."""
 
+from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
 from replay_client.client import ReplayClient
 from replay_client.records import (
+    CheckpointInfo,
     ItemInfo,
     ItemPage,
     MutationResult,
@@ -17,7 +19,9 @@ from replay_client.records import (
 from replay_client.rollout import RolloutGroup, group_from_completions
 
 __all__ = [
+    "TLS",
     "AsyncReplayClient",
+    "CheckpointInfo",
     "ItemInfo",
     "ItemPage",
     "MutationResult",

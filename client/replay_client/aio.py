@@ -12,12 +12,15 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from replay_client import tracing
+from replay_client.access import TLS, Access
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_client.frames import Item, KeySequence, PayloadJoiner, pack_items
 from replay_client.insert_streams import InsertStreams
 from replay_client.records import (
     Buffer,
+    CheckpointInfo,
     ItemPage,
     MutationResult,
     PermitLease,
@@ -54,13 +57,41 @@ class AsyncReplayClient:
     of `replay_client.errors.ReplayError`. A client belongs to one event loop.
     """
 
-    def __init__(self, address: str, timeout: float | None = 30.0) -> None:
-        self._connection = Connection(address, timeout)
+    def __init__(
+        self,
+        address: str,
+        timeout: float | None = 30.0,
+        *,
+        token: str | None = None,
+        tls: TLS | bool = False,
+        allow_insecure_token: bool = False,
+    ) -> None:
+        """`tls`: True for a server with a certificate that everybody trusts, or a TLS that names files.
+
+        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
+        Raises ValueError for an address, token or file that cannot be used.
+        """
+        files = tls if isinstance(tls, TLS) else TLS() if tls else None
+        self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
         self._keys = KeySequence()
         self._insert_streams = InsertStreams(self._connection)
 
+    @classmethod
+    def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
+        """A client with the settings of the environment: REPLAY_ADDRESS, REPLAY_TOKEN or REPLAY_TOKEN_FILE,
+        REPLAY_TLS_CA and the others of `replay_client.access`; `settings` go before them, by the names there."""
+        access = Access.find(**settings)
+        return cls(
+            access.address,
+            timeout,
+            token=access.token,
+            tls=access.tls or False,
+            allow_insecure_token=access.allow_insecure_token,
+        )
+
     @property
     def address(self) -> str:
+        """host:port of the server."""
         return self._connection.address
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -88,9 +119,13 @@ class AsyncReplayClient:
         lease = permits.id if permits else 0
         item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, lease)
         frames = list(pack_items([item]))
-        response = await self._connection.call(
-            lambda _, rpc_timeout: self._insert_streams.insert(frames, rpc_timeout), seconds
-        )
+
+        async def attempt(_: ReplayAsyncStub, rpc_timeout: float | None) -> pb.InsertResponse:
+            if len(frames) == 1 and tracing.active():  # a call of its own carries the trace context
+                return await self._connection.payloads.Insert(frames[0], timeout=rpc_timeout)
+            return await self._insert_streams.insert(frames, rpc_timeout)
+
+        response = await self._connection.call(attempt, seconds)
         for error in response.errors:
             raise error_of(error.code, error.message)
         return item.key
@@ -351,12 +386,24 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------------------------ the client
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
-        """Makes the server write a checkpoint. Returns its name. Raises UnsupportedError where it cannot."""
+        """Makes the server write a checkpoint of all tables as of one moment, while it goes on. Returns its name.
+
+        Without a name the server chooses one, and removes all but the last few of those. One that was begun is finished
+        even if nobody waits for it any more. Raises UnsupportedError where the server has no place for checkpoints.
+        """
         response = await self._connection.call(
             lambda stub, seconds: stub.Checkpoint(pb.CheckpointRequest(name=name), timeout=seconds),
             self._connection.seconds(timeout),
         )
         return response.name
+
+    async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
+        """The server's checkpoints, the newest first. `verify` makes it read every byte of them."""
+        response = await self._connection.call(
+            lambda stub, seconds: stub.ListCheckpoints(pb.ListCheckpointsRequest(verify=verify), timeout=seconds),
+            self._connection.seconds(timeout),
+        )
+        return list(response.checkpoints)
 
     async def close(self) -> None:
         """Lets go of the connection; what the server drew ahead for this client goes back."""

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
+from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, Self, TypeVar
@@ -13,11 +14,13 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.access import TLS
 from replay_client.aio import WRITER_BYTES, AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout
-from replay_client.errors import ReplayError, ServerClosedError
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
 from replay_client.records import (
     Buffer,
+    CheckpointInfo,
     ItemPage,
     MutationResult,
     PermitLease,
@@ -45,12 +48,24 @@ def _count_fork() -> None:
 
 os.register_at_fork(after_in_child=_count_fork)
 
+_resting: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
+"""Event loops of clients that were closed, with the `_forks` of their process, for the next ones: gRPC still has words
+for a loop after its last call has ended, and complains to stderr where they find it closed."""
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    while _resting:
+        forks, loop = _resting.pop()
+        if forks == _forks:
+            return loop
+    return asyncio.new_event_loop()
+
 
 class LoopThread:
     """An event loop in a daemon thread, for calls from other threads."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _event_loop()
         self._forks = _forks
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
@@ -100,7 +115,7 @@ class LoopThread:
         self._run(finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.close()
+        _resting.append((self._forks, self.loop))
 
 
 class ReplayClient:
@@ -109,12 +124,30 @@ class ReplayClient:
     Methods and errors are those of `AsyncReplayClient`. Close it, or use it as a context manager.
     """
 
-    def __init__(self, address: str, timeout: float | None = 30.0) -> None:
-        self._aio = AsyncReplayClient(address, timeout)
+    def __init__(
+        self,
+        address: str,
+        timeout: float | None = 30.0,
+        *,
+        token: str | None = None,
+        tls: TLS | bool = False,
+        allow_insecure_token: bool = False,
+    ) -> None:
+        """As AsyncReplayClient."""
+        self._aio = AsyncReplayClient(address, timeout, token=token, tls=tls, allow_insecure_token=allow_insecure_token)
         self._thread = LoopThread()
+
+    @classmethod
+    def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
+        """As AsyncReplayClient.from_env."""
+        client = cls.__new__(cls)
+        client._aio = AsyncReplayClient.from_env(timeout, **settings)
+        client._thread = LoopThread()
+        return client
 
     @property
     def address(self) -> str:
+        """host:port of the server."""
         return self._aio.address
 
     def insert(
@@ -282,6 +315,10 @@ class ReplayClient:
         """As AsyncReplayClient.checkpoint."""
         return self._thread.run(self._aio.checkpoint(name, timeout=timeout))
 
+    def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
+        """As AsyncReplayClient.checkpoints."""
+        return self._thread.run(self._aio.checkpoints(verify=verify, timeout=timeout))
+
     def close(self) -> None:
         """As AsyncReplayClient.close; the second time it does nothing."""
         self._thread.close(self._aio.close())
@@ -326,7 +363,13 @@ class Writer:
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
         """As AsyncWriter.flush."""
-        self._thread.run(self._writer.flush(timeout))
+        # Waited for here and not on the loop: that saves a hand-over between the threads.
+        self._thread.check()
+        seconds, drained = self._pipeline.seconds(timeout), threading.Event()
+        while not self._pipeline.drained(drained.set):
+            if not drained.wait(seconds):
+                raise DeadlineExceededError(self._pipeline.waiting())
+            drained.clear()
 
     def close(self) -> None:
         """Stops without waiting; what is not acknowledged may or may not have been stored."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
 
-from replay_client.errors import ReplayError, ServerUnavailableError, error_of
+from replay_client.access import TLS, Access
+from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, error_of
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
@@ -71,12 +72,10 @@ class PayloadStub:
 
 
 class Connection:
-    def __init__(self, address: str, timeout: float | None) -> None:
+    def __init__(self, access: Access, timeout: float | None) -> None:
         check_timeout(timeout)
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"address must be host:port, for example 127.0.0.1:7400, not {address!r}")
-        self.address = address
+        self.access = access
+        self.address = access.address
         self.timeout = timeout
         self._channel: grpc.aio.Channel | None = None
         self._stub: ReplayAsyncStub | None = None
@@ -85,7 +84,7 @@ class Connection:
     def _channel_now(self) -> grpc.aio.Channel:
         """Made at the first use, because a channel belongs to the event loop that runs then."""
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+            self._channel = self.access.channel(_OPTIONS)
         return self._channel
 
     @property
@@ -146,6 +145,8 @@ class Patience:
 
     async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
         """Waits before the next attempt, or raises what `error` means."""
+        if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
+            raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
         # grpc.aio says INTERNAL, whatever the true status, when it was writing to a stream that had just ended.
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
             raise self._connection_error(error) from None
@@ -156,6 +157,7 @@ class Patience:
             raise ServerUnavailableError(
                 f"no replay server answers at {self._connection.address}{waited}: {error.details()}; is it running "
                 f"(`replay serve`), and is the address right?"
+                f"{_closed_remedy(error.details() or '', self._connection.access.tls)}"
             ) from None
         await asyncio.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -165,6 +167,36 @@ class Patience:
             # gRPC's own words: the server said nothing at all, not even after the grace.
             return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
         return error_of(error.code(), error.details() or "")
+
+
+def _tls_remedy(details: str, tls: TLS | None) -> str | None:
+    """What to do about a failed TLS handshake, from gRPC's words; None if that is not what failed, or it may pass."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
+        trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
+        return (
+            f"the server's certificate is not to be trusted ({reason}); it is checked against {trusted} (tls_ca, "
+            f"REPLAY_TLS_CA): use the certificate of the authority that signed the server's, or renew the server's"
+        )
+    if "Hostname Verification" in details:
+        return (
+            "the server's certificate is for another name than this address: use an address that it names, or say "
+            "which name to expect (tls_server_name, REPLAY_TLS_SERVER_NAME)"
+        )
+    if "WRONG_VERSION_NUMBER" in details:
+        return "what answers there does not use TLS: leave out tls (and REPLAY_TLS...), or give the server tls_cert"
+    return None
+
+
+def _closed_remedy(details: str, tls: TLS | None) -> str:
+    """What a connection that is closed at once may mean; gRPC learns no more than that from the other end."""
+    if not details.endswith(("Socket closed", "Connection reset by peer")):
+        return ""
+    if tls is None:
+        return " A server that uses TLS closes a connection without it: try tls=... (REPLAY_TLS_CA, --tls-ca)"
+    if tls.cert is None:
+        return " It may want a certificate of this client: try tls_cert and tls_key (REPLAY_TLS_CERT, REPLAY_TLS_KEY)"
+    return " It may not accept this client's certificate: its tls_client_ca must be the authority that signed that one"
 
 
 async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:

@@ -41,7 +41,8 @@ class PayloadTooLargeError(InvalidRequestError):
 
 
 class TableFullError(ReplayError):
-    """The table is full and configured with `when_full = "reject"`, or the server's memory bound is reached."""
+    """The table is full and configured with `when_full = "reject"`, or a bound of the server is reached: its memory,
+    the bytes of inserts that wait, its calls, the samples in hand."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -59,7 +60,7 @@ class ServerUnavailableError(ReplayError, ConnectionError):
 
 
 class AuthenticationError(ReplayError):
-    """The token is missing or wrong."""
+    """The token is missing, wrong or not allowed to do this, or the server's certificate is not to be trusted."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 

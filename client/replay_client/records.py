@@ -10,6 +10,7 @@ from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 
 TableInfo = pb.TableInfo
+CheckpointInfo = pb.CheckpointInfo
 """Everything about one table; fields as documented in replay.proto. `config` is the JSON of its TableConfig."""
 AdmissionInfo = pb.AdmissionInfo
 
@@ -71,6 +72,7 @@ class StoredItem:
 
     @cached_property
     def group(self) -> RolloutGroup:
+        """The payload as a group; decoded at the first use. Raises ValueError if it is not one."""
         return RolloutGroup.decode(self.payload)
 
 
@@ -149,13 +151,31 @@ class ServerInfo:
     storage: str
     insert_streams: int
     sample_streams: int
+    time: float
+    """The server's clock, in seconds since the epoch."""
+    resident_bytes: int
+    """Memory of the server's process; 0 here and below: unknown."""
+    memory_available: int
+    """Bytes that the server's machine, or its control group, has left."""
+    disk_available: int
+    """Bytes left where `data_dir` lies."""
+    disk_bytes: int
+    """Of a durable storage."""
+    commits: int
+    """To it, since the start."""
+    commit_error: str
+    """Why the last commit failed, while it is so; inserts are refused then."""
+    damaged: int
+    """Items lost since the start because their bytes on disk were damaged."""
 
 
 def policy_of(message: pb.Policy) -> Policy:
+    """The policy in its message."""
     return Policy(message.version, message.weights, message.age)
 
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
+    """The server and its tables in their message."""
     return ServerInfo(
         version=message.version,
         server_id=message.server_id,
@@ -169,6 +189,14 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
         storage=message.storage,
         insert_streams=message.insert_streams,
         sample_streams=message.sample_streams,
+        time=message.time,
+        resident_bytes=message.resident_bytes,
+        memory_available=message.memory_available,
+        disk_available=message.disk_available,
+        disk_bytes=message.disk_bytes,
+        commits=message.commits,
+        commit_error=message.commit_error,
+        damaged=message.damaged,
     )
 
 
@@ -205,6 +233,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
 
 
 def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
+    """The items of a response; `first` is the message with its columns, `payloads` has one entry a row."""
     tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
         for row, priority, times in zip(member.rows, member.priorities, member.times_sampled, strict=True):
@@ -218,6 +247,7 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
 
 
 def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
+    """The page that a response holds; rows in its order."""
     columns = zip(
         response.keys,
         response.priorities,

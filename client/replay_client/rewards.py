@@ -1,13 +1,152 @@
-"""Reward functions: what a completion of a prompt is worth."""
+"""Rewards: what the completions of a prompt are worth, as a weighted sum of functions that anybody may write."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.errors import ReplayError
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
-"""Takes the prompt's row and a completion's text; may be async, and then those of a group run at the same time."""
+"""Takes the prompt's row and a completion's text. Where it is async, those of a group run at the same time; where it is
+not, it runs in a thread beside the event loop, one group at a time."""
+GroupRewardFunction = Callable[[Mapping[str, Any], list[str]], Sequence[float] | Awaitable[Sequence[float]]]
+"""Takes the prompt's row and the texts of all G completions, and returns G rewards; see `group_reward`."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SCORES_GROUPS = "scores_groups"
+
+
+class RewardError(ReplayError):
+    """A reward function failed; the message names it and says how."""
+
+
+def group_reward(function: Function) -> Function:
+    """Decorator: this function scores all completions of a prompt at once, for example in one batch of a model."""
+    setattr(function, _SCORES_GROUPS, True)
+    return function
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward function in a sum."""
+
+    function: RewardFunction | GroupRewardFunction
+    weight: float = 1.0
+    name: str = ""
+    """How metrics and errors call it. Left out: the function's own name."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"a reward must be a function, not {self.function!r}")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+
+
+Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
+"""One or several, of which the weighted sum counts; a plain function has weight 1."""
+
+
+class Scorer:
+    """Calls reward functions without ever blocking the event loop it is used on."""
+
+    def __init__(self, rewards: Rewards, *, threads: int = 1, timeout: float | None = None) -> None:
+        """`threads`: groups that functions which are not async may score at a time. `timeout`: seconds for one
+        function and one group."""
+        listed = rewards if isinstance(rewards, Sequence) else [rewards]
+        self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
+        names = [reward.name for reward in self.rewards]
+        if not names:
+            raise ValueError("rewards must name at least one function")
+        if len(set(names)) < len(names):
+            raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
+        self._timeout = timeout
+        self._threads = asyncio.Semaphore(threads)
+
+    async def score(
+        self, row: Mapping[str, Any], texts: Sequence[str]
+    ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
+        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError."""
+        by_name = {reward.name: await self._call(reward, row, list(texts)) for reward in self.rewards}
+        total = sum((reward.weight * by_name[reward.name] for reward in self.rewards), np.zeros(len(texts)))
+        return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
+
+    async def _call(self, reward: Reward, row: Mapping[str, Any], texts: list[str]) -> npt.NDArray[np.float64]:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                results = await self._results(reward.function, row, texts)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise _failed(reward, f"raised TimeoutError: {error}") from error
+            raise _failed(reward, f"took longer than {self._timeout:g} s for {len(texts)} completions") from error
+        except Exception as error:
+            raise _failed(reward, f"raised {type(error).__name__}: {error}") from error
+        if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
+            raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
+        values = list(results)
+        if len(values) != len(texts):
+            raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
+        for value in values:
+            # numpy's own numbers and one-element tensors count as numbers; texts that read like one do not.
+            if not isinstance(value, numbers.Number | np.generic) and not hasattr(value, "item"):
+                raise _failed(reward, f"returned {value!r}, which is no number")
+        try:
+            rewards = np.array([float(value) for value in values])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _failed(reward, f"returned {values!r}: {error}") from error
+        if not np.isfinite(rewards).all():
+            raise _failed(reward, f"returned {rewards.tolist()}: rewards must be finite")
+        return rewards
+
+    async def _results(self, function: Callable[..., Any], row: Mapping[str, Any], texts: list[str]) -> Any:
+        whole = getattr(function, _SCORES_GROUPS, False)
+
+        def call() -> Any:
+            return function(row, texts) if whole else [function(row, text) for text in texts]
+
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+            results = call()
+        else:
+            async with self._threads:
+                results = await in_daemon_thread(call)
+        if whole:
+            return await results if inspect.isawaitable(results) else results
+        return await asyncio.gather(*map(_resolved, results))
+
+
+async def in_daemon_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work`, done in a thread that keeps neither the loop nor the end of the program waiting."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(result) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            # A future refuses to carry a StopIteration.
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return await done
 
 
 def exact_match(row: Mapping[str, Any], completion_text: str) -> float:
@@ -17,8 +156,17 @@ def exact_match(row: Mapping[str, Any], completion_text: str) -> float:
     return float(completion_text.strip() == str(row["answer"]).strip())
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The reward function of that name: "exact_match", or any function as "package.module:function"."""
+def load_reward(name: str) -> Reward:
+    """The reward of that name: "exact_match", or any function as "package.module:function"; with "=0.5" its weight."""
+    path, equals, weight = name.partition("=")
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
+    return Reward(_load_function(path), number)
+
+
+def _load_function(name: str) -> RewardFunction:
     if name == "exact_match":
         return exact_match
     module_name, colon, attribute = name.partition(":")
@@ -33,3 +181,11 @@ def load_reward(name: str) -> RewardFunction:
     if not callable(reward):
         raise ValueError(f"reward {name!r} is a {type(reward).__name__}, which cannot be called")
     return reward
+
+
+async def _resolved(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _failed(reward: Reward, how: str) -> RewardError:
+    return RewardError(f"reward function {reward.name!r} {how}")

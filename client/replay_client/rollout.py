@@ -23,7 +23,8 @@ import numpy.typing as npt
 MAGIC = b"RPLYGRP\x01"  # the last byte is the format version
 ALIGNMENT = 64
 _PREFIX = len(MAGIC) + 8
-_MAX_HEADER = 64 * 2**20
+_MAX_HEADER = 4 * 2**20
+"""Bytes. A hostile header takes some 60 times as much memory when it is decoded."""
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -158,6 +159,11 @@ class RolloutGroup:
                 f"sampling and meta must hold only what msgpack can (None, bool, int, float, str, bytes, "
                 f"list, dict): {error}"
             ) from error
+        if len(header) > _MAX_HEADER:
+            raise ValueError(
+                f"sampling, meta, finish_reasons and the names of extras take {len(header)} bytes, more than "
+                f"{_MAX_HEADER}: put what is large into extras, as an array"
+            )
         start = _aligned(_PREFIX + len(header))
         prefix = MAGIC + len(header).to_bytes(8, "little") + header
         pieces: list[bytes | memoryview] = [prefix.ljust(start, b"\0")]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
-from replay_client.rollout import ALIGNMENT
+from replay_client.rollout import ALIGNMENT, MAGIC
 from tests.factories import make_group
 
 
@@ -128,3 +128,12 @@ def test_fields_that_contradict_each_other_are_refused_by_name(fields, words):
 def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():
     with pytest.raises(ValueError, match="msgpack"):
         make_group(meta={"model": object()}).encode()
+
+
+def test_small_fields_that_are_not_small_are_refused_when_encoding_and_when_decoding():
+    make_group(meta={"text": "x" * 1_000_000}).encode()
+    with pytest.raises(ValueError, match="put what is large into extras"):
+        make_group(meta={"text": "x" * 5_000_000}).encode()
+    header = bytes(5_000_000)
+    with pytest.raises(ValueError, match="header of 5000000 bytes"):
+        RolloutGroup.decode(MAGIC + len(header).to_bytes(8, "little") + header)

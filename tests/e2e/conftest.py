@@ -44,13 +44,14 @@ class Command(subprocess.Popen[str]):
 
     def __init__(self, *arguments: str, log: Path) -> None:
         self.log = log
+        path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("a") as file:
             super().__init__(
                 [sys.executable, "-m", "replay_server.cli", *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
             )
 
     def output(self) -> str:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import is_zero_variance
 from replay_trainer import GRPOConfig, GRPOTrainer
-from replay_trainer import grpo as grpo_module
 from replay_trainer.batching import Batch
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
 from tests.e2e.conftest import CONFIG
@@ -28,21 +27,21 @@ class Recorder:
         self.replacements: list[Replacement] = []
         self.batches: list[Batch] = []
         self.stored: dict[int, RolloutGroup] = {}
-        replace, to_batch = ZeroVarianceReplacer.replace, grpo_module.to_batch
+        replace, to_batch = ZeroVarianceReplacer.replace, GRPOTrainer._to_batch
 
-        def recording_replace(replacer, samples, scope=""):
-            replacement = replace(replacer, samples, scope)
+        def recording_replace(replacer, samples, **options):
+            replacement = replace(replacer, samples, **options)
             keys = [replacement.samples[row].info.key for row in replacement.replaced]
             self.stored |= {item.key: item.group for item in client.get(keys)}
             self.replacements.append(replacement)
             return replacement
 
-        def recording_to_batch(*args, **kwargs):
-            self.batches.append(to_batch(*args, **kwargs))
+        def recording_to_batch(trainer, groups):
+            self.batches.append(to_batch(trainer, groups))
             return self.batches[-1]
 
         monkeypatch.setattr(ZeroVarianceReplacer, "replace", recording_replace)
-        monkeypatch.setattr(grpo_module, "to_batch", recording_to_batch)
+        monkeypatch.setattr(GRPOTrainer, "_to_batch", recording_to_batch)
 
 
 def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
@@ -53,8 +52,9 @@ def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
         tokens = group.completion_ids[start : start + length]
         logprobs = group.rollout_logprobs[start : start + length]
         start += length
-        whole = batch.input_ids_BS[row][batch.attention_mask_BS[row].bool()]
-        assert whole.tolist() == [*group.prompt_ids.tolist(), *tokens.tolist()]
+        number = batch.group_B[row]
+        prompt_ids = batch.prompt_ids_GP[number, : batch.prompt_lengths_G[number]]
+        assert prompt_ids.tolist() == group.prompt_ids.tolist()
         assert batch.completion_ids_BT[row, :length].tolist() == tokens.tolist()
         assert batch.mask_BT[row].sum().item() == length
         assert batch.rollout_logprobs_BT[row, :length].tolist() == pytest.approx(logprobs.tolist())
@@ -70,7 +70,7 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
         config = GRPOConfig(
             output_dir=tmp_path / "train",
             groups_per_step=GROUPS,
-            micro_batch_size=5,
+            max_tokens_per_micro_batch=64,
             max_steps=STEPS,
             learning_rate=1e-3,
             sample_timeout=200.0,
@@ -89,7 +89,7 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
         lengths = set()
         for replacement, batch in zip(recorder.replacements, recorder.batches, strict=True):
             assert len({sample.info.key for sample in replacement.samples}) == GROUPS
-            rows_of = [torch.nonzero(batch.group_B == number)[:, 0].tolist() for number in range(GROUPS)]
+            rows_of = [np.flatnonzero(batch.group_B == number).tolist() for number in range(GROUPS)]
             for number, (sample, rows) in enumerate(zip(replacement.samples, rows_of, strict=True)):
                 group = recorder.stored[sample.info.key] if number in replacement.replaced else sample.group
                 assert group == sample.group
@@ -108,9 +108,9 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
         assert client.policy().version == STEPS
         wait_for(lambda: client.sample("rollouts", 1)[0].info.policy_version == STEPS, seconds=60)
         generator.terminate()
-        assert generator.wait(timeout=30) == 0
+        assert generator.wait(timeout=90) == 0
         assert "Traceback" not in generator.output()
-        last = json.loads(generator.output().splitlines()[-1])
+        last = json.loads([line for line in generator.output().splitlines() if line.startswith("{")][-1])
         assert last["policy_version"] == STEPS
         assert last["reloads"] > 2
         assert last["probe_max_difference"] < 1e-3

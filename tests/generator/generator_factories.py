@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def make_version(
 
 
 def make_prompts(count: int = 10_000, *, text: str = "{}+1=") -> list[Prompt]:
-    return [Prompt.from_row({"prompt": text.format(index), "prompt_id": f"p{index}"}) for index in range(count)]
+    return [Prompt.of({"prompt": text.format(index), "prompt_id": f"p{index}"}) for index in range(count)]
 
 
 @dataclass
@@ -120,6 +120,8 @@ class RecordingClient:
     released: int = 0
     refuse: list[Exception] = field(default_factory=list)
     """Raised by the next inserts, one each."""
+    gone: Exception | None = None
+    """What `policy` raises from the first refused insert on."""
     insert_keys: list[int] = field(default_factory=list)
     current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -154,6 +156,8 @@ class RecordingClient:
         return key
 
     async def policy(self) -> Policy:
+        if self.gone is not None and self.insert_keys:
+            raise self.gone
         return self.current
 
     async def watch_policy(self) -> AsyncIterator[Policy]:
@@ -203,20 +207,22 @@ class ScriptedEngine:
     tokenizer: Any = field(default_factory=Letters)
     max_length: int = 64
     completions: Sequence[Completion] = (
-        Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop"),
-        Completion([], [], "", "abort"),
-        Completion([9], [float("nan")], "9", "length"),
+        Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
+        Completion([], [], "", "abort", []),
+        Completion([9], [float("nan")], "9", "length", []),
     )
     hold: asyncio.Event | None = None
     generating: int = 0
     most_generating: int = 0
     seeds: list[int | None] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
+    version: int = 0
     generating_at_load: list[int] = field(default_factory=list)
     probe_scores: list[float] = field(default_factory=list)
     closed: int = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        version = self.version
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
         self.seeds.append(sampling.seed)
@@ -226,14 +232,16 @@ class ScriptedEngine:
                 await self.hold.wait()
         finally:
             self.generating -= 1
-        return [self.completions[index % len(self.completions)] for index in range(n)]
+        drawn = [self.completions[index % len(self.completions)] for index in range(n)]
+        return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
 
-    async def load_weights(self, path: str) -> None:
+    async def load_weights(self, path: str, version: int) -> None:
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.generating_at_load.append(self.generating)
         await asyncio.sleep(0.01)
         self.loaded.append(path)
+        self.version = version
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return self.probe_scores

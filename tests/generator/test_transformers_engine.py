@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from generator_factories import EOS, make_model, make_version, recomputed, scores
+from transformers import MistralConfig, MistralForCausalLM
 
-from replay_client.engines import SamplingConfig
-from replay_client.engines.transformers import TransformersEngine, processed_logprobs
+from replay_client.engines import Completion, SamplingConfig
+from replay_client.engines.continuous_batch import processed_logprobs
+from replay_client.engines.transformers import TransformersEngine
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +107,122 @@ async def test_new_weights_take_over_and_score_as_the_trainer_does(
     ids = [3, 9, 4, 13, 7]
     np.testing.assert_allclose(await engine.score(ids), scores(model, ids), atol=1e-5)
     version = make_version(model, tmp_path / "step-1")
-    await engine.load_weights(str(version))
+    await engine.load_weights(str(version), 1)
     np.testing.assert_allclose(await engine.score(ids), scores(version, ids), atol=1e-5)
     with pytest.raises(FileNotFoundError, match="gone"):
-        await engine.load_weights(str(tmp_path / "gone"))
+        await engine.load_weights(str(tmp_path / "gone"), 2)
 
 
 async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
     tied = make_model(tmp_path / "tied", tied=True)
     version = make_version(tied, tmp_path / "step-1")
     engine = TransformersEngine(tied)
-    await engine.load_weights(str(version))
+    await engine.load_weights(str(version), 1)
     np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-5)
     await engine.close()
+
+
+async def test_a_long_request_does_not_hold_up_a_short_one(engine: TransformersEngine) -> None:
+    long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 16))
+    await asyncio.sleep(0.01)
+    await engine.generate([4], SamplingConfig(max_tokens=1), 1)
+    assert not long.done()
+    await long
+
+
+async def finished_while_loading(
+    engine: TransformersEngine, weights: Path, requests: list[tuple[list[int], SamplingConfig, int]]
+) -> list[list[Completion]]:
+    """The completions of requests that come one after the other, with `weights` loaded among them."""
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(engine.generate(*request)))
+        await asyncio.sleep(0.02)
+        if len(tasks) == len(requests) // 2:
+            await engine.load_weights(str(weights), 1)
+    return await asyncio.gather(*tasks)
+
+
+def check_versions(
+    completions: list[Completion], prompt_ids: list[int], sampling: SamplingConfig, weights: dict[int, Path]
+) -> None:
+    """Every token has the log-probability that the weights of its version give it after all tokens before it."""
+    for completion in completions:
+        expected_by_version = {
+            version: recomputed(folder, prompt_ids, completion.token_ids, sampling)
+            for version, folder in weights.items()
+        }
+        expected = [expected_by_version[version][step] for step, version in enumerate(completion.policy_versions)]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        assert completion.policy_versions == sorted(completion.policy_versions)
+
+
+async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    version = make_version(model, tmp_path / "step-1")
+    requests = [
+        ([3 + size] * size, SamplingConfig(temperature=0.6 + size / 10, max_tokens=4 + 8 * (size % 4)), 3)
+        for size in range(1, 11)
+    ]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        check_versions(completions, prompt_ids, sampling, {0: model, 1: version})
+    assert {version for completions in answers for each in completions for version in each.policy_versions} == {0, 1}
+
+
+async def test_a_completion_that_is_under_way_goes_on_with_new_weights(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    version, sampling = make_version(model, tmp_path / "step-1"), SamplingConfig(temperature=0.7, max_tokens=60, seed=3)
+    task = asyncio.create_task(engine.generate([5, 6], sampling, 32))
+    await asyncio.sleep(0.03)
+    await engine.load_weights(str(version), 1)
+    completions = await task
+    assert any(len(set(completion.policy_versions)) == 2 for completion in completions)
+    check_versions(completions, [5, 6], sampling, {0: model, 1: version})
+
+
+async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=5, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
+        bos_token_id=None,
+    )  # fmt: skip
+    sliding = make_model(tmp_path / "sliding")
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(sliding)
+    version = make_version(sliding, tmp_path / "step-1", drift=0.3)
+    engine = TransformersEngine(sliding, seed=0)
+    requests = [([3 + size] * size, SamplingConfig(max_tokens=20), 2) for size in range(1, 9)]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        check_versions(completions, prompt_ids, sampling, {0: sliding, 1: version})
+    await engine.close()
+
+
+async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model: Path) -> None:
+    engine = TransformersEngine(model, max_concurrent_completions=8)
+    answers = await asyncio.gather(*(engine.generate([3], SamplingConfig(max_tokens=8), n) for n in (5, 5, 20, 1)))
+    assert [len(completions) for completions in answers] == [5, 5, 20, 1]
+    await engine.close()
+
+
+async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine: TransformersEngine) -> None:
+    with pytest.raises(IndexError):
+        await engine.generate([10**6], SamplingConfig(max_tokens=4), 2)
+    assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
+
+
+async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
+    model: Path, engine: TransformersEngine
+) -> None:
+    sampling = SamplingConfig(max_tokens=40)
+    given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
+    kept = asyncio.create_task(engine.generate([6], sampling, 3))
+    await asyncio.sleep(0.03)
+    given_up.cancel()
+    check_versions(await kept, [6], sampling, {0: model})
 
 
 def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:

@@ -56,7 +56,7 @@ async def loaded_engine(model: Path) -> AsyncIterator[VLLMEngine]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
     """The engine with the model's own weights."""
-    await loaded_engine.load_weights(str(model))
+    await loaded_engine.load_weights(str(model), 0)
     return loaded_engine
 
 
@@ -67,7 +67,7 @@ async def test_logprobs_equal_transformers_before_and_after_a_reload(
 ) -> None:
     sampling, prompt_ids = SamplingConfig(temperature=temperature, max_tokens=16), [3, 9, 4, 13]
     for weights in (model, version):
-        await engine.load_weights(str(weights))
+        await engine.load_weights(str(weights), 1)
         for completion in await engine.generate(prompt_ids, sampling, 4):
             expected = recomputed(weights, prompt_ids, completion.token_ids, sampling)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
@@ -123,15 +123,58 @@ async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLL
 
 
 @on_the_engines_loop
+async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
+    engine: VLLMEngine, model: Path, version: Path
+) -> None:
+    sampling = SamplingConfig(temperature=0.7, max_tokens=58)
+    prompts = [[3, 9, 4 + number] for number in range(8)]
+    tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
+    await asyncio.sleep(0.15)
+    await engine.load_weights(str(version), 1)
+    groups = await asyncio.gather(*tasks)
+    spanning = [
+        (prompt_ids, completion)
+        for prompt_ids, group in zip(prompts, groups, strict=True)
+        for completion in group
+        if set(completion.policy_versions) == {0, 1}
+    ]
+    assert spanning
+    for prompt_ids, completion in spanning[:4]:
+        old, new = (recomputed(folder, prompt_ids, completion.token_ids, sampling) for folder in (model, version))
+        expected = [new[step] if v else old[step] for step, v in enumerate(completion.policy_versions)]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    (fresh,) = await engine.generate([3, 9, 4], sampling, 1)  # a prompt whose old cache must not be used again
+    np.testing.assert_allclose(fresh.logprobs, recomputed(version, [3, 9, 4], fresh.token_ids, sampling), atol=1e-4)
+    assert set(fresh.policy_versions) == {1}
+
+
+@on_the_engines_loop
+async def test_a_failed_reload_holds_completions_until_one_succeeds(
+    engine: VLLMEngine, version: Path, tmp_path: Path
+) -> None:
+    task = asyncio.create_task(engine.generate([3, 9], SamplingConfig(max_tokens=60, seed=2), 32))
+    await asyncio.sleep(0.1)
+    (tmp_path / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(Exception, match="collective_rpc"):
+        await engine.load_weights(str(tmp_path), 1)
+    later = asyncio.create_task(engine.generate([4], SamplingConfig(max_tokens=2), 1))
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    assert not later.done()
+    await engine.load_weights(str(version), 2)
+    assert {v for completion in [*await task, *await later] for v in completion.policy_versions} == {0, 2}
+
+
+@on_the_engines_loop
 async def test_a_reload_that_fails_half_way_is_mended_by_the_next(
     engine: VLLMEngine, version: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
-        await engine.load_weights(str(tmp_path / "gone"))
+        await engine.load_weights(str(tmp_path / "gone"), 2)
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(Exception, match="collective_rpc"):
-        await engine.load_weights(str(tmp_path))
-    await engine.load_weights(str(version))
+        await engine.load_weights(str(tmp_path), 2)
+    await engine.load_weights(str(version), 1)
     np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-4)
 
 
@@ -169,17 +212,22 @@ async def test_the_generator_inserts_exact_groups_of_each_version(
 
 
 @on_the_engines_loop
-async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error(tmp_path: Path) -> None:
+async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(
+    tmp_path: Path,
+) -> None:
     tied = make_model(tmp_path / "tied", tied=True)
     step = make_version(tied, tmp_path / "step-1")
     client = RecordingClient()
-    await client.publish(1, step)
     engine = VLLMEngine(tied, dtype="float32", seed=0)
-    config = GeneratorConfig(group_size=2, max_groups=2, sampling=SamplingConfig(max_tokens=4))
+    sampling = SamplingConfig(max_tokens=40)
+    config = GeneratorConfig(group_size=2, max_groups=200, sampling=sampling, reload="at_once")
     generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0, config)  # type: ignore[arg-type]
     error = None
+    run = asyncio.create_task(generator.run())
+    await client.inserted(2)
+    await client.publish(1, step)
     try:
-        await generator.run()
+        await run
     except WeightsMismatchError as raised:
         error = raised
     difference = generator.stats["probe_max_difference"]
@@ -189,7 +237,7 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error(tmp_path
     else:
         assert difference > config.probe_tolerance
         assert "tied embeddings" in str(error)
-        assert client.inserts == []
+        assert {group.policy_version_end or group.policy_version for group, _ in client.inserts} == {0}
 
 
 # --------------------------------------------------------------------------------------------- processes
@@ -259,7 +307,7 @@ def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subpr
     process = generators[0]
     processes = processes_of(process)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=90)
     assert process.returncode == 0
     assert output.endswith("stopped\n")
     assert "Traceback" not in errors

@@ -57,12 +57,15 @@ class Completion:
     """Decoded, without special tokens."""
     finish_reason: str
     """Why it ended: "stop" (the model said so), "length" (`max_tokens` or the engine's `max_length`), or another."""
+    policy_versions: list[int]
+    """Of each token, the version of the weights that drew it."""
 
 
 class Engine(Protocol):
     """An inference engine with one set of weights, used from one event loop.
 
-    Any number of `generate` calls may be under way at once. `load_weights` and `score` are called only while none is.
+    Any number of `generate` calls may be under way at once. Each ends when its own completions have ended, whatever
+    runs beside it.
     """
 
     tokenizer: Any
@@ -74,10 +77,15 @@ class Engine(Protocol):
         """Draw `n` completions of a prompt of fewer than `max_length` tokens."""
         ...
 
-    async def load_weights(self, path: str) -> None:
-        """Replace the weights by those of a folder in Hugging Face's format.
+    async def load_weights(self, path: str, version: int) -> None:
+        """Replace the weights by those of a folder in Hugging Face's format, which draw tokens from now on.
 
-        Raises FileNotFoundError if the folder is gone or holds no weights.
+        Completions under way stop for it and go on with the new weights: the tokens that they have stay, with the
+        log-probabilities and the version they were drawn with, and their keys and values are computed anew, so that
+        what follows is distributed exactly as the new weights say. Until a version is loaded it is 0.
+
+        Raises FileNotFoundError if the folder is gone or holds no weights. No token is drawn from weights that were
+        loaded in part: after a failure that left such, completions wait for the next call that succeeds.
         """
         ...
 

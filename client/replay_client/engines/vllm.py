@@ -21,6 +21,8 @@ from replay_client.engines import LOGPROBS_MODE, Completion, SamplingConfig
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
 
+_SHUTDOWN_SECONDS = 30.0  # of patience before the engine's process is killed; that leaks what it shares with this one
+
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
 """Tells vLLM's processes which one owns them; see `vllm_process`, which only they import."""
 
@@ -73,8 +75,11 @@ class VLLMEngine:
             **engine_args,
         }
         self._llm = _start(args)
-        self._finalizer = weakref.finalize(self, self._llm.shutdown)
+        self._finalizer = weakref.finalize(self, self._llm.shutdown, _SHUTDOWN_SECONDS)
         self._request_ids = itertools.count()
+        self._running = 0
+        self._whole = asyncio.Event()  # unset while weights are being loaded, and after that failed
+        self._whole.set()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.max_length: int = self._llm.model_config.max_model_len
 
@@ -98,20 +103,28 @@ class VLLMEngine:
             for token, step in zip(token_ids, output.logprobs or (), strict=True)
         ]
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown")
+        spans = output.weight_versions or ()
+        versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
+        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions)
 
-    async def load_weights(self, path: str) -> None:
+    async def load_weights(self, path: str, version: int) -> None:
         files = [*Path(path).glob("*.safetensors")]
         if not files:
             raise FileNotFoundError(f"no *.safetensors in {path}")
+        self._whole.clear()
+        if self._running:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
         try:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         except Exception as error:
             if not all(file.exists() for file in files):
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
-        # What is cached was computed by the old weights.
-        await self._llm.reset_prefix_cache()
+        # What is cached was computed by the old weights, that of running requests included.
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        await self._llm.update_weight_version(str(version))
+        await self._llm.resume_generation()
+        self._whole.set()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         output = await self._request(token_ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -134,9 +147,19 @@ class VLLMEngine:
         # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
-        async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
-            final = output
+        await self._whole.wait()
+        self._running += 1
+        try:
+            async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+                final = output
+        finally:
+            self._running -= 1
         return final
+
+
+def _version(label: str) -> int:
+    """The version behind vLLM's label of the weights, which has a name of its own for those it was started with."""
+    return 0 if label == "default" else int(label)
 
 
 def _set_environment(cpu_threads: int | None) -> None:

@@ -1,0 +1,202 @@
+"""Access: how a client gets in to a server: address, token and TLS, from arguments, the environment or a file.
+
+Each setting is taken from the first of these that has it, in every command and in `ReplayClient.from_env()`:
+
+1. what is given by name (an argument, or a flag of the command line),
+2. the environment variable `REPLAY_<NAME>`, for example REPLAY_TLS_CA,
+3. the TOML file named by `client_config` or REPLAY_CLIENT_CONFIG, where the settings are keys of these names.
+
+A token comes from REPLAY_TOKEN or from a file (`token_file`), never from the command line, which other users can read.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from replay_client import tracing
+from replay_protos.transport import PathLike, PemFiles, is_loopback
+
+DEFAULT_ADDRESS = "127.0.0.1:7400"
+SETTINGS = (
+    "address",
+    "token",
+    "token_file",
+    "tls",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "tls_server_name",
+    "allow_insecure_token",
+)
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+@dataclass(frozen=True)
+class TLS:
+    """How client and server prove to each other who they are. All files are in PEM format."""
+
+    ca: PathLike | None = None
+    """Certificates of the authorities that the server's may come from; None: the public ones that gRPC knows."""
+    cert: PathLike | None = None
+    """The client's own certificate, for servers that ask for one."""
+    key: PathLike | None = None
+    """Its private key."""
+    server_name: str | None = None
+    """The name in the server's certificate, where the address has another (an IP address, a tunnel)."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ValueError that names a file which cannot be used."""
+        files = PemFiles.read(cert=self.cert, key=self.key, ca=self.ca)
+        return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Checked at construction, files included. Raises ValueError with the remedy."""
+
+    address: str = DEFAULT_ADDRESS
+    """host:port"""
+    token: str | None = field(default=None, repr=False)
+    tls: TLS | None = None
+    """None: not encrypted."""
+    allow_insecure_token: bool = False
+    """Sends the token unencrypted to other machines, where anyone on the way can read it."""
+    _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"address must be host:port, for example {DEFAULT_ADDRESS}, not {self.address!r}")
+        if self.token is not None:
+            check_token(self.token, "token")
+            if self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
+                raise ValueError(
+                    f"refusing to send the token to {self.address} unencrypted, where anyone on the way can read it: "
+                    f"use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
+                    f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
+                )
+        object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
+
+    @classmethod
+    def find(cls, *, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
+        """The access that arguments, environment and file say; `given` has any of SETTINGS and `client_config`.
+
+        None counts as not given. Raises ValueError, naming where a bad setting comes from.
+        """
+        environment = os.environ if environment is None else environment
+        named = {name: (value, name) for name, value in given.items() if value is not None}
+        if unknown := named.keys() - {*SETTINGS, "client_config"}:
+            raise TypeError(f"no setting {', '.join(sorted(unknown))}; settings: {', '.join(SETTINGS)}")
+        variables = {
+            name: (environment[variable], variable)
+            for name in (*SETTINGS, "client_config")
+            if environment.get(variable := f"REPLAY_{name.upper()}")
+        }
+        found: dict[str, tuple[Any, str]] = {}
+        if path := (named.get("client_config") or variables.get("client_config") or (None,))[0]:
+            found = _read_config(path)
+        # A token given in one place is not to meet a file named in another.
+        for source in (variables, named):
+            if {"token", "token_file"} & source.keys():
+                found = {name: value for name, value in found.items() if name not in ("token", "token_file")}
+            found |= source
+
+        def setting(name: str, default: Any = None) -> Any:
+            return found.get(name, (default, ""))[0]
+
+        if "token" in found and "token_file" in found:
+            raise ValueError(f"both {found['token'][1]} and {found['token_file'][1]} are set: set one of them")
+        token = setting("token")
+        if "token_file" in found:
+            token = _read_token(*found["token_file"])
+        elif token is not None:
+            check_token(token, found["token"][1])
+        files = {name: setting(f"tls_{name}") for name in ("ca", "cert", "key", "server_name")}
+        wanted = _flag(*found["tls"]) if "tls" in found else any(files.values())
+        return cls(
+            address=setting("address", DEFAULT_ADDRESS),
+            token=token,
+            tls=TLS(**files) if wanted else None,
+            allow_insecure_token="allow_insecure_token" in found and _flag(*found["allow_insecure_token"]),
+        )
+
+    def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel whose calls all carry the token. Belongs to the event loop that runs now."""
+        if self.tls is not None and self.tls.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
+        if self._credentials is None:
+            channel = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
+        # gRPC's own call credentials need TLS, and go through a thread for each call; interceptors slow streams down.
+        if self.token is not None:
+            channel = _TokenChannel(channel, self.token)  # type: ignore[assignment]
+        return channel if tracing.tracer() is None else tracing.TracedChannel(channel)  # type: ignore[return-value]
+
+
+class _TokenChannel:
+    """A channel that adds the token to every call; as much of grpc.aio.Channel as stubs and Connection use."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self.close = channel.close
+
+    def __getattr__(self, kind: str) -> Callable[..., Callable[..., Any]]:
+        """`unary_unary` and the like."""
+        make, metadata = getattr(self._channel, kind), self._metadata
+
+        def make_with_token(*args: Any, **options: Any) -> Callable[..., Any]:
+            method = make(*args, **options)
+
+            def call(*args: Any, **options: Any) -> Any:
+                return method(*args, metadata=(*metadata, *options.pop("metadata", ())), **options)
+
+            return call
+
+        return make_with_token
+
+
+def check_token(token: str, source: str) -> None:
+    """Raises ValueError, which names the source and does not show the token."""
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"{source} must hold one token: ASCII characters that can be printed, without spaces")
+
+
+def _read_token(path: PathLike, source: str) -> str:
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{source} {path} cannot be read: {reason}") from None
+    check_token(token, f"{source} {path}")
+    return token
+
+
+def _read_config(path: PathLike) -> dict[str, tuple[Any, str]]:
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"client_config {path}: {error}") from error
+    if unknown := data.keys() - set(SETTINGS):
+        raise ValueError(f"client_config {path}: no setting {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}")
+    for name, value in data.items():
+        if not isinstance(value, bool if name in ("tls", "allow_insecure_token") else str):
+            raise ValueError(f"client_config {path}: {name} has a value of the wrong type, {type(value).__name__}")
+    return {name: (value, f"{name} in {path}") for name, value in data.items()}
+
+
+def _flag(value: bool | str, source: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value.lower() not in _FLAGS:
+        raise ValueError(f"{source} must be 1 or 0, not {value!r}")
+    return _FLAGS[value.lower()]

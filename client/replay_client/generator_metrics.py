@@ -1,0 +1,214 @@
+"""GeneratorMetrics: what a generator has done, as totals for a display and as JSON lines for a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import is_zero_variance
+
+_RECENT_GROUPS = 64  # what rates and means of the statistics are taken over
+
+
+class GeneratorStats(TypedDict):
+    """Where a generator stands, for progress displays."""
+
+    groups: int
+    """Inserted."""
+    completions: int
+    tokens: int
+    """Of completions."""
+    nan_logprobs: int
+    """Tokens whose log-probability the engine does not know."""
+    groups_under_way: int
+    """Between their prompt and their place in the table."""
+    tokens_per_second: float
+    """Over the latest groups, all waiting included."""
+    reward_mean: float
+    """Over the latest groups; NaN before the first."""
+    policy_version: int
+    reloads: int
+    probe_max_difference: float
+    """Of the latest weights, in nats; NaN without a probe."""
+    skipped: int
+    """Groups left out because their prompt or a reward function failed, or nothing in them can be trained on."""
+    filtered: int
+    """Groups that the caller's `keep` did not want."""
+    stale_refused: int
+    """Groups that were too old when they arrived."""
+    full_refused: int
+    """Inserts that a table with `when_full = "reject"` had no room for."""
+    insert_waits: int
+    """Inserts that found their queue full for `insert_timeout`."""
+    permit_waits: int
+    """Times that no permit came for `permit_timeout`."""
+    permits_expired: int
+    """Groups that took longer than the time to live of their permit."""
+
+
+@dataclass
+class GroupTimes:
+    """Seconds that a group spent."""
+
+    permit: float = 0.0
+    generate: float = 0.0
+    reward: float = 0.0
+    insert: float = 0.0
+
+
+@dataclass
+class _Inserted:
+    """What is kept of a group until the next line."""
+
+    rewards_G: npt.NDArray[np.float32]
+    lengths_G: npt.NDArray[np.int32]
+    finish_reasons: tuple[str, ...]
+    by_function: Mapping[str, npt.NDArray[np.float32]]
+    staleness: int
+    spans: bool
+    times: GroupTimes
+
+
+@dataclass
+class GeneratorMetrics:
+    """Counts groups. Every line covers the time since the line before it; totals count from the start."""
+
+    solved_reward: float
+    """A completion counts as solved from this reward on."""
+    stats: GeneratorStats = field(
+        default_factory=lambda: GeneratorStats(
+            groups=0,
+            completions=0,
+            tokens=0,
+            nan_logprobs=0,
+            groups_under_way=0,
+            tokens_per_second=0.0,
+            reward_mean=math.nan,
+            policy_version=0,
+            reloads=0,
+            probe_max_difference=math.nan,
+            skipped=0,
+            filtered=0,
+            stale_refused=0,
+            full_refused=0,
+            insert_waits=0,
+            permit_waits=0,
+            permits_expired=0,
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_RECENT_GROUPS)  # time, tokens, mean reward
+        self._groups: list[_Inserted] = []
+        self._nan_logprobs = 0
+        self._reload_seconds: list[float] = []
+        self._since = time.monotonic()
+
+    def count_inserted(
+        self,
+        group: RolloutGroup,
+        by_function: Mapping[str, npt.NDArray[np.float32]],
+        staleness: int,
+        times: GroupTimes,
+    ) -> None:
+        """`by_function`: the rewards (G,) of each function; `staleness`: versions behind the trainer on arrival."""
+        unknown = int(np.isnan(group.rollout_logprobs).sum())
+        self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean())))
+        (first, first_tokens, _), (last, _, _) = self._recent[0], self._recent[-1]
+        tokens = sum(tokens for _, tokens, _ in self._recent) - first_tokens
+        self.stats["groups"] += 1
+        self.stats["completions"] += group.group_size
+        self.stats["tokens"] += group.num_tokens
+        self.stats["nan_logprobs"] += unknown
+        self.stats["tokens_per_second"] = tokens / (last - first) if last > first else 0.0
+        self.stats["reward_mean"] = sum(reward for _, _, reward in self._recent) / len(self._recent)
+        self._nan_logprobs += unknown
+        self._groups.append(
+            _Inserted(
+                group.rewards,
+                group.completion_lengths,
+                group.finish_reasons or (),
+                by_function,
+                staleness,
+                group.policy_version_end is not None,
+                times,
+            )
+        )
+
+    def count_reload(self, seconds: float) -> None:
+        """Seconds that loading and checking the weights took."""
+        self._reload_seconds.append(seconds)
+
+    def line(self) -> dict[str, float | int | None]:
+        """What happened since the line before; None where nothing did that a number could describe."""
+        now = time.monotonic()
+        seconds, self._since = max(now - self._since, 1e-9), now
+        groups, self._groups = self._groups, []
+        reloads, self._reload_seconds = self._reload_seconds, []
+        unknown, self._nan_logprobs = self._nan_logprobs, 0
+        rewards = np.concatenate([group.rewards_G for group in groups]) if groups else np.zeros(0)
+        lengths = np.concatenate([group.lengths_G for group in groups]) if groups else np.zeros(0, np.int64)
+        reasons = [reason for group in groups for reason in group.finish_reasons]
+        tokens = int(lengths.sum())
+        names = sorted({name for group in groups for name in group.by_function})
+        line: dict[str, float | int | None] = {
+            "time": time.time(),
+            "seconds": seconds,
+            "groups_per_second": len(groups) / seconds,
+            "tokens_per_second": tokens / seconds,
+            "reward_mean": _mean(rewards),
+            "reward_std": float(rewards.std()) if groups else None,
+            **{
+                f"reward/{name}": _mean(np.concatenate([group.by_function[name] for group in groups])) for name in names
+            },
+            "solve_rate": _mean(rewards >= self.solved_reward),
+            "zero_variance_share": _mean([is_zero_variance(group.rewards_G) for group in groups]),
+            "completion_tokens_mean": _mean(lengths),
+            "completion_tokens_max": int(lengths.max()) if groups else None,
+            "truncated_share": _mean([reason == "length" for reason in reasons]),
+            "empty_share": _mean(lengths == 0),
+            "nan_logprob_share": unknown / tokens if tokens else None,
+            "staleness_mean": _mean([group.staleness for group in groups]),
+            "staleness_max": max((group.staleness for group in groups), default=None),
+            "version_spanning_share": _mean([group.spans for group in groups]),
+            **{
+                f"{name}_seconds_mean": _mean([getattr(group.times, name) for group in groups])
+                for name in ("permit", "generate", "reward", "insert")
+            },
+            "generate_seconds_max": max((group.times.generate for group in groups), default=None),
+            "reload_seconds_mean": _mean(reloads),
+        }
+        totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
+        return line | {name: None if value != value else value for name, value in totals.items()}
+
+
+class MetricsFile:
+    """JSON lines, appended, so that a generator that is started again goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, float | int | None]) -> None:
+        print(json.dumps(line, allow_nan=False), file=self._file, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _mean(values: npt.ArrayLike | Iterable[float]) -> float | None:
+    array = np.asarray(values, dtype=np.float64)
+    return float(array.mean()) if array.size else None
