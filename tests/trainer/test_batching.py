@@ -1,7 +1,8 @@
-"""No token is lost on the way from groups to log-probabilities, whatever the lengths, the group sizes or the model."""
+"""No token is lost on the way from groups to log-probabilities, whatever the lengths, sizes, model or route."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_factories import make_group, make_model
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from replay_client.rollout import RolloutGroup
-from replay_trainer.batching import chosen_logprobs, micro_batches, to_batch
+from replay_trainer import logprobs
+from replay_trainer.batching import micro_batches, packed_input, padded_input, to_batch
+from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
 
 RAGGED = [
     make_group(
@@ -44,6 +58,19 @@ def make_other_model(kind: str) -> Any:
             pad_token_id=1,
         )
         return OPTForCausalLM(config).eval()
+    if kind == "sliding":
+        config = Qwen2Config(
+            vocab_size=16,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=3,
+            max_window_layers=1,
+        )
+        return Qwen2ForCausalLM(config).eval()
     if kind == "bloom":
         return BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=32, n_layer=2, n_head=2)).eval()
     return make_model()
@@ -61,17 +88,9 @@ def logprobs_one_by_one(model: Any, group: RolloutGroup) -> list[torch.Tensor]:
     return rows
 
 
-def test_every_completion_is_a_row_behind_its_own_prompt() -> None:
+def test_every_completion_is_a_row_and_every_prompt_comes_once() -> None:
     batch = to_batch(RAGGED)
-    assert batch.input_ids_BS.tolist() == [
-        [3, 4, 5, 6, 7, 8, 9, 0, 0],
-        [3, 4, 5, 6, 7, 0, 0, 0, 0],
-        [3, 4, 5, 6, 7, 10, 11, 12, 13],
-        [14, 3, 0, 0, 0, 0, 0, 0, 0],
-        [14, 4, 5, 6, 7, 8, 0, 0, 0],
-    ]
-    assert batch.attention_mask_BS.sum(1).tolist() == [7, 5, 9, 2, 6]
-    assert batch.position_ids_BS.tolist() == [list(range(9))] * 5
+    assert batch.prompt_ids_GP.tolist() == [[3, 4, 5, 6, 7], [14, 0, 0, 0, 0]]
     assert batch.completion_ids_BT.tolist() == [
         [8, 9, 0, 0, 0],
         [0, 0, 0, 0, 0],
@@ -92,37 +111,168 @@ def test_every_completion_is_a_row_behind_its_own_prompt() -> None:
     np.testing.assert_array_equal(batch.advantages_B.numpy(), np.concatenate([g.advantages for g in RAGGED]))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "opt", "bloom"])
-def test_logprobs_are_those_of_each_completion_alone(kind: str) -> None:
-    model = make_other_model(kind)
+def test_a_packed_row_has_each_prompt_once_and_no_padding() -> None:
+    inputs = packed_input(to_batch(RAGGED))
+    # The last token of a completion predicts nothing.
+    assert inputs.input_ids_RS.tolist() == [[3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 4, 5, 6, 7]]
+    assert inputs.position_ids_RS.tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 7, 0, 1, 2, 3, 4]]
+    assert inputs.predicts_N.tolist() == [4, 4, 6, 8, 9, 9, 10, 11, 12, 13]
+
+
+def test_a_padded_row_is_a_completion_behind_its_own_prompt() -> None:
+    inputs = padded_input(to_batch(RAGGED))
+    assert inputs.input_ids_RS.tolist() == [
+        [3, 4, 5, 6, 7, 8, 9, 0, 0],
+        [3, 4, 5, 6, 7, 0, 0, 0, 0],
+        [3, 4, 5, 6, 7, 10, 11, 12, 13],
+        [14, 3, 0, 0, 0, 0, 0, 0, 0],
+        [14, 4, 5, 6, 7, 8, 0, 0, 0],
+    ]
+    assert inputs.attention_mask_RS is not None
+    assert inputs.attention_mask_RS.sum(1).tolist() == [7, 5, 9, 2, 6]
+    assert inputs.predicts_N.tolist() == [4, 22, 23, 25, 27, 36, 37, 38, 39, 40]
+
+
+def test_truncated_completions_leave_the_mask_where_told() -> None:
+    group = make_group(rewards=[0, 1], completions=[[5, 6], [7]], finish_reasons=("length", "stop"))
+    assert to_batch([group]).mask_BT.int().tolist() == [[1, 1], [1, 0]]
+    assert to_batch([group], mask_truncated=True).mask_BT.int().tolist() == [[0, 0], [1, 0]]
+
+
+ROUTES: list[Route] = ["packed", "padded", "logits"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [(kind, route) for kind in ("qwen2", "sliding", "gpt2", "opt") for route in ROUTES]
+    + [("bloom", "padded"), ("bloom", "logits")],
+)
+def test_logprobs_are_those_of_each_completion_alone(kind: str, route: Route) -> None:
+    model = LogprobModel(make_other_model(kind))
     batch = to_batch(RAGGED)
+    model.route = route
     with torch.no_grad():
-        logprobs_BT = chosen_logprobs(model, batch)
-    expected = [row for group in RAGGED for row in logprobs_one_by_one(model, group)]
-    for row, alone in zip(logprobs_BT, expected, strict=True):
-        torch.testing.assert_close(row[: len(alone)], alone, atol=1e-5, rtol=1e-5)
-        assert (row[len(alone) :] == 0).all()
+        logprobs_BT, entropy_BT = model(batch)
+    expected = [row for group in RAGGED for row in logprobs_one_by_one(model.model, group)]
+    for row, mask, alone in zip(logprobs_BT, batch.mask_BT, expected, strict=True):
+        torch.testing.assert_close(row[: len(alone)], alone * mask[: len(alone)], atol=1e-5, rtol=1e-5)
+    assert (logprobs_BT[~batch.mask_BT] == 0).all()
+    assert (entropy_BT[~batch.mask_BT] == 0).all()
+    assert (entropy_BT[batch.mask_BT] > 0).all()
+    assert (entropy_BT <= math.log(16) + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [("qwen2", "packed"), ("sliding", "packed"), ("gpt2", "packed"), ("opt", "packed"), ("bloom", "padded")],
+)
+def test_a_model_takes_the_fastest_route_that_is_right_for_it(kind: str, route: str) -> None:
+    assert LogprobModel(make_other_model(kind)).route == route
+
+
+def test_packing_can_be_switched_off() -> None:
+    assert LogprobModel(make_model(), packing=False).route == "padded"
+
+
+def test_a_head_that_does_more_than_a_linear_layer_goes_through_the_whole_model() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=0.1,
+        attn_implementation="eager",
+    )
+    model = LogprobModel(Gemma2ForCausalLM(config).eval())
+    assert model.route == "logits"
+
+
+def test_a_packed_model_still_masks_the_padding_of_other_callers() -> None:
+    model = LogprobModel(make_model()).model
+    ids = torch.tensor([[0, 0, 3, 4, 5]])
+    with torch.no_grad():
+        alone = model(torch.tensor([[3, 4, 5]])).logits[0]
+        positions = torch.tensor([[0, 0, 0, 1, 2]])
+        padded = model(ids, attention_mask=(ids > 0).long(), position_ids=positions).logits[0, 2:]
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_logprobs_come_in_float32_from_a_bfloat16_model() -> None:
     batch = to_batch(RAGGED)
-    logprobs_BT = chosen_logprobs(make_model().bfloat16(), batch)
+    logprobs_BT, _ = LogprobModel(make_model().bfloat16())(batch)
     assert logprobs_BT.dtype == torch.float32
     # A log-softmax in bfloat16 would make most of these equal to two or three digits.
     values = logprobs_BT[batch.mask_BT].detach()
     assert (values != values.bfloat16().float()).any()
 
 
-def test_the_gradient_reaches_the_model_through_every_row() -> None:
-    model = make_model()
-    whole = chosen_logprobs(model, to_batch(RAGGED)).sum()
-    alone = sum(chosen_logprobs(model, to_batch([group])).sum() for group in RAGGED)
-    for a, b in zip(
-        torch.autograd.grad(whole, list(model.parameters())),
-        torch.autograd.grad(alone, list(model.parameters())),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+def gradients_of(model: LogprobModel, batches: list[Any]) -> list[torch.Tensor]:
+    total = sum((model(batch)[0] * torch.arange(1, batch.mask_BT.shape[1] + 1)).sum() for batch in batches)
+    return list(torch.autograd.grad(total, list(model.parameters())))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_gradient_is_that_of_the_plain_model(route: Route, gradient_checkpointing: bool) -> None:
+    plain = LogprobModel(make_model())
+    plain.route = "logits"
+    expected = gradients_of(plain, [to_batch([group]) for group in RAGGED])
+    model = LogprobModel(make_model(), gradient_checkpointing=gradient_checkpointing)
+    model.route = route
+    for ours, theirs in zip(gradients_of(model, [to_batch(RAGGED)]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_keeps_fewer_activations() -> None:
+    def kept(gradient_checkpointing: bool) -> int:
+        model = LogprobModel(make_model(), gradient_checkpointing=gradient_checkpointing)
+        seen: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(to_batch(RAGGED))
+        return sum(seen.values()) - sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+    assert kept(True) < kept(False) / 2
+
+
+def test_dropout_is_off_whatever_the_mode() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=16, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5)
+    model = LogprobModel(GPT2LMHeadModel(config)).train()
+    assert torch.equal(model(to_batch(RAGGED))[0], model(to_batch(RAGGED))[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 10**6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_head_in_chunks_is_the_log_softmax_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, bias: bool
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, requires_grad=True)
+    offset = torch.randn(11, generator=generator, requires_grad=True) if bias else None
+    ids = torch.randint(0, 11, (7,), generator=generator)
+    temperature, upstream = torch.rand(7, generator=generator) + 0.5, torch.randn(7, generator=generator)
+    inputs = [hidden, weight] + ([offset] if offset is not None else [])
+
+    ours, entropy = chosen_logprobs(hidden, weight, offset, ids, temperature)
+    logits = (hidden @ weight.T + (0 if offset is None else offset)) / temperature[:, None]
+    distribution = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(ours, distribution.log_prob(ids))
+    torch.testing.assert_close(entropy, distribution.entropy().detach())
+    assert not entropy.requires_grad
+    expected = torch.autograd.grad((distribution.log_prob(ids) * upstream).sum(), inputs)
+    for gradient, other in zip(torch.autograd.grad((ours * upstream).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
 
 @st.composite
@@ -140,26 +290,30 @@ def groups(draw: st.DrawFn) -> list[RolloutGroup]:
     return out
 
 
-MODEL = make_model()
+MODEL = LogprobModel(make_model())
 
 
 @settings(max_examples=12, deadline=None)
-@given(groups(), st.integers(1, 6))
-def test_micro_batches_hold_every_row_once_and_change_no_logprob(batch_groups: list[RolloutGroup], size: int) -> None:
+@given(groups(), st.integers(1, 30), st.booleans())
+def test_micro_batches_hold_every_row_once_and_change_no_logprob(
+    batch_groups: list[RolloutGroup], max_tokens: int, packed: bool
+) -> None:
     batch = to_batch(batch_groups)
     seen: list[int] = []
+    MODEL.route = "packed" if packed else "padded"
     with torch.no_grad():
-        whole_BT = chosen_logprobs(MODEL, batch)
-        for rows, micro in micro_batches(batch, size):
-            assert 1 <= micro.num_rows <= size
+        whole_BT, _ = MODEL(batch)
+        for rows, micro in micro_batches(batch, max_tokens, packed):
+            inputs = packed_input(micro) if packed else padded_input(micro)
+            assert inputs.input_ids_RS.numel() <= max_tokens or micro.num_rows == 1
             T = micro.mask_BT.shape[1]
             assert max(int(batch.completion_lengths_B[rows].max()), 1) == T
             assert torch.equal(micro.mask_BT, batch.mask_BT[rows, :T])
             assert torch.equal(micro.advantages_B, batch.advantages_B[rows])
-            torch.testing.assert_close(chosen_logprobs(MODEL, micro), whole_BT[rows, :T], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(MODEL(micro)[0], whole_BT[rows, :T], atol=1e-5, rtol=1e-5)
             seen += rows.tolist()
     assert sorted(seen) == list(range(batch.num_rows))
-    expected = [row for group in batch_groups for row in logprobs_one_by_one(MODEL, group)]
+    expected = [row for group in batch_groups for row in logprobs_one_by_one(MODEL.model, group)]
     for row, alone in zip(whole_BT, expected, strict=True):
         torch.testing.assert_close(row[: len(alone)], alone, atol=1e-5, rtol=1e-5)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay_trainer.correction import CorrectionConfig, Rejection, correct
+from replay_trainer.correction import CorrectionConfig, Rejection, correct, weight_totals, weights_and_mask
 
 NAN = math.nan
 
@@ -177,6 +177,72 @@ def test_rejection_and_veto_add_up_and_leave_the_weights_alone() -> None:
     assert weights(ratios, **config) == [[1.0, 0.0], [1.0, 2.0]]
 
 
+def test_of_several_rejections_each_takes_out_its_own() -> None:
+    rejections = (Rejection("k1", "token", low=0.5), Rejection("k1", "max", high=3.0))
+    assert kept([[0.4, 1.0], [1.0, 4.0]], rejection=rejections) == [[0, 1], [0, 0]]
+
+
+# mean(log b - log θ) = ln 2 of each sequence but the third, where it is ln(2) / 2.
+OFF_POLICY = [[0.5, 0.5], [0.5, 0.5], [0.5, 1.0], [0.5, 0.0]]
+
+
+def test_the_off_policy_mask_drops_sequences_the_policy_has_left_behind_if_their_advantage_is_negative() -> None:
+    config = CorrectionConfig(off_policy_mask_threshold=0.5)
+    advantages = torch.tensor([-1.0, 0.0, -1.0, -0.1])
+    correction = correct(*logprobs_of(OFF_POLICY), config, advantages=advantages)
+    assert correction.mask.int().tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
+    assert correction.metrics["off_policy_sequence_fraction"] == 0.5
+    assert correction.metrics["rejected_token_fraction"] == pytest.approx(3 / 7)
+    # The threshold itself is kept, and unknown tokens count as on-policy: ln(4) / 2 = ln 2.
+    exact = CorrectionConfig(off_policy_mask_threshold=float(torch.tensor(2.0).log()))
+    assert correct(*logprobs_of([[0.25, NAN]]), exact, advantages=torch.tensor([-1.0])).mask.int().tolist() == [[1, 1]]
+
+
+def test_the_off_policy_mask_judges_the_current_policy_and_not_the_old_one() -> None:
+    old, rollout, mask = logprobs_of([[0.5, 0.5]])
+    config = CorrectionConfig(off_policy_mask_threshold=0.5)
+    correction = correct(old, rollout, mask, config, advantages=torch.tensor([-1.0]), logprobs=rollout)
+    assert correction.mask.all()
+
+
+def test_the_dppo_mask_drops_tokens_that_have_moved_far_in_the_direction_they_are_pushed() -> None:
+    rollout = torch.tensor([[0.5, 0.5, 0.5, 0.5, NAN]]).log().repeat(2, 1)
+    current = torch.tensor([[0.69, 0.71, 0.31, 0.29, 0.9]]).log().repeat(2, 1)
+    config = CorrectionConfig(dppo_mask_low=0.2, dppo_mask_high=0.2)
+    correction = correct(current, rollout, torch.ones(2, 5), config, advantages=torch.tensor([1.0, -1.0]))
+    assert correction.mask.int().tolist() == [[1, 0, 1, 1, 1], [1, 1, 1, 0, 1]]
+    assert correction.metrics["dppo_token_fraction"] == 2 / 8
+    zero = correct(current, rollout, torch.ones(2, 5), config, advantages=torch.zeros(2, 5))
+    assert zero.mask.int().tolist() == [[1, 1, 1, 0, 1]] * 2
+
+
+def test_masks_that_judge_by_the_advantage_ask_for_it() -> None:
+    with pytest.raises(ValueError, match=r"need advantages of shape \(1,\) or \(1, 2\), not None"):
+        correct(*logprobs_of([[1.0, 1.0]]), CorrectionConfig(dppo_mask_high=0.2))
+
+
+def test_the_parts_of_a_batch_are_normalised_by_the_mean_of_the_whole() -> None:
+    for level in ("token", "sequence"):
+        config = CorrectionConfig(level=level, batch_normalize=True, rejection=Rejection(high=3.0))  # type: ignore[arg-type]
+        old, rollout, mask = logprobs_of([[0.5, 1.0], [3.0, 0], [NAN, 0.2]])
+        whole = correct(old, rollout, mask, config).weights
+        parts = [slice(0, 1), slice(1, 3)]
+        totals = [weight_totals(old[part], rollout[part], mask[part], config) for part in parts]
+        mean = sum(total for total, _ in totals) / sum(count for _, count in totals)
+        for part in parts:
+            piece = correct(old[part], rollout[part], mask[part], config, mean_weight=mean)
+            torch.testing.assert_close(piece.weights, whole[part])
+
+
+def test_weights_and_mask_are_those_of_the_correction() -> None:
+    config = CorrectionConfig(veto=0.1, off_policy_mask_threshold=0.5)
+    batch, advantages = logprobs_of(OFF_POLICY), torch.tensor([-1.0, 0.0, -1.0, -0.1])
+    weights_BT, mask_BT = weights_and_mask(*batch, config, advantages=advantages)
+    correction = correct(*batch, config, advantages=advantages)
+    assert torch.equal(weights_BT, correction.weights)
+    assert torch.equal(mask_BT, correction.mask)
+
+
 def test_the_mask_keeps_its_dtype() -> None:
     old, rollout, mask = logprobs_of([[1.0, 0]])
     for dtype in (torch.bool, torch.int64, torch.float32):
@@ -206,6 +272,9 @@ def test_token_metrics_follow_their_formulas() -> None:
             "masked_sequence_fraction": 0.0,
             "rejected_token_fraction": 1 / 4,
             "rejected_sequence_fraction": 0.0,
+            "vetoed_sequence_fraction": 0.0,
+            "off_policy_sequence_fraction": 0.0,
+            "dppo_token_fraction": 0.0,
             "ess": (5.5 / 4) ** 2 / ((0.25 + 1 + 4 + 4) / 4),
             "kl": -math.log(4) / 4,
             "k3_kl": 7.5 / 4 - 1 - math.log(4) / 4,
@@ -269,6 +338,9 @@ def test_nothing_to_correct_gives_zero_weights_and_no_numbers(level: str, shape:
         ({"clip_max": NAN}, "clip_max must be finite"),
         ({"clip_min": 3.0}, "clip_min=3.0 must not exceed clip_max=2.0"),
         ({"veto": 2.0}, "veto is a ratio between"),
+        ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be above 0"),
+        ({"dppo_mask_low": 1.5}, "dppo_mask_low is a difference of probabilities"),
+        ({"objective": "ppo"}, "objective must be one of 'decoupled', 'bypass', 'bypass_reinforce', not 'ppo'"),
     ],
 )
 def test_a_bad_configuration_is_refused_with_its_value(fields: dict[str, object], message: str) -> None:
@@ -390,12 +462,16 @@ def test_unknown_tokens_count_nowhere_but_in_nan_fraction(
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_float64_input_gives_what_float32_gives(batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig) -> None:
+def test_float64_gives_what_float32_gives_to_its_last_digits(
+    batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig
+) -> None:
     old, rollout, mask = batch
     correction = correct(old, rollout, mask, config)
     doubled = correct(old.double(), rollout.double(), mask, config)
-    assert doubled.weights.dtype == torch.float32
-    assert torch.equal(doubled.weights, correction.weights)
+    assert correction.weights.dtype == torch.float32
+    assert doubled.weights.dtype == torch.float64
+    # A sum of logs of some 100 has an error of 1e-5, and so has its exponential.
+    torch.testing.assert_close(doubled.weights.float(), correction.weights, rtol=1e-3, atol=1e-6)
     assert torch.equal(doubled.mask, correction.mask)
 
 

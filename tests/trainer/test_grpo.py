@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from trainer_factories import FakeClient, OnlineClient, make_group, make_model, make_sample
+from run_rank import main as run_rank
+from test_ranks import OPTIONS, write_options
+from trainer_factories import FakeClient, OnlineClient, make_batches, make_group, make_model, make_sample
 from transformers import AutoModelForCausalLM
 
 from replay_client import RolloutGroup, Sample
-from replay_trainer import GRPOConfig, GRPOTrainer
-from replay_trainer.batching import chosen_logprobs, to_batch
+from replay_client.scoring import group_priority
+from replay_trainer import PRESETS, Callback, GRPOConfig, GRPOTrainer, StepReport, TableEvaluation
+from replay_trainer.batching import to_batch
+from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
-from replay_trainer.weights import probe, publish_weights, published
+from replay_trainer.logprobs import LogprobModel
+from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 
 ALL_WRONG = [0.0] * 3
 
 
-def make_batches(count: int, *, seed: int = 0) -> list[list[Sample]]:
-    """Batches of three groups of unequal G and lengths, the same for the same seed."""
-    random = torch.Generator().manual_seed(seed)
-
-    def tokens(length: int) -> list[int]:
-        return torch.randint(3, 15, (length,), generator=random).tolist()
-
-    batches = []
-    for version in range(count):
-        groups = [
-            make_group(
-                rewards=[1.0, 0.0, 0.0, 1.0][:group_size],
-                prompt=tokens(prompt),
-                completions=[tokens(1 + (j * 2) % 5) for j in range(group_size)],
-                logprobs=-2.5,
-            )
-            for group_size, prompt in ((2, 4), (4, 1), (3, 2))
-        ]
-        batches.append([make_sample(group, key=10 * version + i) for i, group in enumerate(groups)])
-    return batches
-
-
 def make_trainer(
-    client: Any, output_dir: Path, *, model: Any = None, on_step: Any = None, **options: Any
+    client: Any, output_dir: Path, *, model: Any = None, on_step: Any = None, evaluate: Any = None, **options: Any
 ) -> GRPOTrainer:
-    config = GRPOConfig(output_dir=output_dir, **({"max_steps": 3, "learning_rate": 1e-3} | options))
-    return GRPOTrainer(model or make_model(), client, config, on_step=on_step)
+    few = {"max_steps": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
+    config = GRPOConfig(output_dir=output_dir, **(few | options))
+    callbacks = [] if on_step is None else [OnStep(on_step)]
+    return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
+
+
+class OnStep(Callback):
+    """Calls a function with the metrics of each step."""
+
+    def __init__(self, function: Callable[[dict[str, float]], None]) -> None:
+        self.function = function
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        self.function(report.metrics)
 
 
 def lines(output_dir: Path) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def logprobs_of(model: Any, groups: Sequence[RolloutGroup]) -> torch.Tensor:
     """(T,) current log-probabilities of all completion tokens."""
     batch = to_batch(groups)
     with torch.no_grad():
-        return chosen_logprobs(model, batch)[batch.mask_BT]
+        return LogprobModel(model)(batch)[0][batch.mask_BT]
 
 
 def test_training_raises_the_reward(tmp_path: Path) -> None:
@@ -88,15 +88,38 @@ def test_training_raises_the_reward(tmp_path: Path) -> None:
         {"loss_type": "gspo", "beta": 0.1, "num_iterations": 2},
         {"loss_type": "cispo", "epsilon_high": 3.0},
         {"loss_type": "dr_grpo", "max_completion_length": 8},
+        {"loss_type": "bnpo", "scale_rewards": "batch"},
         {"correction": CorrectionConfig(level="sequence", batch_normalize=True)},
+        {"correction": CorrectionConfig(objective="bypass", off_policy_mask_threshold=0.1), "num_iterations": 2},
+        {
+            "correction": CorrectionConfig(objective="bypass_reinforce", batch_normalize=True, dppo_mask_low=0.01),
+            "num_iterations": 2,
+        },
+        {"packing": False},
     ],
-    ids=["dapo", "grpo", "gspo with kl", "cispo", "dr_grpo", "batch_normalize"],
+    ids=[
+        "dapo",
+        "grpo",
+        "gspo with kl",
+        "cispo",
+        "dr_grpo",
+        "bnpo",
+        "batch_normalize",
+        "bypass",
+        "bypass_reinforce",
+        "padded",
+    ],
 )
 def test_micro_batches_make_no_difference(tmp_path: Path, options: dict[str, Any]) -> None:
     trained = []
-    for size in (1, 4, 100):
+    for size in (1, 20, 1000):
         trainer = make_trainer(
-            FakeClient(make_batches(2)), tmp_path / str(size), micro_batch_size=size, max_steps=2, **options
+            FakeClient(make_batches(2)),
+            tmp_path / str(size),
+            max_tokens_per_micro_batch=size,
+            max_steps=2,
+            learning_rate=0.1,
+            **options,
         )
         # With plain gradient descent the weights show the gradient; AdamW's would show little but its sign.
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
@@ -150,7 +173,9 @@ def test_the_update_is_weighted_and_rejected_as_configured(tmp_path: Path) -> No
     def change(name: str, **correction: Any) -> torch.Tensor:
         client = FakeClient([[make_sample(group)]])
         config = CorrectionConfig(**correction)
-        trainer = make_trainer(client, tmp_path / name, max_steps=1, max_grad_norm=math.inf, correction=config)
+        trainer = make_trainer(
+            client, tmp_path / name, max_steps=1, max_grad_norm=math.inf, learning_rate=0.1, correction=config
+        )
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
         trainer.train()
         return trainer.model.lm_head.weight.detach() - make_model().lm_head.weight.detach()
@@ -201,8 +226,8 @@ def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None
     assert seen == [(1, 0, "step-0"), (2, 1, "step-1"), (3, 2, "step-2"), (4, 3, "step-3")]
     assert [folder.name for folder in published(tmp_path)] == ["step-3", "step-4"]
     assert client.version == 4
-    saved = AutoModelForCausalLM.from_pretrained(client.weights)
-    assert_same_weights(saved, trainer.model, atol=0, rtol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(client.weights)
+    assert_same_weights(loaded, trainer.model, atol=0, rtol=0)
 
 
 def test_publishing_seldom_still_publishes_the_last_version(tmp_path: Path) -> None:
@@ -246,6 +271,55 @@ def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(tmp_path: Pat
     assert client.version == 5
 
 
+def test_a_full_state_need_not_come_with_every_publication(tmp_path: Path) -> None:
+    options = {"max_steps": 7, "save_every": 3, "keep_weights": 2}
+    whole = make_trainer(FakeClient(make_batches(7)), tmp_path / "whole", **options)
+    whole.train()
+    assert [folder.name for folder in saved(tmp_path / "whole")] == ["step-6", "step-7"]
+
+    def die_in_step_6(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 6:
+            raise Killed
+
+    client = FakeClient(make_batches(7))
+    with pytest.raises(Killed):
+        make_trainer(client, tmp_path / "killed", on_step=die_in_step_6, **options).train()
+    # The state of step 3 outlives keep_weights.
+    assert [folder.name for folder in published(tmp_path / "killed")] == ["step-3", "step-4", "step-5"]
+    assert [folder.name for folder in saved(tmp_path / "killed")] == ["step-3"]
+    assert client.version == 5
+    resumed = make_trainer(client, tmp_path / "killed", resume=True, **options)
+    resumed.train()
+    assert [line["step"] for line in lines(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6, 7]
+    assert_same_weights(resumed.model, whole.model, atol=0, rtol=0)
+
+
+def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_path: Path) -> None:
+    client = FakeClient(make_batches(4))
+    trainer = make_trainer(client, tmp_path, max_steps=4, save_every=2, checkpoint_server=True)
+    trainer.train()
+    assert client.checkpoints == ["auto-0", "auto-1", "auto-2"]  # with versions 0, 2 and 4
+    assert trainer.server_checkpoint == "auto-2"
+    without = make_trainer(FakeClient(make_batches(1)), tmp_path / "without", max_steps=1)
+    without.train()
+    assert without.server_checkpoint == ""
+
+
+@pytest.mark.timeout(1000)
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    options = OPTIONS | {"max_steps": 12, "sgd": False, "learning_rate": 1e-3, "save_every": 2}
+    run_rank(write_options(tmp_path / "whole", options))
+    script = Path(__file__).parent / "run_rank.py"
+    for die in ([3, 0.0], [5, 0.013], [7, 0.029], None):
+        write_options(tmp_path / "killed", options | {"resume": True, "die": die})
+        process = subprocess.run([sys.executable, str(script), str(tmp_path / "killed")], timeout=500)
+        assert process.returncode == (0 if die is None else -signal.SIGKILL)
+    assert [line["step"] for line in lines(tmp_path / "killed/out")] == list(range(1, 13))
+    whole, killed = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("whole", "killed"))
+    for name in whole:
+        torch.testing.assert_close(killed[name], whole[name], atol=1e-6, rtol=1e-4)
+
+
 def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> None:
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2).train()
     restarted = FakeClient(make_batches(2))
@@ -278,8 +352,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
     trainer = make_trainer(FakeClient(batches), tmp_path)
     with pytest.raises(FloatingPointError, match=r"step 2: loss nan.*published\s+weights are intact"):
         trainer.train()
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "step-1")
-    assert_same_weights(saved, trainer.model, atol=0, rtol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-1")
+    assert_same_weights(loaded, trainer.model, atol=0, rtol=0)
     assert len(lines(tmp_path)) == 1
 
 
@@ -289,6 +363,11 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
         ({"groups_per_step": 0}, "groups_per_step must be at least 1, not 0"),
         ({"keep_weights": 1}, "keep_weights must be at least 2"),
         ({"learning_rate": math.nan}, "learning_rate must be at least 0, not nan"),
+        ({"max_steps": "5"}, "max_steps must be a whole number, not '5'"),
+        ({"learning_rate": True}, "learning_rate must be a number, not True"),
+        ({"zero_variance": "skip"}, "zero_variance must be one of replace, none, dynamic, not 'skip'"),
+        ({"report_to": ("mlflow",)}, "report_to takes tensorboard, wandb, not mlflow"),
+        ({"correction": "icepop"}, r"correction must be a CorrectionConfig, such as PRESETS\['icepop'\]"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
@@ -300,15 +379,186 @@ def test_a_bad_configuration_is_refused(options: dict[str, Any], message: str) -
         GRPOConfig(output_dir="unused", **options)
 
 
+# ------------------------------------------------------------------------------------------------- what is trained on
+
+
+def mixed_batches(count: int) -> list[list[Sample]]:
+    """Two of three groups of each batch have no variance."""
+    return make_batches(count, zero_variance=2)
+
+
+def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path: Path) -> None:
+    pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=500 + i) for i in range(9)]
+    trained = {}
+    for rule in ("replace", "none", "dynamic"):
+        trainer = make_trainer(
+            FakeClient(mixed_batches(5), pool), tmp_path / rule, max_steps=1, groups_per_step=3, zero_variance=rule
+        )
+        trainer.train()
+        (trained[rule],) = lines(tmp_path / rule)
+    assert {rule: line["train/groups"] for rule, line in trained.items()} == {"replace": 3, "none": 3, "dynamic": 3}
+    assert {rule: line["fresh/groups"] for rule, line in trained.items()} == {"replace": 3, "none": 3, "dynamic": 9}
+    fractions = {rule: line["train/zero_variance_fraction"] for rule, line in trained.items()}
+    assert fractions == {"replace": 0, "none": pytest.approx(2 / 3), "dynamic": 0}
+    assert trained["replace"]["replay/groups_replaced"] == 2
+    assert trained["dynamic"]["replay/groups_dropped"] == 6
+    assert trained["replace"].keys() == trained["none"].keys() == trained["dynamic"].keys()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
+    rewards = [[1.0, 0.0], [3.0, 0.0, 0.0]]
+    samples = [make_sample(make_group(rewards=each), key=i) for i, each in enumerate(rewards)]
+    for sample in samples:
+        sample.group.advantages = np.full(sample.group.group_size, 99, np.float32)  # not to be used
+    trainer = make_trainer(FakeClient([samples]), tmp_path, scale_rewards=scale)
+    advantages = trainer._to_batch([sample.group for sample in samples]).advantages_B.tolist()
+    centred = [0.5, -0.5, 2.0, -1.0, -1.0]
+    # std with Bessel's correction: of 1, 0; of 3, 0, 0; of all five
+    deviation = {"group": [0.5**0.5] * 2 + [3**0.5] * 3, "batch": [1.7**0.5] * 5, "none": [1.0] * 5}[scale]
+    offset = 0 if scale == "none" else 1e-4
+    assert advantages == pytest.approx([a / (s + offset) for a, s in zip(centred, deviation, strict=True)], rel=1e-5)
+
+
+def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:
+    group = make_group(rewards=[1.0, 0.0])
+    group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() + math.log(4.0)  # a ratio of 1/4
+    sample = make_sample(group, key=5)
+    client = FakeClient([[sample]], pool=[sample])
+    make_trainer(client, tmp_path, max_steps=1, update_priorities=True).train()
+    assert client.priorities[5] == pytest.approx(0.25 * group_priority(group.rewards, group.advantages), rel=1e-3)
+    assert lines(tmp_path)[0]["replay/priorities_updated"] == 1
+
+
+def test_truncated_completions_may_be_left_out(tmp_path: Path) -> None:
+    group = make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8]], finish_reasons=("length", "stop"))
+    make_trainer(FakeClient([[make_sample(group)]]), tmp_path, max_steps=1, mask_truncated_completions=True).train()
+    (metrics,) = lines(tmp_path)
+    assert metrics["train/tokens"] == 1
+    assert metrics["fresh/truncated_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_autocast_trains_almost_what_float32_trains(tmp_path: Path, loss_type: str) -> None:
+    changes = []
+    for bf16 in (False, True):
+        options = {"max_steps": 1, "max_grad_norm": math.inf, "learning_rate": 1.0, "loss_type": loss_type}
+        trainer = make_trainer(FakeClient(make_batches(1)), tmp_path / str(bf16), bf16=bf16, **options)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.train()
+        pairs = zip(trainer.model.parameters(), make_model().parameters(), strict=True)
+        changes.append(torch.cat([(p - q).detach().flatten() for p, q in pairs]))
+        assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert torch.nn.functional.cosine_similarity(changes[0], changes[1], dim=0) > 0.99
+    assert not torch.equal(changes[0], changes[1])
+
+
+def test_the_learning_rate_warms_up_and_decays_as_a_function_of_the_step(tmp_path: Path) -> None:
+    def rates(kind: str) -> list[float]:
+        config = GRPOConfig(
+            output_dir="unused",
+            learning_rate=1.0,
+            lr_scheduler_type=kind,
+            warmup_steps=2,
+            max_steps=6,  # type: ignore[arg-type]
+        )
+        return [config.learning_rate_at(step) for step in range(1, 7)]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1]
+    assert rates("linear") == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+    options = {"max_steps": 3, "lr_scheduler_type": "linear", "learning_rate": 1e-3}
+    make_trainer(FakeClient(make_batches(3)), tmp_path, **options).train()
+    assert [line["train/learning_rate"] for line in lines(tmp_path)] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+
+
+# ----------------------------------------------------------------------------------------------------------- reports
+
+
+def test_an_evaluation_is_part_of_the_metrics_of_its_steps(tmp_path: Path) -> None:
+    seen = []
+
+    def evaluate(trainer: GRPOTrainer) -> dict[str, float]:
+        seen.append(trainer.model.lm_head.weight.detach().clone())
+        return {"reward_mean": 0.5}
+
+    make_trainer(FakeClient(make_batches(4)), tmp_path, max_steps=4, eval_every=2, evaluate=evaluate).train()
+    assert [line.get("eval/reward_mean") for line in lines(tmp_path)] == [None, 0.5, None, 0.5]
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path: Path) -> None:
+    held_out = [make_sample(make_group(rewards=[1.0, 0.0, 1.0]), key=9, staleness=2)]
+    evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")  # type: ignore[arg-type]
+    make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, eval_every=1, evaluate=evaluation).train()
+    (metrics,) = lines(tmp_path)
+    assert metrics["eval/reward_mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/staleness_mean"] == 2
+    nothing = TableEvaluation(FakeClient())  # type: ignore[arg-type]
+    make_trainer(FakeClient(make_batches(1)), tmp_path / "n", max_steps=1, eval_every=1, evaluate=nothing).train()
+    assert (lines(tmp_path / "n")[0]["eval/groups"], lines(tmp_path / "n")[0]["eval/reward_mean"]) == (0, None)
+
+
+def test_completions_are_written_and_shown_with_their_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stored = make_sample(make_group(rewards=[0.0, 1.0], prompt=[9, 8]), key=2, age=7.0, staleness=3)
+    fresh = [make_sample(make_group(rewards=ALL_WRONG), key=1), make_sample(make_group(prompt=[4]), key=3)]
+    options = {"log_completions": True, "num_completions_to_print": 2, "progress": True}
+    make_trainer(FakeClient([fresh], pool=[stored]), tmp_path, max_steps=1, **options).train()
+    first, second = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())
+    assert first["prompt"] == "9 8"
+    assert (first["source"], first["age"], first["staleness"]) == ("replayed", 7.0, 3)
+    assert (second["source"], second["prompt"], second["reward"]) == ("fresh", "4", 1.0)
+    shown = capfd.readouterr().err
+    assert "replayed" in shown
+    assert "step 1: fresh reward 0.200, replaced 1, loss" in shown
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, report_to=("tensorboard",)).train()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(line["step"], pytest.approx(line["train/loss"], rel=1e-5)) for line in lines(tmp_path)]
+    finite = {name for name, value in lines(tmp_path)[0].items() if value is not None} - {"step"}
+    assert finite <= set(events.Tags()["scalars"])
+
+
+def test_a_reporter_that_is_not_installed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="report_to names wandb, which is not installed: pip install wandb"):
+        make_trainer(FakeClient(make_batches(1)), tmp_path, report_to=("wandb",))
+
+
+def test_every_metric_is_documented(tmp_path: Path) -> None:
+    options = {"eval_every": 1, "beta": 0.1, "update_priorities": True}
+    make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, evaluate=lambda _: {}, **options).train()
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    assert [name for name in lines(tmp_path)[0] if f"`{name}`" not in page] == []
+
+
+def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> None:
+    assert config_from({"output_dir": tmp_path, "correction": "icepop"}).correction == PRESETS["icepop"]()
+    rejection = [{"estimator": "k1", "high": 2.0}, {"estimator": "k3", "aggregate": "mean", "high": 0.1}]
+    config = config_from({"output_dir": tmp_path, "correction": {"level": "sequence", "rejection": rejection}})
+    assert config.correction.rejections == (Rejection("k1", high=2.0), Rejection("k3", "mean", high=0.1))
+    with pytest.raises(ValueError, match=r"there is no preset 'icepops' of correction; there are trl_token_truncate"):
+        config_from({"output_dir": tmp_path, "correction": "icepops"})
+    with pytest.raises(ValueError, match=r"GRPOConfig has no micro_batch; it has output_dir"):
+        config_from({"output_dir": tmp_path, "micro_batch": 1})
+
+
 # ------------------------------------------------------------------------------------------------------ publication
 
 
-def publish(model: Any, directory: Path, version: int, keep: int = 2) -> Path:
-    return publish_weights(model, None, directory, version, keep, torch.optim.SGD(model.parameters(), lr=0.1))
+def publish(model: Any, directory: Path, version: int, keep: int = 2, **options: Any) -> Path:
+    return publish_weights(model, None, directory, version, keep, {"token_ids": [], "logprobs": []}, **options)
 
 
 def test_the_probe_is_what_the_saved_weights_say(tmp_path: Path) -> None:
-    folder = publish(make_model(seed=3), tmp_path, 0)
+    make_trainer(FakeClient(make_batches(1)), tmp_path, model=make_model(seed=3), max_steps=1).train()
+    folder = tmp_path / "step-1"
     content = json.loads((folder / "probe.json").read_text())
     ids = torch.tensor([content["token_ids"]])
     assert len(content["logprobs"]) == ids.shape[1] - 1
@@ -326,10 +576,9 @@ def test_the_probe_asks_all_versions_the_same_and_no_special_token() -> None:
         def __len__(self) -> int:
             return 12
 
-    first, second = probe(make_model(seed=1), Tokenizer()), probe(make_model(seed=2), Tokenizer())
-    assert first["token_ids"] == second["token_ids"]
-    assert set(first["token_ids"]) <= set(range(12)) - {0, 3, 9}
-    assert first["logprobs"] != second["logprobs"]
+    first, second = probe_tokens(make_model(seed=1), Tokenizer()), probe_tokens(make_model(seed=2), Tokenizer())
+    assert first == second
+    assert set(first) <= set(range(12)) - {0, 3, 9}
 
 
 def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay_trainer.losses import kl_loss, loss_normalizer, policy_loss
+from replay_trainer.correction import CorrectionConfig, Rejection
+from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer, policy_loss
 
 # Two completions: ratios 2 and 0.5 with A = 1, and a ratio of 2 with A = -2; the last place is padding.
 # -min(c A, clip(c, 0.8, 1.2) A):  -min(2, 1.2) = -1.2,  -min(0.5, 0.8) = -0.5,  -min(-4, -2.4) = 4.
@@ -132,6 +133,66 @@ def test_the_kl_penalty_is_k3_of_the_reference() -> None:
     assert metrics == pytest.approx({"kl": sum(k3) / 3})
     loss, _ = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1, loss_type="grpo", normalizer=2)
     assert loss.item() == pytest.approx(0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2)
+
+
+def test_reinforce_is_the_weighted_log_likelihood_without_any_ratio() -> None:
+    # -A w log θ: 1, 2, -(-2 * -0.5) = -1
+    weights = torch.tensor([[3.0, 1.0], [0.5, 9.0]])
+    assert loss_of(reinforce=True) == pytest.approx((1 + 2 - 1) / 3)
+    assert loss_of(reinforce=True, weights=weights) == pytest.approx((3 + 2 - 0.5) / 3)
+    assert gradient_of(reinforce=True, weights=weights) == [[-1.0, round(-1 / 3, 4)], [round(1 / 3, 4), 0.0]]
+
+
+# θ / old = 2, 0.5 | 2 and old / rollout = 3, 1 | 0.5, so θ / rollout = 6, 0.5 | 1.
+OLD = old_of(RATIOS)
+ROLLOUT = OLD - torch.tensor([[3.0, 1.0], [0.5, 1.0]]).log()
+
+
+def corrected(rollout: Tensor = ROLLOUT, **correction: object) -> tuple[float, list[list[float]]]:
+    logprobs = LOGPROBS.clone().requires_grad_()
+    config = CorrectionConfig(**correction)  # type: ignore[arg-type]
+    loss, _ = corrected_policy_loss(logprobs, OLD, rollout, ADVANTAGES, MASK, config)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.item() * 3, [[round(x * 3, 4) for x in row] for row in gradient.tolist()]
+
+
+def test_decoupled_clips_against_the_old_policy_and_weighs_old_against_rollout() -> None:
+    # l = -1.2, -0.5, 4 as above; w = min(3, 2), 1, 0.5
+    assert corrected()[0] == pytest.approx(-2.4 - 0.5 + 2)
+    assert corrected()[1] == [[0.0, -0.5], [2.0, 0.0]]
+
+
+def test_bypass_clips_against_the_rollout_policy_and_has_no_weights() -> None:
+    # c = 6, 0.5, 1: -min(6, 1.2), -min(0.5, 0.8), -min(-2, -2)
+    assert corrected(objective="bypass")[0] == pytest.approx(-1.2 - 0.5 + 2)
+    assert corrected(objective="bypass")[1] == [[0.0, -0.5], [2.0, 0.0]]
+
+
+def test_bypass_reinforce_weighs_the_current_policy_against_the_rollout_policy() -> None:
+    # w = min(6, 2), 0.5, 1; -A w log θ: 2 * 1, 0.5 * 2, -1
+    assert corrected(objective="bypass_reinforce")[0] == pytest.approx(2 + 1 - 1)
+    assert corrected(objective="bypass_reinforce")[1] == [[-2.0, -0.5], [2.0, 0.0]]
+
+
+def test_rejection_judges_the_ratio_of_its_objective() -> None:
+    rejection = Rejection("k1", "token", high=4.0)  # old / rollout reaches 3, θ / rollout 6
+    assert corrected(rejection=rejection) == corrected()
+    assert corrected(rejection=rejection, objective="bypass")[0] == pytest.approx(-0.5 + 2)
+    assert corrected(rejection=rejection, objective="bypass_reinforce")[0] == pytest.approx(1 - 1)
+
+
+def test_a_token_with_unknown_rollout_logprob_is_on_policy_under_every_objective() -> None:
+    rollout = ROLLOUT.clone()
+    rollout[1, 0] = math.nan
+    assert corrected(rollout)[1][1] == [4.0, 0.0]  # w = 1
+    assert corrected(rollout, objective="bypass")[1][1] == [2.0, 0.0]  # r = 1
+    assert corrected(rollout, objective="bypass_reinforce")[1][1] == [2.0, 0.0]
+
+
+def test_the_masks_of_correction_see_the_current_policy() -> None:
+    # p_θ - p_b with A > 0: exp(-1) - exp(-1) / 6 = 0.307
+    assert corrected(dppo_mask_high=0.2)[0] == pytest.approx(-0.5 + 2)
+    assert corrected(dppo_mask_high=0.31) == corrected()
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from trainer_factories import FakeClient, make_group, make_sample
 
-from replay_client.errors import DeadlineExceededError
+from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
+from replay_trainer.dynamic_sampling import DynamicSampler
+from replay_trainer.replacement import unreplaced
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
 MIXED = [0.0, 1.0, 1.0, 0.0]
@@ -56,7 +61,7 @@ def test_every_row_of_a_replaced_group_is_the_stored_one() -> None:
     batch, alone = to_batch(replacement.groups), to_batch([stored])
     rows = batch.group_B == 1
     assert int(rows.sum()) == 3
-    assert torch.equal(batch.input_ids_BS[rows, :6], alone.input_ids_BS)
+    assert torch.equal(batch.prompt_ids_GP[1, :3], alone.prompt_ids_GP[0])
     assert torch.equal(batch.completion_ids_BT[rows, :3], alone.completion_ids_BT)
     assert torch.equal(batch.mask_BT[rows, :3], alone.mask_BT)
     assert not batch.mask_BT[rows, 3:].any()
@@ -91,6 +96,57 @@ def test_ranks_of_one_step_get_different_groups() -> None:
     assert keys(rank_0.samples) == [100, 101]
     assert keys(rank_1.samples) == [102, 1]
     assert rank_1.stats["groups_missing"] == 1
+
+
+def test_what_other_ranks_train_on_does_not_come() -> None:
+    # Their fresh groups have joined the pool too, under no scope yet.
+    pool = make_pool(3)
+    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG), exclude=[100, 101])
+    assert keys(replacement.samples) == [102]
+
+
+def test_replacements_of_another_group_size_are_taken_as_they_are() -> None:
+    pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=100), make_sample(make_group(rewards=[1.0, 0, 0]), key=101)]
+    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG, MIXED, ALL_WRONG))
+    assert [group.group_size for group in replacement.groups] == [2, 4, 3]
+    assert to_batch(replacement.groups).group_B.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert replacement.stats["group_size_mean"] == 2.5
+
+
+def test_replacements_that_lag_too_far_are_passed_over_for_fresher_ones() -> None:
+    pool = [make_sample(make_group(rewards=MIXED), key=100 + i, staleness=lag) for i, lag in enumerate([5, 3, 4, 0])]
+    replacer = ZeroVarianceReplacer(FakeClient(pool=pool), max_staleness=3)
+    replacement = replacer.replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-1")
+    assert keys(replacement.samples) == [101, 103]
+    assert replacement.stats["groups_too_stale"] == 2
+    assert replacement.stats["staleness_max"] == 3
+
+
+def test_groups_trained_on_sink_in_the_pool_as_far_as_they_are_no_longer_trusted() -> None:
+    pool = make_pool(2)
+    client = FakeClient(pool=pool)
+    samples = [pool[0], make_sample(make_group(rewards=ALL_WRONG), key=101), make_sample(make_group(), key=7)]
+    assert ZeroVarianceReplacer(client).update_priorities({100: 0.5, 101: 1.0, 7: 1.0}, samples) == 1
+    # sum |A| = 4 * 0.866 (up to the 1e-4), std = 0.577: 2; key 7 is gone, and 101 has nothing to teach
+    assert client.priorities == {100: pytest.approx(0.5 * 2.0, rel=1e-3)}
+
+
+class RestartingClient(FakeClient):
+    """Its first call finds no server, the next ones do."""
+
+    calls = 0
+
+    def sample(self, *args: Any, **options: Any) -> list:
+        self.calls += 1
+        if self.calls == 1:
+            raise ServerUnavailableError("no replay server answers")
+        return super().sample(*args, **options)
+
+
+def test_a_server_that_starts_again_is_asked_again() -> None:
+    client = RestartingClient(pool=make_pool(1))
+    assert keys(ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG)).samples) == [100]
+    assert client.calls == 2
 
 
 def test_a_group_without_replacement_is_kept_and_counted() -> None:
@@ -130,3 +186,47 @@ def test_a_pool_group_without_variance_replaces_nothing() -> None:
 def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="on_empty must be one of keep, drop, wait, not 'skip'"):
         ZeroVarianceReplacer(FakeClient(), on_empty="skip")  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------- the other rules
+
+
+def test_without_replacement_the_batch_is_what_came() -> None:
+    batch = make_batch(ALL_WRONG, MIXED)
+    taken = unreplaced(batch)
+    assert (taken.samples, taken.replaced) == (batch, [])
+    assert taken.stats["groups_zero_variance"] == taken.stats["groups_missing"] == 1
+    assert taken.stats.keys() == ZeroVarianceReplacer(FakeClient()).replace(batch).stats.keys()
+
+
+def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
+    """Batches with these rewards; keys count through."""
+    key = itertools.count()
+    return iter([[make_sample(make_group(rewards=r), key=next(key)) for r in batch] for batch in rewards])
+
+
+def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much() -> None:
+    stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
+    sampler = DynamicSampler(stream, size=2, max_batches=5)
+    first = sampler.next()
+    assert keys(first.samples) == [0, 4]
+    assert keys(first.fresh) == [0, 1, 2, 3, 4, 5]
+    assert first.stats["groups_zero_variance"] == first.stats["groups_dropped"] == 3
+    assert first.stats["groups_missing"] == 0
+    second = sampler.next()
+    assert keys(second.samples) == [5, 7]
+    assert keys(second.fresh) == [6, 7]
+
+
+def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short() -> None:
+    sampler = DynamicSampler(batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED]), size=4, max_batches=3)
+    taken = sampler.next()
+    assert keys(taken.samples) == [1, 3, 5]
+    assert taken.stats["groups_missing"] == 1
+
+
+def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
+    sampler = DynamicSampler(batches_of([MIXED] * 4, [MIXED] * 4), size=2, max_batches=1)
+    assert keys(sampler.next().samples) == [0, 1]
+    taken = sampler.next()
+    assert (keys(taken.samples), taken.fresh) == ([2, 3], [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from replay_client import Policy, RolloutGroup, Sample, SampleInfo
+from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
 from replay_client.errors import DeadlineExceededError
 from replay_client.scoring import group_advantages, is_zero_variance
 
@@ -59,7 +59,30 @@ def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, stalenes
     return Sample(info, group.encode())
 
 
-def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY) -> Qwen2ForCausalLM:
+def make_batches(count: int, *, seed: int = 0, groups: int = 3, zero_variance: int = 0) -> list[list[Sample]]:
+    """Batches of groups of unequal G and lengths, the same for the same seed; the first ones without variance."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(3, 15, (length,), generator=random).tolist()
+
+    batches = []
+    for version in range(count):
+        batch = []
+        for index in range(groups):
+            group_size, prompt = ((2, 4), (4, 1), (3, 2))[index % 3]
+            group = make_group(
+                rewards=[0.0] * group_size if index < zero_variance else [1.0, 0.0, 0.0, 1.0][:group_size],
+                prompt=tokens(prompt),
+                completions=[tokens(1 + (j * 2) % 5) for j in range(group_size)],
+                logprobs=-2.5,
+            )
+            batch.append(make_sample(group, key=10 * version + index))
+        batches.append(batch)
+    return batches
+
+
+def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY, tied: bool = False) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -69,7 +92,7 @@ def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY) -> Qwen2ForCausal
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     return Qwen2ForCausalLM(config).eval()
 
@@ -83,12 +106,24 @@ class FakeClient:
         self.version = version
         self.weights = ""
         self.given: dict[str, set[int]] = {}
+        self.checkpoints: list[str] = []
+        self.priorities: dict[int, float] = {}
 
     def policy(self) -> Policy:
         return Policy(self.version, self.weights, age=0.0)
 
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
         self.version, self.weights = version, weights
+
+    def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
+        self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")
+        return self.checkpoints[-1]
+
+    def update_priorities(self, table: str, priorities: Mapping[int, float]) -> MutationResult:
+        keys = {sample.info.key for sample in self.pool}
+        self.priorities |= {key: priority for key, priority in priorities.items() if key in keys}
+        missing = tuple(key for key in priorities if key not in keys)
+        return MutationResult(len(priorities) - len(missing), missing)
 
     @contextmanager
     def sampler(

@@ -1,21 +1,17 @@
-"""Groups to tensors and tensors to log-probabilities, without losing a token.
+"""Groups to tensors, and a batch to micro-batches that fit a budget of tokens. No token is lost or padded into a model.
 
-A row is one completion behind its own copy of the prompt, always padded on the right:
+    prompt_ids_GP          q q q .         one row a group         P: longest prompt
+    completion_ids_BT      c c c c         one row a completion    T: longest completion
+                           c c . .         everything named _BT lines up with the completion's tokens
 
-    input_ids_BS         p p p c c c c . .        S: longest prompt + completion
-                         p c c . . . . . .        T: longest completion
-    completion_ids_BT    c c c c                  everything named _BT lines up with the completion's tokens,
-                         c c . .                  whatever the length of the prompt
-
-Padding on the right needs no care of the model: tokens stand at positions 0, 1, 2, … and a causal model never
-looks to the right, whichever side its tokenizer pads on.
+Padding, on the right, is there for the arithmetic of the loss only: (B, T) numbers a batch are nothing beside the
+activations of a model, which see packed rows (packing.py) or, for models that cannot take those, rows of like length.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,22 +20,17 @@ import torch
 from torch import Tensor
 
 from replay_client.rollout import RolloutGroup
+from replay_trainer.packing import Layout, Segment
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions as rows. Padding is 0 in every tensor; `mask_BT` says what counts."""
+    """Completions as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` says what counts."""
 
-    input_ids_BS: Tensor
-    """int64, prompt and completion, contiguous."""
-    attention_mask_BS: Tensor
-    """int64, 1 for prompt and completion."""
-    position_ids_BS: Tensor
-    """int64, 0, 1, 2, … from the left."""
-    prompt_lengths_B: Tensor
-    """int64, at least 1."""
-    completion_lengths_B: Tensor
-    """int64, may be 0."""
+    prompt_ids_GP: Tensor
+    """int64"""
     completion_ids_BT: Tensor
     """int64"""
     mask_BT: Tensor
@@ -50,38 +41,60 @@ class Batch:
     """float32"""
     temperature_B: Tensor
     """float32, of the sampling, > 0."""
-    group_B: Tensor
-    """int64, which group of the batch the row comes from."""
+    prompt_lengths_G: Ints
+    """At least 1. Lengths and groups stay on the host: they shape what the device does."""
+    completion_lengths_B: Ints
+    """May be 0."""
+    group_B: Ints
+    """Which group of the batch the row comes from, ascending."""
 
     @property
     def num_rows(self) -> int:
         """B, the number of completions."""
-        return self.input_ids_BS.shape[0]
+        return self.completion_ids_BT.shape[0]
 
-    def select(self, rows: Tensor) -> Batch:
-        """These rows, with the padding that none of them needs cut off."""
-        longest = int((self.prompt_lengths_B + self.completion_lengths_B)[rows].max())
-        longest_completion = max(int(self.completion_lengths_B[rows].max()), 1)
-        return Batch(
-            input_ids_BS=self.input_ids_BS[rows, :longest],
-            attention_mask_BS=self.attention_mask_BS[rows, :longest],
-            position_ids_BS=self.position_ids_BS[rows, :longest],
-            prompt_lengths_B=self.prompt_lengths_B[rows],
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.mask_BT.device
+
+    def select(self, rows: Ints) -> Batch:
+        """These rows, with the padding that none of them needs cut off; prompts stay as they are."""
+        longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
+        index = torch.from_numpy(rows).to(self.device)
+        return replace(
+            self,
+            completion_ids_BT=self.completion_ids_BT[index, :longest],
+            mask_BT=self.mask_BT[index, :longest],
+            rollout_logprobs_BT=self.rollout_logprobs_BT[index, :longest],
+            advantages_B=self.advantages_B[index],
+            temperature_B=self.temperature_B[index],
             completion_lengths_B=self.completion_lengths_B[rows],
-            completion_ids_BT=self.completion_ids_BT[rows, :longest_completion],
-            mask_BT=self.mask_BT[rows, :longest_completion],
-            rollout_logprobs_BT=self.rollout_logprobs_BT[rows, :longest_completion],
-            advantages_B=self.advantages_B[rows],
-            temperature_B=self.temperature_B[rows],
             group_B=self.group_B[rows],
         )
 
 
-def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu") -> Batch:
+@dataclass(frozen=True)
+class ModelInput:
+    """Rows of tokens for a model, and where among them the completions are predicted."""
+
+    input_ids_RS: Tensor
+    """int64; R = 1 where packed."""
+    position_ids_RS: Tensor
+    """int64"""
+    attention_mask_RS: Tensor | None
+    """int64, 1 for tokens, 0 for padding; None where there is none."""
+    layout: Layout | None
+    """Who sees whom in a packed row; None: the rows are sequences."""
+    predicts_N: Tensor
+    """int64: the N tokens of mask_BT, row after row, are predicted at these places of the flattened (R S)."""
+
+
+def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu", mask_truncated: bool = False) -> Batch:
     """All completions of all groups, in their order, one row each; G and every length may differ.
 
     No groups make a batch without rows; T is at least 1. A group without `sampling["temperature"]` was
-    sampled at 1.
+    sampled at 1. `mask_truncated` takes completions out of the mask whose finish reason is "length".
 
     Raises ValueError for an empty prompt (nothing would predict the first token) and for a temperature that is
     not above 0.
@@ -94,88 +107,141 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu")
                 f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
                 f"the policy gradient needs samples at a temperature above 0"
             )
-    group_B = np.repeat(np.arange(len(groups)), [group.group_size for group in groups])
-    prompt_lengths_B = np.array([groups[g].prompt_ids.size for g in group_B], dtype=np.int64)
+    group_B = np.repeat(np.arange(len(groups)), [group.group_size for group in groups]).astype(np.int64)
+    prompt_lengths_G = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _per_row([group.completion_lengths for group in groups], np.int64)
-    num_rows = len(group_B)
-    num_tokens = max(int(completion_lengths_B.max(initial=0)), 1)
-    num_columns = int((prompt_lengths_B + completion_lengths_B).max(initial=1))
+    shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
 
-    input_ids_BS = np.zeros((num_rows, num_columns), np.int64)
-    completion_ids_BT = np.zeros((num_rows, num_tokens), np.int64)
-    mask_BT = np.zeros((num_rows, num_tokens), np.bool_)
-    rollout_logprobs_BT = np.zeros((num_rows, num_tokens), np.float32)
+    prompt_ids_GP = np.zeros((len(groups), int(prompt_lengths_G.max(initial=1))), np.int64)
+    completion_ids_BT = np.zeros(shape, np.int64)
+    mask_BT = np.zeros(shape, np.bool_)
+    rollout_logprobs_BT = np.zeros(shape, np.float32)
     row = 0
-    for group in groups:
-        prompt, start = group.prompt_ids.size, 0
-        for length in group.completion_lengths.tolist():
+    for index, group in enumerate(groups):
+        prompt_ids_GP[index, : group.prompt_ids.size] = group.prompt_ids
+        start = 0
+        for member, length in enumerate(group.completion_lengths.tolist()):
             tokens = slice(start, start + length)
-            input_ids_BS[row, :prompt] = group.prompt_ids
-            input_ids_BS[row, prompt : prompt + length] = group.completion_ids[tokens]
             completion_ids_BT[row, :length] = group.completion_ids[tokens]
-            mask_BT[row, :length] = True if group.loss_mask is None else group.loss_mask[tokens]
+            if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
+                mask_BT[row, :length] = True if group.loss_mask is None else group.loss_mask[tokens]
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
             row, start = row + 1, start + length
-
-    columns_S = np.arange(num_columns)
-    position_ids_BS = np.broadcast_to(columns_S, (num_rows, num_columns)).copy()
-    attention_mask_BS = (columns_S < (prompt_lengths_B + completion_lengths_B)[:, None]).astype(np.int64)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Batch(
-        input_ids_BS=tensor(input_ids_BS),
-        attention_mask_BS=tensor(attention_mask_BS),
-        position_ids_BS=tensor(position_ids_BS),
-        prompt_lengths_B=tensor(prompt_lengths_B),
-        completion_lengths_B=tensor(completion_lengths_B),
+        prompt_ids_GP=tensor(prompt_ids_GP),
         completion_ids_BT=tensor(completion_ids_BT),
         mask_BT=tensor(mask_BT),
         rollout_logprobs_BT=tensor(rollout_logprobs_BT),
         advantages_B=tensor(_per_row([group.advantages for group in groups], np.float32)),
         temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
-        group_B=tensor(group_B.astype(np.int64)),
+        prompt_lengths_G=prompt_lengths_G,
+        completion_lengths_B=completion_lengths_B,
+        group_B=group_B,
     )
 
 
-def micro_batches(batch: Batch, size: int) -> Iterator[tuple[Tensor, Batch]]:
-    """Every row exactly once, at most `size` together: (indices of the rows, those rows).
+def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:
+    """Every row exactly once, as many together as `max_tokens` tokens of a model's input allow: (rows, those rows).
 
-    Longest first: rows of like length share a micro-batch, so little is padded, and a lack of memory shows at
-    once.
+    A row that is longer comes alone. Packed, the rows of a group stay together as far as they fit, since they share
+    their prompt. Otherwise rows of like length share a micro-batch, longest first, and padding counts.
     """
-    lengths_B = batch.prompt_lengths_B + batch.completion_lengths_B
-    order_B = lengths_B.argsort(descending=True, stable=True)
-    for start in range(0, batch.num_rows, size):
-        rows = order_B[start : start + size]
-        yield rows, batch.select(rows)
+    lengths_B = batch.completion_lengths_B
+    prompts_B = batch.prompt_lengths_G[batch.group_B]
+    order_B = np.arange(batch.num_rows)
+    if not packed:
+        order_B = np.argsort(-(lengths_B + prompts_B), kind="stable")
+    rows: list[int] = []
+    tokens = 0
+    for row in order_B.tolist():
+        if packed:
+            shares_prompt = bool(rows) and batch.group_B[rows[-1]] == batch.group_B[row]
+            larger = tokens + _inputs(int(lengths_B[row])) + (0 if shares_prompt else int(prompts_B[row]))
+        else:
+            larger = (len(rows) + 1) * int((lengths_B + prompts_B)[rows[0] if rows else row])
+        if rows and larger > max_tokens:
+            yield (chosen := np.array(rows, np.int64)), batch.select(chosen)
+            rows, larger = [], _inputs(int(lengths_B[row])) + int(prompts_B[row])
+        rows.append(row)
+        tokens = larger
+    if rows:
+        yield (chosen := np.array(rows, np.int64)), batch.select(chosen)
 
 
-def chosen_logprobs(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Log-probability of each completion token: (B, T) float32, in nats, 0 in padding.
+def packed_input(batch: Batch) -> ModelInput:
+    """All rows in one, each prompt once; the last token of a completion predicts nothing and stays away."""
+    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_GP.cpu().numpy()
+    tokens: list[npt.NDArray[np.int64]] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    segments: list[Segment] = []
+    predicts_BT = np.zeros(completions.shape, np.int64)
+    start = 0
+    for group in np.unique(batch.group_B).tolist():
+        prompt = int(batch.prompt_lengths_G[group])
+        tokens.append(prompts[group, :prompt])
+        positions.append(np.arange(prompt))
+        end, lengths = start + prompt, []
+        for row in np.flatnonzero(batch.group_B == group).tolist():
+            length = _inputs(int(batch.completion_lengths_B[row]))
+            tokens.append(completions[row, :length])
+            positions.append(np.arange(prompt, prompt + length))
+            predicts_BT[row, 0] = start + prompt - 1
+            predicts_BT[row, 1 : length + 1] = np.arange(end, end + length)
+            end += length
+            if length:
+                lengths.append(length)
+        segments.append(Segment(start, prompt, tuple(lengths)))
+        start = end
 
-        log softmax(logits / temperature)[token], with the temperature it was sampled at
+    def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts))[None].to(batch.device)
 
-    `model` is any causal language model of transformers; the gradient flows into it.
-    """
-    # A model without this argument counts from the left by itself.
-    positions = (
-        {"position_ids": batch.position_ids_BS} if "position_ids" in inspect.signature(model.forward).parameters else {}
+    return ModelInput(
+        input_ids_RS=row_of(tokens),
+        position_ids_RS=row_of(positions),
+        attention_mask_RS=None,
+        layout=tuple(segments),
+        predicts_N=torch.from_numpy(predicts_BT).to(batch.device)[batch.mask_BT],
     )
-    logits_BSV = model(
-        input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS, use_cache=False, **positions
-    ).logits
-    # The logits at position s predict token s + 1. Those before the end of the shortest prompt are of no use.
-    first = int(batch.prompt_lengths_B.min()) - 1
-    logits_BSV = logits_BSV[:, first:].float() / batch.temperature_B[:, None, None]
-    next_ids_BS = batch.input_ids_BS.roll(-1, dims=1)[:, first:]
-    logprobs_BS = logits_BSV.gather(-1, next_ids_BS[:, :, None]).squeeze(-1) - logits_BSV.logsumexp(dim=-1)
 
-    tokens_T = torch.arange(batch.completion_ids_BT.shape[1], device=logprobs_BS.device)
-    predicted_at_BT = (batch.prompt_lengths_B[:, None] - 1 - first) + tokens_T
-    logprobs_BT = logprobs_BS.gather(1, predicted_at_BT.clamp(max=logprobs_BS.shape[1] - 1))
-    return torch.where(tokens_T < batch.completion_lengths_B[:, None], logprobs_BT, 0.0)
+
+def padded_input(batch: Batch) -> ModelInput:
+    """Each completion behind its own copy of the prompt, a row each, padded on the right.
+
+    That needs no care of the model: tokens stand at positions 0, 1, 2, … and a causal model never looks to the right,
+    whichever side its tokenizer pads on.
+    """
+    prompts_B = batch.prompt_lengths_G[batch.group_B]
+    lengths_B = prompts_B + batch.completion_lengths_B
+    R, S = batch.num_rows, int(lengths_B.max(initial=1))
+    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_GP.cpu().numpy()
+    input_ids_RS = np.zeros((R, S), np.int64)
+    for row, (group, prompt, length) in enumerate(zip(batch.group_B, prompts_B, lengths_B, strict=True)):
+        input_ids_RS[row, :prompt] = prompts[group, :prompt]
+        input_ids_RS[row, prompt:length] = completions[row, : length - prompt]
+    columns_S = np.arange(S)
+    first_B = np.arange(R) * S + prompts_B - 1
+    predicts_BT = torch.from_numpy(first_B[:, None] + np.arange(batch.mask_BT.shape[1]))
+
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(batch.device)
+
+    return ModelInput(
+        input_ids_RS=tensor(input_ids_RS),
+        position_ids_RS=tensor(np.broadcast_to(columns_S, (R, S)).copy()),
+        attention_mask_RS=tensor((columns_S < lengths_B[:, None]).astype(np.int64)),
+        layout=None,
+        predicts_N=predicts_BT.to(batch.device)[batch.mask_BT],
+    )
+
+
+def _inputs(length: int) -> int:
+    """Tokens of a completion that a packed row holds."""
+    return max(length - 1, 0)
 
 
 def _per_row(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -2,22 +2,32 @@
 
 Three policies: b wrote the tokens (rollout), o is the trainer's before the update (old), θ is being updated.
 This module is about o/b, which holds engine mismatch and staleness in one ratio. Axes: B sequences, T tokens
-of the longest.
+of the longest. m is the response mask.
 
     l_t = (log o_t - log b_t) * m_t, clamped to ±20; 0 where log b_t is NaN (unknown: taken for on-policy)
 
-    level       ratio ρ                            action     weight
+    level       ratio ρ                            action     weight w
     token       exp(l_t)                           truncate   clamp(ρ, clip_min, clip_max)
     sequence    exp(sum_t l_t)                     mask       ρ inside the bounds (inclusive), 0 outside
     geometric   exp(sum_t l_t / sum_t m_t)         none       ρ
 
+Weights multiply the loss. What takes tokens out of the loss altogether, always leaving its denominators alone:
+
+    rejection        tokens or sequences whose divergence from b lies outside bounds (see Rejection)
+    veto             sequences with a token of ρ_t < veto
+    off-policy mask  sequences with A < 0 and mean_t(log b - log θ) > off_policy_mask_threshold
+    DPPO mask        tokens with A > 0 and p_θ - p_b > dppo_mask_high, or A <= 0 and p_θ - p_b < -dppo_mask_low
+
+The objective says which of the three policies the loss compares (see Objective and losses.corrected_policy_loss).
+
 Sources: truncation, Yao et al. 2025 (TIS) and TRL; masking, IcePop; rejection, veto and metrics, verl's
-rollout correction.
+rollout correction; off-policy mask, DeepSeek-V3.2 (arXiv 2512.02556), TRL and slime; DPPO mask, prime-rl.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,6 +38,10 @@ Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask", "none"]
 Estimator = Literal["k1", "k2", "k3"]
 Aggregate = Literal["token", "sum", "mean", "max"]
+Objective = Literal["decoupled", "bypass", "bypass_reinforce"]
+"""decoupled: -E[w min(r A, clip(r) A)], w from o/b, r = θ/o. Three policies.
+bypass: -E[min(r A, clip(r) A)], r = θ/b. The clipped ratio corrects by itself; there are no weights.
+bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping."""
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of the log-ratio of one token."""
@@ -66,7 +80,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """How `correct` makes weights and which tokens it rejects.
+    """How `correct` makes weights and what it takes out of the loss. presets.py has those of other projects.
 
     To switch the weights off, set clip_min = clip_max = 1: each is 1 then, and the metrics stay.
     Raises ValueError for an unknown name, and for bounds without effect or out of range.
@@ -82,20 +96,50 @@ class CorrectionConfig:
     """Upper bound of the ratio; None: no bound."""
     batch_normalize: bool = False
     """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence."""
-    rejection: Rejection | None = None
-    """Which tokens or sequences leave the loss; None: none."""
+    rejection: Rejection | tuple[Rejection, ...] | None = None
+    """Which tokens or sequences leave the loss; of several, each takes out its own. None: none."""
     veto: float | None = None
     """One token with a ratio below this (verl: 1e-4) rejects its whole sequence; None: no veto."""
+    off_policy_mask_threshold: float | None = None
+    """δ: sequences with A < 0 and a mean of log b - log θ above this many nats leave the loss (0.5); None: off."""
+    dppo_mask_low: float | None = None
+    """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
+    dppo_mask_high: float | None = None
+    """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
+    objective: Objective = "decoupled"
+    """Which policies the loss compares."""
 
     def __post_init__(self) -> None:
         _check_choice("level", self.level, Level)
         _check_choice("action", self.action, Action)
+        _check_choice("objective", self.objective, Objective)
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
         if self.action != "none" and self.clip_min is None and self.clip_max is None:
             raise ValueError(f"action={self.action!r} needs a bound: set clip_min, clip_max, or action='none'")
         smallest = math.exp(-LOG_RATIO_LIMIT)
         if self.veto is not None and not smallest < self.veto < 1:
             raise ValueError(f"veto is a ratio between {smallest:.1e} and 1, such as 1e-4, not {self.veto}")
+        if self.off_policy_mask_threshold is not None and not 0 < self.off_policy_mask_threshold < math.inf:
+            raise ValueError(
+                f"off_policy_mask_threshold must be above 0 nats, such as 0.5, not {self.off_policy_mask_threshold}"
+            )
+        for name, bound in (("dppo_mask_low", self.dppo_mask_low), ("dppo_mask_high", self.dppo_mask_high)):
+            if bound is not None and not 0 < bound < 1:
+                raise ValueError(f"{name} is a difference of probabilities between 0 and 1, such as 0.2, not {bound}")
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """`rejection` as a tuple."""
+        if self.rejection is None:
+            return ()
+        return (self.rejection,) if isinstance(self.rejection, Rejection) else tuple(self.rejection)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether what leaves the loss depends on the sign of the advantage."""
+        return any(
+            bound is not None for bound in (self.off_policy_mask_threshold, self.dppo_mask_low, self.dppo_mask_high)
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +147,7 @@ class Correction:
     """Weights for the policy loss, what rejection left of the mask, and how far apart the policies are."""
 
     weights: Tensor
-    """(B, T) float32, without gradient; 0 outside the response mask."""
+    """(B, T) float32 (float64 from float64 input), without gradient; 0 outside the response mask."""
     mask: Tensor
     """(B, T) the response mask, in its own dtype, without what was rejected: `keep` of `policy_loss`."""
     metrics: dict[str, float]
@@ -112,7 +156,14 @@ class Correction:
 
 @torch.no_grad()
 def correct(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig | None = None
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig | None = None,
+    *,
+    advantages: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    mean_weight: float | None = None,
 ) -> Correction:
     """Importance weights and rejection of a batch.
 
@@ -120,6 +171,9 @@ def correct(
     has no effect. config: CorrectionConfig() unless given. A NaN in `rollout_logprobs` is an unknown log-probability:
     the token is taken for on-policy (l = 0) and counts in no metric but `nan_fraction`. A NaN in `old_logprobs` is an
     error of the model and is passed on, so that the loss shows it.
+    advantages: (B,) or (B, T), for the off-policy and the DPPO mask. logprobs: (B, T) log θ, for the same; left out:
+    old_logprobs. mean_weight: what batch_normalize divides by, where the batch is a part of a larger one
+    (`weight_totals` of all parts gives it); left out: the mean of this batch.
 
     Metrics, over tokens with a known log b ("units": tokens, or sequences where a ratio covers one); NaN where there
     are none. ρ is the ratio at the level of the configuration, ρ_t that of the token.
@@ -130,8 +184,11 @@ def correct(
         above_max_fraction, below_min_fraction      units with ρ > clip_max, ρ < clip_min, whatever the action
         masked_token_fraction                       tokens whose weight action="mask" set to 0
         masked_sequence_fraction                    sequences that so lost every token
-        rejected_token_fraction                     tokens that rejection or veto took out
+        rejected_token_fraction                     tokens that rejection, veto or a mask took out of the loss
         rejected_sequence_fraction                  sequences that so lost every token
+        vetoed_sequence_fraction                    sequences that the veto took out
+        off_policy_sequence_fraction                sequences that the off-policy mask took out
+        dppo_token_fraction                         tokens that the DPPO mask took out
         ess                                         1 / mean((w / mean w)²), over units, after the action
         kl                                          E[log b - log o], over tokens
         k3_kl                                       E[ρ_t - 1 - log ρ_t], over tokens
@@ -139,40 +196,246 @@ def correct(
         logprob_diff_mean, logprob_diff_max         |log o - log b|, over tokens
         nan_fraction                                of the response tokens, those with unknown log b
 
-    Raises ValueError unless the three have one shape (B, T).
+    Raises ValueError unless the tensors have one shape (B, T), and where a mask needs advantages and has none.
     """
     config = config or CorrectionConfig()
-    if old_logprobs.ndim != 2 or not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
-        raise ValueError(
-            f"old_logprobs {tuple(old_logprobs.shape)}, rollout_logprobs {tuple(rollout_logprobs.shape)} and "
-            f"mask {tuple(mask.shape)} must have one shape (B, T)"
-        )
-    mask_BT = mask.bool()
-    known_BT = mask_BT & ~rollout_logprobs.isnan()
-    difference_BT = torch.where(known_BT, old_logprobs.float() - rollout_logprobs.float(), 0.0)
-    log_ratio_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    # U units a row: T tokens, or the sequence as one.
-    log_ratio_BU = _aggregate(log_ratio_BT, mask_BT, _AGGREGATE_OF_LEVEL[config.level])
-    ratio_BU = log_ratio_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
-    acted_BU = _act(ratio_BU, config)
-    weights_BU = acted_BU
-    if config.batch_normalize:
-        counted_BU = _units(mask_BT, config.level)
-        mean = torch.where(counted_BU, acted_BU, 0.0).sum() / counted_BU.sum()
-        weights_BU = torch.where(mean > 0, acted_BU / mean, acted_BU)  # a mean of 0: every ratio was masked
-
-    kept_BT = mask_BT
-    if config.rejection is not None:
-        kept_BT = kept_BT & _accepted(log_ratio_BT, mask_BT, config.rejection)
-    if config.veto is not None:
-        kept_BT = kept_BT & ~(log_ratio_BT.exp() < config.veto).any(dim=1, keepdim=True)
-
+    ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
+    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
     return Correction(
-        weights=torch.where(mask_BT, weights_BU, 0.0),
-        mask=kept_BT.to(mask.dtype),
-        metrics=_metrics(config, mask_BT, known_BT, kept_BT, difference_BT, log_ratio_BT, ratio_BU, acted_BU),
+        weights=ratios.weights(mean_weight),
+        mask=exits.kept_BT.to(mask.dtype),
+        metrics=_moments(config, ratios, exits).metrics(),
     )
+
+
+@torch.no_grad()
+def weights_and_mask(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    advantages: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    mean_weight: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`correct` without its metrics, which would wait for the device at every micro-batch."""
+    ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
+    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
+    return ratios.weights(mean_weight), exits.kept_BT.to(mask.dtype)
+
+
+@torch.no_grad()
+def measure(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    advantages: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> Moments:
+    """What the metrics of `correct` are made of; moments of the parts of a batch add up to those of the whole."""
+    ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
+    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
+    return _moments(config, ratios, exits)
+
+
+@torch.no_grad()
+def weight_totals(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig
+) -> tuple[float, int]:
+    """(sum, count) of the weights after the action, over units: their quotient over all parts of a batch is the
+    `mean_weight` of each part."""
+    ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
+    counted_BU = _units(ratios.mask_BT, config.level)
+    return float(ratios.acted_BU[counted_BU].sum(dtype=torch.float64)), int(counted_BU.sum())
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums and extremes over the known tokens, units and sequences of a batch."""
+
+    sums: dict[str, float]
+    minima: dict[str, float]
+    maxima: dict[str, float]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Moments]) -> Moments:
+        """Those of at least one part as one."""
+        return cls(
+            sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
+            minima={name: min(part.minima[name] for part in parts) for name in parts[0].minima},
+            maxima={name: max(part.maxima[name] for part in parts) for name in parts[0].maxima},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """As documented at `correct`."""
+        total = self.sums
+
+        def mean(name: str, count: str) -> float:
+            return total[name] / total[count] if total[count] else math.nan
+
+        def extreme(value: float, count: str = "units") -> float:
+            return value if total[count] else math.nan
+
+        squares = total["units"] * total["weight_squares"]
+        return {
+            "ratio_mean": mean("ratio", "units"),
+            "ratio_min": extreme(self.minima["ratio"]),
+            "ratio_max": extreme(self.maxima["ratio"]),
+            "weight_mean": mean("weight", "units"),
+            "weight_min": extreme(self.minima["weight"]),
+            "weight_max": extreme(self.maxima["weight"]),
+            "clipped_fraction": mean("clipped", "units"),
+            "above_max_fraction": mean("above", "units"),
+            "below_min_fraction": mean("below", "units"),
+            "masked_token_fraction": mean("masked_tokens", "tokens"),
+            "masked_sequence_fraction": mean("masked_sequences", "sequences"),
+            "rejected_token_fraction": mean("rejected_tokens", "tokens"),
+            "rejected_sequence_fraction": mean("rejected_sequences", "sequences"),
+            "vetoed_sequence_fraction": mean("vetoed_sequences", "sequences"),
+            "off_policy_sequence_fraction": mean("off_policy_sequences", "sequences"),
+            "dppo_token_fraction": mean("dppo_tokens", "tokens"),
+            "ess": total["weight"] ** 2 / squares if squares else math.nan,
+            "kl": -mean("difference", "tokens"),
+            "k3_kl": mean("k3", "tokens"),
+            "chi2": mean("ratio_squares", "tokens") - 1,
+            "logprob_diff_mean": mean("distance", "tokens"),
+            "logprob_diff_max": extreme(self.maxima["distance"], "tokens"),
+            "nan_fraction": mean("unknown", "response_tokens"),
+        }
+
+
+class _Ratios:
+    """Ratios and weights of a batch. U units a row: T tokens, or the sequence as one."""
+
+    def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
+        if old_logprobs.ndim != 2 or not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
+            raise ValueError(
+                f"old_logprobs {tuple(old_logprobs.shape)}, rollout_logprobs {tuple(rollout_logprobs.shape)} and "
+                f"mask {tuple(mask.shape)} must have one shape (B, T)"
+            )
+        self.config = config
+        self.mask_BT = mask.bool()
+        self.known_BT = self.mask_BT & ~rollout_logprobs.isnan()
+        difference_BT = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
+        self.difference_BT = torch.where(self.known_BT, difference_BT, 0.0)
+        self.log_BT = self.difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_BU = _aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
+        self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
+        self.acted_BU = _act(self.ratio_BU, config)
+
+    def weights(self, mean_weight: float | None) -> Tensor:
+        """(B, T), 0 outside the mask."""
+        weights_BU = self.acted_BU
+        if self.config.batch_normalize:
+            counted_BU = _units(self.mask_BT, self.config.level)
+            mean = weights_BU.new_tensor(mean_weight) if mean_weight is not None else weights_BU[counted_BU].mean()
+            weights_BU = torch.where(mean > 0, weights_BU / mean, weights_BU)  # a mean of 0: every ratio was masked
+        return torch.where(self.mask_BT, weights_BU, 0.0)
+
+
+class _Exits:
+    """Which tokens leave the loss, and by which rule."""
+
+    def __init__(
+        self,
+        ratios: _Ratios,
+        config: CorrectionConfig,
+        advantages: Tensor | None,
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+    ) -> None:
+        mask_BT, log_BT = ratios.mask_BT, ratios.log_BT
+        nobody_B1 = torch.zeros_like(mask_BT[:, :1])
+        self.vetoed_B1 = nobody_B1
+        if config.veto is not None:
+            self.vetoed_B1 = (log_BT.exp() < config.veto).any(dim=1, keepdim=True)
+        self.off_policy_B1, self.dppo_BT = nobody_B1, torch.zeros_like(mask_BT)
+        if config.needs_advantages:
+            if advantages is None or advantages.shape not in (mask_BT.shape, mask_BT.shape[:1]):
+                given = None if advantages is None else tuple(advantages.shape)
+                raise ValueError(
+                    f"off_policy_mask_threshold and dppo_mask_low and _high need advantages of shape "
+                    f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}, not {given}"
+                )
+            advantages_BT = advantages[:, None].expand_as(mask_BT) if advantages.ndim == 1 else advantages
+            known_BT = ratios.known_BT
+            rollout_BT = torch.where(known_BT, at_least_float32(rollout_logprobs), 0.0)
+            current_BT = torch.where(known_BT, at_least_float32(logprobs), 0.0)
+            if config.off_policy_mask_threshold is not None:
+                divergence_B1 = _aggregate(rollout_BT - current_BT, mask_BT, "mean")
+                negative_B1 = (mask_BT & (advantages_BT < 0)).any(dim=1, keepdim=True)
+                self.off_policy_B1 = negative_B1 & (divergence_B1 > config.off_policy_mask_threshold)
+            rise_BT = torch.where(known_BT, current_BT.exp() - rollout_BT.exp(), 0.0)
+            if config.dppo_mask_high is not None:
+                self.dppo_BT = self.dppo_BT | ((advantages_BT > 0) & (rise_BT > config.dppo_mask_high))
+            if config.dppo_mask_low is not None:
+                self.dppo_BT = self.dppo_BT | ((advantages_BT <= 0) & (rise_BT < -config.dppo_mask_low))
+        self.kept_BT = mask_BT & ~self.vetoed_B1 & ~self.off_policy_B1 & ~self.dppo_BT
+        for rejection in config.rejections:
+            self.kept_BT = self.kept_BT & _accepted(log_BT, mask_BT, rejection)
+
+
+def _moments(config: CorrectionConfig, ratios: _Ratios, exits: _Exits) -> Moments:
+    """In float64, because squares of ratios leave the range of float32."""
+    mask_BT, known_BT = ratios.mask_BT, ratios.known_BT
+    unit_BU = _units(known_BT, config.level)
+    below_BU, above_BU = _outside(ratios.ratio_BU, config)
+    outside_BU = below_BU | above_BU
+    masked_BT = (outside_BU if config.action == "mask" else torch.zeros_like(outside_BU)) & known_BT
+    gone_BT = known_BT & ~exits.kept_BT
+    known_B1 = known_BT.any(dim=1, keepdim=True)
+
+    difference_N = ratios.difference_BT[known_BT].cpu().double()
+    log_N = ratios.log_BT[known_BT].cpu().double()
+    ratio_M, weight_M = ratios.ratio_BU[unit_BU].cpu().double(), ratios.acted_BU[unit_BU].cpu().double()
+    counts = {
+        "response_tokens": mask_BT,
+        "unknown": mask_BT & ~known_BT,
+        "tokens": known_BT,
+        "units": unit_BU,
+        "sequences": known_B1,
+        "clipped": outside_BU & unit_BU if config.action != "none" else torch.zeros_like(unit_BU),
+        "above": above_BU & unit_BU,
+        "below": below_BU & unit_BU,
+        "masked_tokens": masked_BT,
+        "masked_sequences": (masked_BT == known_BT).all(dim=1, keepdim=True) & known_B1,
+        "rejected_tokens": gone_BT,
+        "rejected_sequences": ~exits.kept_BT.any(dim=1, keepdim=True) & known_B1,
+        "vetoed_sequences": exits.vetoed_B1 & known_B1,
+        "off_policy_sequences": exits.off_policy_B1 & known_B1,
+        "dppo_tokens": exits.dppo_BT & known_BT,
+    }
+    totals = torch.stack([places.sum() for places in counts.values()]).tolist()
+    sums = {
+        "ratio": ratio_M,
+        "weight": weight_M,
+        "weight_squares": weight_M.square(),
+        "difference": difference_N,
+        "distance": difference_N.abs(),
+        "k3": log_N.expm1() - log_N,
+        "ratio_squares": log_N.exp().square(),
+    }
+    return Moments(
+        sums=dict(zip(counts, totals, strict=True)) | {name: float(values.sum()) for name, values in sums.items()},
+        minima={"ratio": _extreme(ratio_M, torch.amin, math.inf), "weight": _extreme(weight_M, torch.amin, math.inf)},
+        maxima={
+            "ratio": _extreme(ratio_M, torch.amax, -math.inf),
+            "weight": _extreme(weight_M, torch.amax, -math.inf),
+            "distance": _extreme(difference_N.abs(), torch.amax, -math.inf),
+        },
+    )
+
+
+def _extreme(values_N: Tensor, reduce: Callable[[Tensor], Tensor], of_none: float) -> float:
+    return float(reduce(values_N)) if values_N.numel() else of_none
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """As they are if they are float64, else in float32."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _aggregate(values_BT: Tensor, mask_BT: Tensor, aggregate: Aggregate) -> Tensor:
@@ -218,58 +481,6 @@ def _accepted(log_ratio_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Te
     low = -torch.inf if rejection.low is None else rejection.low
     high = torch.inf if rejection.high is None else rejection.high
     return (low <= statistic_BU) & (statistic_BU <= high)
-
-
-def _metrics(
-    config: CorrectionConfig,
-    mask_BT: Tensor,
-    known_BT: Tensor,
-    kept_BT: Tensor,
-    difference_BT: Tensor,
-    log_ratio_BT: Tensor,
-    ratio_BU: Tensor,
-    acted_BU: Tensor,
-) -> dict[str, float]:
-    """As documented at `correct`; in float64, because squares of ratios leave the range of float32."""
-    unit_BU = _units(known_BT, config.level)
-    below_BU, above_BU = _outside(ratio_BU, config)
-    outside_BU = below_BU | above_BU
-    masked_BT = (outside_BU if config.action == "mask" else torch.zeros_like(outside_BU)) & known_BT
-    sequence_B = known_BT.any(dim=1)
-
-    def host(values: Tensor) -> Tensor:
-        return values.cpu().double()
-
-    difference_N, log_ratio_N = host(difference_BT[known_BT]), host(log_ratio_BT[known_BT])
-    ratio_N = log_ratio_N.exp()
-    ratio_M, weight_M = host(ratio_BU[unit_BU]), host(acted_BU[unit_BU])
-    clipped_M = host(outside_BU[unit_BU]) if config.action != "none" else torch.zeros_like(ratio_M)
-    return {
-        "ratio_mean": float(ratio_M.mean()),
-        "ratio_min": _or_nan(ratio_M, torch.min),
-        "ratio_max": _or_nan(ratio_M, torch.max),
-        "weight_mean": float(weight_M.mean()),
-        "weight_min": _or_nan(weight_M, torch.min),
-        "weight_max": _or_nan(weight_M, torch.max),
-        "clipped_fraction": float(clipped_M.mean()),
-        "above_max_fraction": float(host(above_BU[unit_BU]).mean()),
-        "below_min_fraction": float(host(below_BU[unit_BU]).mean()),
-        "masked_token_fraction": float(host(masked_BT[known_BT]).mean()),
-        "masked_sequence_fraction": float(host((masked_BT == known_BT).all(dim=1)[sequence_B]).mean()),
-        "rejected_token_fraction": float(host(~kept_BT[known_BT]).mean()),
-        "rejected_sequence_fraction": float(host(~kept_BT.any(dim=1)[sequence_B]).mean()),
-        "ess": float(1 / (weight_M / weight_M.mean()).square().mean()),
-        "kl": float(-difference_N.mean()),
-        "k3_kl": float((log_ratio_N.expm1() - log_ratio_N).mean()),
-        "chi2": float(ratio_N.square().mean() - 1),
-        "logprob_diff_mean": float(difference_N.abs().mean()),
-        "logprob_diff_max": _or_nan(difference_N.abs(), torch.max),
-        "nan_fraction": float(host(~known_BT[mask_BT]).mean()),
-    }
-
-
-def _or_nan(values_N: Tensor, reduce: Any) -> float:
-    return float(reduce(values_N)) if values_N.numel() else math.nan
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:

@@ -1,150 +1,66 @@
-"""GRPOTrainer: the training loop from rollout groups to published weights, on one device."""
+"""GRPOTrainer: the training loop from rollout groups to published weights, on one device or on many ranks."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from replay_client.scoring import is_zero_variance
-from replay_trainer.batching import Batch, chosen_logprobs, micro_batches, to_batch
-from replay_trainer.correction import CorrectionConfig, Rejection, correct
-from replay_trainer.losses import LossType, kl_loss, loss_normalizer, policy_loss
-from replay_trainer.replacement import OnEmpty, ZeroVarianceReplacer
-from replay_trainer.weights import load_published, publish_weights, published, version_of
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import group_advantages
+from replay_trainer.alarms import Alarms
+from replay_trainer.batching import Batch, Ints, micro_batches, to_batch
+from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
+from replay_trainer.config import GRPOConfig
+from replay_trainer.correction import Moments, measure, weight_totals, weights_and_mask
+from replay_trainer.description import GroupFacts, describe_groups, describe_replayed
+from replay_trainer.dynamic_sampling import DynamicSampler
+from replay_trainer.logprobs import LogprobModel
+from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
+from replay_trainer.ranks import Ranks, shard, whole
+from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, unreplaced
+from replay_trainer.weights import (
+    load_state,
+    load_weights,
+    probe_tokens,
+    publish_weights,
+    published,
+    remove,
+    saved,
+    server_checkpoint_of,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient, Sample
 
-Metrics = dict[str, float]
-"""What one step reports: step, policy_version, fresh/*, replay/*, train/*, correction/*, time/* (seconds)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """What GRPOTrainer may be told; names as in TRL where the meaning is TRL's. Bad values: ValueError."""
-
-    output_dir: str | Path
-    """Where weights (step-N) and metrics.jsonl go."""
-    resume: bool = False
-    """Continue at the last version published in output_dir, if there is one."""
-    max_steps: int = 500
-    """Updates of the policy, those before a resume included."""
-
-    rollouts_table: str = "rollouts"
-    """Table that fresh groups are taken from."""
-    replay_table: str = "replay"
-    """Table that zero-variance groups are replaced from."""
-    groups_per_step: int = 16
-    """Groups one step trains on."""
-    prefetch: int = 1
-    """Batches of groups drawn ahead while a step computes."""
-    sample_timeout: float | None = 300.0
-    """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: for ever."""
-    on_empty: OnEmpty = "keep"
-    """What becomes of a zero-variance group when the pool has no replacement: see ZeroVarianceReplacer."""
-
-    learning_rate: float = 1e-6
-    """Of AdamW; constant."""
-    weight_decay: float = 0.0
-    """Of AdamW."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    num_iterations: int = 1
-    """Updates on each batch (μ of the GRPO paper), all of them one step and one policy version."""
-    micro_batch_size: int = 32
-    """Completions in one forward and backward; bounds memory and does not change the gradient."""
-
-    loss_type: LossType = "dapo"
-    """See replay_trainer.losses."""
-    epsilon: float = 0.2
-    """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: float | None = None
-    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo the cap itself."""
-    beta: float = 0.0
-    """Weight of the KL to the model as it was handed over; above 0, a copy of that model is kept."""
-    max_completion_length: int | None = None
-    """The generator's limit in tokens; dr_grpo divides by it."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """Off-policy correction, of fresh and replayed groups alike."""
-
-    publish_every: int = 1
-    """Steps from one publication of weights to the next; the last step always publishes."""
-    keep_weights: int = 3
-    """Published versions to keep; a generator may still be reading the one before the newest."""
-    seed: int = 0
-    """Of torch's random numbers."""
-    device: str = "auto"
-    """A torch device; auto: cuda where there is one, else cpu."""
-
-    def __post_init__(self) -> None:
-        least = {
-            "max_steps": 1,
-            "groups_per_step": 1,
-            "prefetch": 0,
-            "num_iterations": 1,
-            "micro_batch_size": 1,
-            "publish_every": 1,
-            "keep_weights": 2,
-            "learning_rate": 0,
-            "weight_decay": 0,
-            "beta": 0,
-            "epsilon": 0,
-        }
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ValueError(f"{name} must be at least {bound}, not {getattr(self, name)}")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0 (inf: no scaling), not {self.max_grad_norm}")
-        if self.loss_type not in get_args(LossType):
-            raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, not {self.loss_type!r}")
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise ValueError("loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens")
-
-
-def config_from(options: Mapping[str, Any]) -> GRPOConfig:
-    """A GRPOConfig from plain data, such as a TOML file's: `correction` and its `rejection` are tables of their own.
-
-    Raises ValueError for names that do not exist, with those that do.
-    """
-    values = dict(options)
-    if isinstance(correction := values.get("correction"), Mapping):
-        nested = dict(correction)
-        if isinstance(rejection := nested.get("rejection"), Mapping):
-            nested["rejection"] = _from_options(Rejection, rejection)
-        values["correction"] = _from_options(CorrectionConfig, nested)
-    config: GRPOConfig = _from_options(GRPOConfig, values)
-    return config
-
-
-def _from_options(kind: type[Any], options: Mapping[str, Any]) -> Any:
-    names = [field.name for field in fields(kind)]
-    if unknown := set(options) - set(names):
-        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise ValueError(f"{kind.__name__}: {error}") from error
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class GRPOTrainer:
     """Trains `model` on the groups of a replay server and publishes each version for the generators.
 
-    `model` is any causal language model of transformers, `tokenizer` is saved beside its weights, `on_step`
-    is called with the metrics of each step. The model stays in eval mode: dropout would put a difference
-    between the log-probabilities of the sampler, the old and the new policy that no correction can see.
+    `model` is any causal language model of transformers, the same on every rank; `tokenizer` is saved beside its
+    weights. `callbacks` are told of each step on the first rank. `evaluate` is called on every rank each `eval_every`
+    steps, and what it returns on the first becomes eval/*: see TableEvaluation, or use `trainer.model`.
+
+    Under torchrun each rank makes a trainer with a client of its own; `fsdp` shards the model over them.
     """
 
     def __init__(
@@ -153,23 +69,41 @@ class GRPOTrainer:
         client: ReplayClient,
         config: GRPOConfig,
         tokenizer: Any = None,
-        on_step: Callable[[Metrics], None] | None = None,
+        callbacks: Sequence[Callback] = (),
+        evaluate: Callable[[GRPOTrainer], Mapping[str, float]] | None = None,
     ) -> None:
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(auto if config.device == "auto" else config.device)
-        self.model = model.to(self.device).eval()
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.beta > 0 else None
-        self.client = client
         self.config = config
+        self.ranks = Ranks(config.device)
+        self.device = self.ranks.device
+        self.client = client
         self.tokenizer = tokenizer
-        self.on_step = on_step
+        self.evaluate = evaluate
         self.output_dir = Path(config.output_dir)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        self.groups_per_rank = self.ranks.share(config.groups_per_step, "groups_per_step")
+        self.callbacks = [*reporters(config), *callbacks] if self.ranks.is_first else []
+
+        self.model = model.to(self.device)
+        self.policy = LogprobModel(self.model, config.packing, config.gradient_checkpointing)
+        self.ranks.copy_from_first(self.policy)
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False) if config.beta > 0 else None
+        self.sharded = config.fsdp and self.ranks.size > 1
+        if self.sharded:
+            for module in (self.policy, self.reference):
+                if module is not None:
+                    shard(module, self.model._no_split_modules or (), self.device, config.bf16)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.replacer = ZeroVarianceReplacer(
-            client, config.replay_table, on_empty=config.on_empty, timeout=config.sample_timeout
+            client, config.replay_table, config.on_empty, config.sample_timeout, config.max_replay_staleness
         )
+        self.alarms = Alarms()
+        self._last_saved = -config.save_every
 
     def train(self) -> None:
         """Train up to `max_steps`.
@@ -178,161 +112,179 @@ class GRPOTrainer:
         update that is not finite, and what `_start` raises where output_dir or the server belong to another
         run.
         """
-        config = self.config
-        laps = Laps()
+        config, ranks = self.config, self.ranks
         version = self._start()
-        run = secrets.token_hex(8)  # a step that is done again after a resume may get the same groups again
-        laps.lap("publish")
-        with self.client.sampler(
-            config.rollouts_table,
-            batch_size=config.groups_per_step,
-            prefetch=config.prefetch,
-            timeout=config.sample_timeout,
-        ) as fresh_batches:
-            for step in range(version + 1, config.max_steps + 1):
-                fresh = next(fresh_batches)
-                laps.lap("sample")
-                replacement = self.replacer.replace(fresh, scope=f"{run}/step-{step}")
-                laps.lap("replace")
-                batch = to_batch(replacement.groups, self.device)
+        run = ranks.from_first(secrets.token_hex(8))  # a step done again after a resume may get the same groups again
+        laps = Laps()
+        try:
+            for callback in self.callbacks:
+                callback.on_start(self, version)
+            with self.client.sampler(
+                config.rollouts_table,
+                batch_size=self.groups_per_rank,
+                prefetch=config.prefetch,
+                timeout=config.sample_timeout,
+            ) as stream:
+                fresh_batches = laps.timed("sample", stream)
+                fuller_batches = DynamicSampler(fresh_batches, self.groups_per_rank, config.max_dynamic_batches)
+                for step in range(version + 1, config.max_steps + 1):
+                    if config.zero_variance == "replace":
+                        fresh = next(fresh_batches)
+                        others = [key for keys in ranks.all([sample.info.key for sample in fresh]) for key in keys]
+                        taken = self.replacer.replace(fresh, scope=f"{run}/step-{step}", exclude=others)
+                    elif config.zero_variance == "dynamic":
+                        taken = fuller_batches.next()
+                    else:
+                        taken = unreplaced(next(fresh_batches))
+                    laps.lap("replace")
 
-                # The old policy is the one before this step's first update. Its log-probabilities come out of
-                # the first pass over the batch; only where each weight depends on all they take one of their own.
-                old_BT = self._logprobs(batch) if config.correction.batch_normalize else None
-                for _ in range(config.num_iterations):
-                    old_BT, loss, loss_metrics = self._backward(batch, old_BT)
-                    grad_norm = self._update(step, loss)
-                assert old_BT is not None
-                correction = correct(old_BT, batch.rollout_logprobs_BT, batch.mask_BT, config.correction)
-                laps.lap("update")
+                    batch = self._to_batch(taken.groups)
+                    for group in self.optimizer.param_groups:
+                        group["lr"] = config.learning_rate_at(step)
+                    old_BT: Tensor | None = None
+                    for _ in range(config.num_iterations):
+                        old_BT, loss, loss_metrics = self._backward(batch, old_BT)
+                        grad_norm = self._update(step, loss)
+                    assert old_BT is not None
+                    laps.lap("update")
 
-                metrics: Metrics = {
-                    "step": step,
-                    "policy_version": step,
-                    **_prefixed("fresh", describe_groups(fresh)),
-                    **_prefixed("replay", replacement.stats),
-                    **_prefixed("train", describe_groups(replacement.samples)),
-                    "train/rows": batch.num_rows,
-                    "train/tokens": int(batch.mask_BT.sum()),
-                    "train/loss": loss,
-                    "train/grad_norm": grad_norm,
-                    "train/learning_rate": config.learning_rate,
-                    **_prefixed("train", loss_metrics),
-                    **_prefixed("correction", correction.metrics),
-                    **_prefixed("time", laps.take()),
-                }
-                metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
-                # Before publishing: a resume drops lines beyond the published version, and misses none.
-                append_line(self.output_dir / "metrics.jsonl", metrics)
-                if self.on_step is not None:
-                    self.on_step(metrics)
-                if step % config.publish_every == 0 or step == config.max_steps:
-                    self._publish(step)
-                laps.lap("publish")
+                    metrics = self._describe(step, taken, batch, old_BT)
+                    metrics |= _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **loss_metrics})
+                    if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
+                        metrics |= _prefixed("eval", self.evaluate(self))
+                        laps.lap("evaluate")
+                    if config.update_priorities:
+                        metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
+                    metrics |= _prefixed("time", laps.take())
+                    metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
+                    for callback in self.callbacks:
+                        callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
+                    if step % config.publish_every == 0 or step == config.max_steps:
+                        self._publish(step)
+                    laps.lap("publish")
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self)
 
-    def _start(self) -> int:
-        """The version to continue from, announced to the server: the last one published here, or a new 0.
+    def decode(self, token_ids: Any) -> str:
+        """Text of tokens; their numbers where there is no tokenizer."""
+        ids = [int(token) for token in token_ids]
+        return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
 
-        Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
-        of us.
-        """
-        metrics_path = self.output_dir / "metrics.jsonl"
-        folders = published(self.output_dir)
-        folder = folders[-1] if folders and self.config.resume else None
-        if folder is None and (folders or metrics_path.exists()):
-            remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
-            raise FileExistsError(
-                f"{self.output_dir} holds {(folders or [metrics_path])[-1].name} of an earlier run: {remedy}, or "
-                f"choose another output_dir"
-            )
-        version = 0 if folder is None else version_of(folder)
-        served = self.client.policy().version
-        if served > version:
-            raise RuntimeError(
-                f"the server is at policy version {served}, this run at {version}: set resume=True with the "
-                f"output_dir of the run that published {served}, or start the server afresh"
-            )
-        if folder is None:
-            torch.manual_seed(self.config.seed)
-            self._publish(0)
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
+        """This rank's batch, with the advantages that `scale_rewards` asks for."""
+        batch = to_batch(groups, self.device, self.config.mask_truncated_completions)
+        scale = self.config.scale_rewards
+        if scale is None:
+            return batch
+        if scale == "batch":
+            # A = (r - mean of the group) / (std of all rewards of the step + 1e-4), as TRL's scale_rewards="batch".
+            everyone = self.ranks.all([float(reward) for group in groups for reward in group.rewards])
+            rewards = np.array([reward for rewards in everyone for reward in rewards])
+            divisor = (rewards.std(ddof=1) if rewards.size > 1 else 0.0) + 1e-4
+            advantages = [group_advantages(group.rewards, scale="none") / np.float32(divisor) for group in groups]
         else:
-            load_published(folder, self.model, self.optimizer)
-            truncate_metrics(metrics_path, version)
-            # rollback: what the killed trainer had taken beyond this version will not be trained on.
-            self.client.set_policy_version(version, weights=str(folder), rollback=True)
-        return version
+            advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
+        flat_B = np.concatenate([np.zeros(0, np.float32), *advantages], dtype=np.float32)
+        return replace(batch, advantages_B=torch.from_numpy(flat_B).to(self.device))
 
-    def _publish(self, version: int) -> None:
-        folder = publish_weights(
-            self.model, self.tokenizer, self.output_dir, version, self.config.keep_weights, self.optimizer
-        )
-        self.client.set_policy_version(version, weights=str(folder))
+    def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
+        """As micro_batches. Sharded, each rank makes as many forward passes as the busiest: they meet in each layer."""
+        config = self.config
+        parts = list(micro_batches(batch, config.max_tokens_per_micro_batch, packed=self.policy.route == "packed"))
+        if self.sharded:
+            idle = max(self.ranks.all(len(parts))) - len(parts)
+            parts += [(np.zeros(0, np.int64), _nothing(self.device))] * idle
+        return parts
+
+    def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities and entropies."""
+        # Sharded weights come in bfloat16 by themselves.
+        autocast = self.config.bf16 and not self.sharded
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            logprobs_BT, entropy_BT = policy(batch)
+        return logprobs_BT, entropy_BT
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> Tensor:
         """(B, T) log-probabilities of the batch under the current weights."""
         logprobs_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-        for rows, micro in micro_batches(batch, self.config.micro_batch_size):
-            logprobs_BT[rows, : micro.mask_BT.shape[1]] = chosen_logprobs(self.model, micro)
+        for rows, micro in self._micro_batches(batch):
+            _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
         return logprobs_BT
 
     def _backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
-        """Add the gradient of the whole batch; returns old log-probabilities, loss and its metrics.
+        """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
 
-        Without `old_BT` the current weights are the old ones: this very pass gives the old log-probabilities.
+        Without `old_BT` the current weights are the old ones: this very pass gives the old log-probabilities, unless
+        each weight depends on all of them; then they take a pass of their own.
         """
-        config = self.config
-        normalizer = max(loss_normalizer(batch.mask_BT, config.loss_type), 1)
-        whole = None if old_BT is None else correct(old_BT, batch.rollout_logprobs_BT, batch.mask_BT, config.correction)
+        config, ranks = self.config, self.ranks
+        count = ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0]
+        aggregation: dict[str, Any] = {
+            "loss_type": config.loss_type,
+            "normalizer": max(count, 1),
+            "max_completion_length": config.max_completion_length,
+        }
+        mean_weight = None
+        if config.correction.batch_normalize:
+            decoupled = config.correction.objective == "decoupled"
+            source_BT = old_BT if decoupled and old_BT is not None else self._logprobs(batch)
+            old_BT = source_BT if old_BT is None else old_BT
+            totals = weight_totals(source_BT, batch.rollout_logprobs_BT, batch.mask_BT, config.correction)
+            total, units = ranks.sum(totals)
+            mean_weight = total / units if units else None
+
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-        total, parts = 0.0, []
-        for rows, micro in micro_batches(batch, config.micro_batch_size):
-            cut = (rows, slice(micro.mask_BT.shape[1]))
-            logprobs_BT = chosen_logprobs(self.model, micro)
-            current_BT[cut] = logprobs_BT.detach()
-            if old_BT is None or whole is None:
-                micro_old_BT = logprobs_BT.detach()
-                correction = correct(micro_old_BT, micro.rollout_logprobs_BT, micro.mask_BT, config.correction)
-                weights_BT, keep_BT = correction.weights, correction.mask
-            else:
-                micro_old_BT, weights_BT, keep_BT = old_BT[cut], whole.weights[cut], whole.mask[cut]
-            loss, metrics = policy_loss(
+        sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
+        for rows, micro in self._micro_batches(batch):
+            logprobs_BT, entropy_BT = self._forward(self.policy, micro)
+            _put(current_BT, rows, logprobs_BT.detach())
+            T = micro.mask_BT.shape[1]
+            micro_old_BT = logprobs_BT.detach() if old_BT is None or not rows.size else old_BT[rows, :T]
+            loss, metrics = corrected_policy_loss(
                 logprobs_BT,
                 micro_old_BT,
+                micro.rollout_logprobs_BT,
                 micro.advantages_B,
                 micro.mask_BT,
-                config.loss_type,
-                config.epsilon,
-                config.epsilon_high,
-                weights=weights_BT,
-                keep=keep_BT,
-                normalizer=normalizer,
-                max_completion_length=config.max_completion_length,
+                config.correction,
+                mean_weight=mean_weight,
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon_high,
+                **aggregation,
             )
             if self.reference is not None:
                 with torch.no_grad():
-                    ref_BT = chosen_logprobs(self.reference, micro)
-                penalty, kl_metrics = kl_loss(
-                    logprobs_BT,
-                    ref_BT,
-                    micro.mask_BT,
-                    config.beta,
-                    config.loss_type,
-                    normalizer,
-                    config.max_completion_length,
-                )
+                    reference_BT, _ = self._forward(self.reference, micro)
+                penalty, kl_metrics = kl_loss(logprobs_BT, reference_BT, micro.mask_BT, config.beta, **aggregation)
                 loss, metrics = loss + penalty, metrics | kl_metrics
-            torch.autograd.backward(loss)
-            total += loss.item()
-            parts.append((int(micro.mask_BT.sum()), metrics))
-        return (current_BT if old_BT is None else old_BT), total, _weighted_means(parts)
+            # The normalizer counts all ranks: gradients are to be summed, where FSDP averages them.
+            torch.autograd.backward(loss * ranks.size if self.sharded else loss)
+            tokens = int(micro.mask_BT.sum())
+            sums["loss"] += loss.item()
+            sums["tokens"] += tokens
+            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
+        if not self.sharded:
+            ranks.sum_gradients(self.policy.parameters())
+
+        names = sorted(set().union(*ranks.all(set(sums))))
+        totals_by_name = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
+        loss_of_all, tokens_of_all = totals_by_name.pop("loss"), totals_by_name.pop("tokens")
+        means = {name: total / tokens_of_all for name, total in totals_by_name.items() if tokens_of_all}
+        return (current_BT if old_BT is None else old_BT), loss_of_all, means
 
     def _update(self, step: int, loss: float) -> float:
         """One optimizer step with the gradient at hand; returns its norm before scaling.
 
         Raises FloatingPointError before any weight has changed if the loss or the norm is not finite.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
+        norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {norm}; this update was not applied and the published "
@@ -342,6 +294,186 @@ class GRPOTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _describe(self, step: int, taken: Replacement, batch: Batch, old_BT: Tensor) -> Metrics:
+        """Metrics of the step over all ranks, the same on each of them."""
+        config = self.config
+        part = RankPart(
+            fresh=[GroupFacts.of(sample) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample) for sample in taken.samples],
+            replaced=taken.replaced,
+            counts=taken.counts,
+            moments=measure(
+                old_BT,
+                batch.rollout_logprobs_BT,
+                batch.mask_BT,
+                config.correction,
+                advantages=batch.advantages_B,
+            ),
+            rows=batch.num_rows,
+            tokens=int(batch.mask_BT.sum()),
+        )
+        parts = self.ranks.all(part)
+        correction = Moments.of_parts([part.moments for part in parts]).metrics()
+        if self.ranks.is_first:
+            self.alarms.check(correction)
+        return {
+            "step": step,
+            "policy_version": step,
+            **_prefixed("fresh", describe_groups([facts for part in parts for facts in part.fresh])),
+            **_prefixed("replay", {name: sum(part.counts[name] for part in parts) for name in taken.counts}),
+            **_prefixed("replay", describe_replayed([part.trained[i] for part in parts for i in part.replaced])),
+            **_prefixed("train", describe_groups([facts for part in parts for facts in part.trained])),
+            "train/rows": sum(part.rows for part in parts),
+            "train/tokens": sum(part.tokens for part in parts),
+            "train/learning_rate": config.learning_rate_at(step),
+            "train/packed": int(self.policy.route == "packed"),
+            **_prefixed("correction", correction),
+        }
+
+    def _update_priorities(self, samples: Sequence[Sample], batch: Batch, old_BT: Tensor) -> int:
+        """As ZeroVarianceReplacer.update_priorities, for what every rank trained on; returns how many there were."""
+        weights_BT, keep_BT = weights_and_mask(
+            old_BT, batch.rollout_logprobs_BT, batch.mask_BT, self.config.correction, advantages=batch.advantages_B
+        )
+        trust_B = (weights_BT.clamp(max=1) * keep_BT).sum(dim=1).cpu().numpy()
+        tokens_B = batch.mask_BT.sum(dim=1).cpu().numpy()
+        trust = {}
+        for index, sample in enumerate(samples):
+            rows = batch.group_B == index
+            trust[sample.info.key] = float(trust_B[rows].sum() / max(tokens_B[rows].sum(), 1))
+        return int(self.ranks.sum([self.replacer.update_priorities(trust, samples)])[0])
+
+    # -------------------------------------------------------------------------------------- start, publish, resume
+
+    def _start(self) -> int:
+        """The version to continue from, announced to the server: the last full state here, or a new 0.
+
+        Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
+        of us.
+        """
+        metrics_path = self.output_dir / "metrics.jsonl"
+        folders = saved(self.output_dir) if self.config.resume else []
+        strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
+        if not folders and strangers:
+            remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
+            raise FileExistsError(
+                f"{self.output_dir} holds {strangers[-1].name} of an earlier run: {remedy}, or choose another "
+                f"output_dir"
+            )
+        version = version_of(folders[-1]) if folders else 0
+        newest = version_of(published(self.output_dir)[-1]) if folders else 0
+        served = self.client.policy().version
+        if served > newest:
+            raise RuntimeError(
+                f"the server is at policy version {served}, this run at {newest}: set resume=True with the "
+                f"output_dir of the run that published {served}, or start the server afresh"
+            )
+        self.ranks.wait()  # before the first of us changes what the others look at
+        if folders:
+            self._load(folders[-1])
+        else:
+            torch.manual_seed(self.config.seed + self.ranks.index)
+            self._publish(0)
+        return version
+
+    def _load(self, folder: Path) -> None:
+        """Continue from a full state, and undo what was published after it."""
+        version = version_of(folder)
+        set_model_state_dict(
+            self.policy,
+            {f"model.{name}": tensor for name, tensor in load_weights(folder, self.model).items()},
+            options=StateDictOptions(full_state_dict=True),
+        )
+        state = load_state(folder)
+        if state["optimizer"] is not None:
+            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_FULL)
+        if self.ranks.index < len(state["random"]):
+            torch.set_rng_state(state["random"][self.ranks.index])
+            if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
+        self._last_saved = version
+        if self.ranks.is_first:
+            # rollback: what the killed trainer had taken beyond this version will not be trained on.
+            self.client.set_policy_version(version, weights=str(folder), rollback=True)
+            for later in published(self.output_dir):
+                if version_of(later) > version:
+                    remove(later)
+        self.ranks.wait()
+
+    @property
+    def server_checkpoint(self) -> str:
+        """The server's checkpoint that belongs to the last full state, to start it from; empty: there is none."""
+        folders = saved(self.output_dir)
+        return server_checkpoint_of(folders[-1]) if folders else ""
+
+    def _publish(self, version: int) -> None:
+        """Write the weights, with the full state where one is due, and tell the server."""
+        config = self.config
+        full = version == config.max_steps or version - self._last_saved >= config.save_every
+        probe = self._probe()
+        weights = None
+        if self.sharded:
+            weights = {
+                name.removeprefix("model."): tensor
+                for name, tensor in get_model_state_dict(self.policy, options=_FULL).items()
+            }
+        state = self._state() if full else None
+        if self.ranks.is_first:
+            checkpoint = ""
+            if full and config.checkpoint_server:
+                # One that the server names is also one that it removes, when it has enough newer ones.
+                checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
+            folder = publish_weights(
+                self.model,
+                self.tokenizer,
+                self.output_dir,
+                version,
+                config.keep_weights,
+                probe,
+                weights=weights,
+                state=state,
+                server_checkpoint=checkpoint,
+            )
+            self.client.set_policy_version(version, weights=str(folder))
+        if full:
+            self._last_saved = version
+        self.ranks.wait()
+
+    def _state(self) -> dict[str, Any]:
+        """What a resume needs besides weights and version; the learning rate follows from the step."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            # Before the first update there is none, and asking for it would make a step.
+            "optimizer": get_optimizer_state_dict(self.policy, self.optimizer, options=_FULL)
+            if self.optimizer.state
+            else None,
+            "random": self.ranks.all(torch.get_rng_state()),
+            "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),
+        }
+
+    @torch.no_grad()
+    def _probe(self) -> dict[str, list[Any]]:
+        """{"token_ids": [P], "logprobs": [P - 1]}: what the policy gives each token but the first, after those before.
+
+        Log-probabilities are in nats, at temperature 1, computed in the model's own dtype.
+        """
+        token_ids = probe_tokens(self.model, self.tokenizer)
+        logprobs_BT, _ = self.policy(to_batch([_group(token_ids)], self.device))
+        return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank tells the others of its part of a step."""
+
+    fresh: list[GroupFacts]
+    trained: list[GroupFacts]
+    replaced: list[int]
+    counts: dict[str, int]
+    moments: Moments
+    rows: int
+    tokens: int
 
 
 class Laps:
@@ -354,8 +486,14 @@ class Laps:
     def lap(self, name: str) -> None:
         """What passed since the last lap was spent on `name`."""
         now = time.perf_counter()
-        self._seconds[name] = now - self._last
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
+
+    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        """`items`; a lap ends with each that came."""
+        for item in items:
+            self.lap(name)
+            yield item
 
     def take(self) -> dict[str, float]:
         """All laps and their sum, "step"; and start afresh."""
@@ -363,51 +501,30 @@ class Laps:
         return {**seconds, "step": sum(seconds.values())}
 
 
-def describe_groups(samples: Sequence[Sample]) -> Metrics:
-    """What a batch of groups is like; NaN where it has none."""
-    groups = [sample.group for sample in samples]
-    rewards = [float(reward) for group in groups for reward in group.rewards]
-    lengths = [int(length) for group in groups for length in group.completion_lengths]
-    staleness = [sample.info.staleness for sample in samples]
-    return {
-        "groups": len(groups),
-        "reward_mean": _mean(rewards),
-        "zero_variance_fraction": _mean([float(is_zero_variance(group.rewards)) for group in groups]),
-        "completion_length_mean": _mean(lengths),
-        "staleness_mean": _mean(staleness),
-        "staleness_max": max(staleness, default=math.nan),
-        "age_mean": _mean([sample.info.age for sample in samples]),
-    }
+def _nothing(device: torch.device) -> Batch:
+    """A batch of one token that counts for nothing."""
+    return to_batch([_group([0, 0], loss_mask=np.zeros(1, np.bool_))], device)
 
 
-def append_line(path: Path, metrics: Metrics) -> None:
-    """Add one line of JSON; what is not a finite number becomes null."""
-    values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with path.open("a") as file:
-        file.write(json.dumps(values) + "\n")
+def _group(token_ids: Sequence[int], **fields: Any) -> RolloutGroup:
+    """One completion: all tokens but the first."""
+    tokens = len(token_ids) - 1
+    return RolloutGroup(
+        prompt_ids=np.array(token_ids[:1], np.int32),
+        completion_ids=np.array(token_ids[1:], np.int32),
+        completion_lengths=np.array([tokens], np.int32),
+        rollout_logprobs=np.zeros(tokens, np.float32),
+        rewards=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        **fields,
+    )
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drop the lines of later steps, and one that a killed process left unfinished; all or nothing."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept = path.with_name(path.name + ".tmp")
-    kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
-    os.replace(kept, path)
+def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
+    """Writes a micro-batch's values to their rows; nothing for one that was only there to keep others company."""
+    if rows.size:
+        values_BT[rows, : part_BT.shape[1]] = part_BT
 
 
-def _prefixed(prefix: str, metrics: Metrics) -> Metrics:
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> Metrics:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _weighted_means(parts: Sequence[tuple[int, Metrics]]) -> Metrics:
-    """Each metric's mean over parts, weighted by their tokens; parts without tokens have nothing to say."""
-    parts = [(tokens, metrics) for tokens, metrics in parts if tokens]
-    total = sum(tokens for tokens, _ in parts)
-    names = parts[0][1] if parts else {}
-    return {name: sum(tokens * metrics[name] for tokens, metrics in parts) / total for name in names}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

@@ -16,7 +16,11 @@ correction.
 The normalizer counts what the gradient is the mean of: by default the tokens or sequences in the call. A
 batch that is cut into micro-batches, or spread over ranks, passes the count of the whole (`loss_normalizer`
 of the whole mask, summed over ranks) with every part: the parts' losses and gradients then add up to those of
-the whole. bnpo is dapo normalised by the rank's own batch instead of all ranks'.
+the whole. In TRL bnpo is dapo normalised by whatever happens to lie in one micro-batch of one rank; here the
+normalizer is an argument for both, so that a batch gives one gradient however it is cut, and they differ by name
+only.
+
+`corrected_policy_loss` joins these with correction.py: the objective of its configuration picks the ratio.
 
 Sources: GRPO arXiv 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, CISPO 2506.13585, GSPO 2507.18071; names
 as in TRL.
@@ -24,12 +28,12 @@ as in TRL.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from replay_trainer.correction import LOG_RATIO_LIMIT
+from replay_trainer.correction import LOG_RATIO_LIMIT, CorrectionConfig, at_least_float32, weights_and_mask
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
 
@@ -51,8 +55,9 @@ def policy_loss(
     normalizer: float | None = None,
     max_completion_length: int | None = None,
     keep: Tensor | None = None,
+    reinforce: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss to minimise (a float32 scalar; the gradient flows through `logprobs` only) and its metrics.
+    """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
 
     logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) a token.
     mask: (B, T) response mask before any rejection; every denominator counts it.
@@ -62,6 +67,7 @@ def policy_loss(
     normalizer, max_completion_length (dr_grpo only): see the module.
     keep: (B, T) `Correction.mask`. Tokens of `mask` that are not in it add no loss, yet still count in the
     denominators, so that rejecting some does not inflate the rest.
+    reinforce: the loss of a token is -A w log θ instead, without c and without clipping; the type only aggregates.
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
     ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where the clip took
@@ -70,14 +76,14 @@ def policy_loss(
     Raises ValueError for shapes that do not fit, an unknown loss type, or what that type needs and lacks.
     """
     _check(logprobs, old_logprobs, advantages, mask, weights, keep, loss_type)
-    if loss_type == "cispo" and epsilon_high is None:
+    if loss_type == "cispo" and epsilon_high is None and not reinforce:
         raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     mask_BT = mask.bool()
     # Zeros, not products with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
-    logprobs_BT = torch.where(mask_BT, logprobs.float(), 0.0)
-    old_BT = torch.where(mask_BT, old_logprobs.detach().float(), 0.0)
-    advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).detach().float()
+    logprobs_BT = torch.where(mask_BT, at_least_float32(logprobs), 0.0)
+    old_BT = torch.where(mask_BT, at_least_float32(old_logprobs.detach()), 0.0)
+    advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).detach().to(logprobs_BT.dtype)
     advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
 
     log_ratio_BT = logprobs_BT - old_BT
@@ -87,7 +93,10 @@ def policy_loss(
     log_ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_BT = log_ratio_BT.exp()
 
-    if loss_type == "cispo":
+    if reinforce:
+        loss_BT = -advantages_BT * logprobs_BT
+        low_BT = high_BT = torch.zeros_like(mask_BT)
+    elif loss_type == "cispo":
         loss_BT = -ratio_BT.detach().clamp(max=epsilon_high) * advantages_BT * logprobs_BT
         low_BT, high_BT = torch.zeros_like(mask_BT), (ratio_BT > epsilon_high) & (advantages_BT > 0)
     else:
@@ -96,7 +105,7 @@ def policy_loss(
         low_BT = (ratio_BT < 1 - epsilon) & (advantages_BT < 0)
         high_BT = (ratio_BT > 1 + epsilon_high) & (advantages_BT > 0)
     if weights is not None:
-        loss_BT = loss_BT * torch.where(mask_BT, weights.detach().float(), 0.0)
+        loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
     if keep is not None:
         loss_BT = torch.where(keep.bool(), loss_BT, 0.0)
 
@@ -106,6 +115,41 @@ def policy_loss(
         means = torch.stack([values[mask_BT].mean() for values in values_BT]).tolist()
     names = ("ratio_mean", "approx_kl", "clip_low_fraction", "clip_high_fraction")
     return loss, dict(zip(names, means, strict=True))
+
+
+def corrected_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    correction: CorrectionConfig,
+    *,
+    mean_weight: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """`policy_loss` under an off-policy correction, by the objective of `correction`.
+
+        decoupled           -E[w min(r A, clip(r) A)]    r = θ/old, w from old/rollout
+        bypass              -E[min(r A, clip(r) A)]      r = θ/rollout, no w
+        bypass_reinforce    -E[sg(w) A log θ]            w from θ/rollout
+
+    Rejection follows the same ratio as w; for bypass it is θ/rollout. All (B, T), advantages (B,) or (B, T). A token
+    with unknown (NaN) rollout log-probability has w = 1, and for bypass r = 1 with its gradient. `options` are those
+    of `policy_loss`; `mean_weight` is as in `correct`.
+    """
+    current = logprobs.detach()
+    source = old_logprobs if correction.objective == "decoupled" else current
+    weights, keep = weights_and_mask(
+        source, rollout_logprobs, mask, correction, advantages=advantages, logprobs=current, mean_weight=mean_weight
+    )
+    if correction.objective == "bypass":
+        old_logprobs = torch.where(rollout_logprobs.isnan(), current.to(rollout_logprobs.dtype), rollout_logprobs)
+        return policy_loss(logprobs, old_logprobs, advantages, mask, keep=keep, **options)
+    reinforce = correction.objective == "bypass_reinforce"
+    return policy_loss(
+        logprobs, old_logprobs, advantages, mask, weights=weights, keep=keep, reinforce=reinforce, **options
+    )
 
 
 def kl_loss(
@@ -126,7 +170,7 @@ def kl_loss(
     logprobs, ref_logprobs, mask: (B, T). The gradient flows through `logprobs` only.
     """
     mask_BT = mask.bool()
-    difference_BT = torch.where(mask_BT, ref_logprobs.detach().float() - logprobs.float(), 0.0)
+    difference_BT = torch.where(mask_BT, at_least_float32(ref_logprobs.detach()) - at_least_float32(logprobs), 0.0)
     difference_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_BT = difference_BT.expm1() - difference_BT
     loss = beta * aggregate_loss(k3_BT, mask_BT, loss_type, normalizer, max_completion_length)

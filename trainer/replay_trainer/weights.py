@@ -2,15 +2,17 @@
 
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    what these weights say about a fixed token sequence, to check a reload against
-                 trainer.pt    optimizer and random state
-                 manifest.json version and files; written last: the folder is complete and ours
+                 trainer.pt    optimizer and random state: the folder is a full state, to resume from (some have it)
+                 manifest.json version, files, the server's checkpoint; written last: the folder is complete and ours
 
-A folder appears under its name complete or not at all. Only files named in a manifest are ever removed.
+A folder appears under its name complete or not at all; one with a full state has reached the disk before it appears.
+Only files named in a manifest are ever removed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -34,11 +36,16 @@ def publish_weights(
     directory: Path,
     version: int,
     keep: int,
-    optimizer: torch.optim.Optimizer,
+    probe: dict[str, list[Any]],
+    *,
+    weights: dict[str, Any] | None = None,
+    state: dict[str, Any] | None = None,
+    server_checkpoint: str = "",
 ) -> Path:
     """Write `directory`/step-`version`, remove the oldest of our folders beyond `keep`; returns its path.
 
-    `model` is a PreTrainedModel, `tokenizer` its tokenizer or None. Raises FileExistsError where the folder
+    `model` is a PreTrainedModel, `tokenizer` its tokenizer or None, `weights` its state dict where it is spread over
+    ranks. `state` makes it a full state; the newest of those is never removed. Raises FileExistsError where the folder
     exists.
     """
     folder = directory.resolve() / f"step-{version}"
@@ -48,17 +55,30 @@ def publish_weights(
     unfinished = folder.with_name(folder.name + ".tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
     with _no_progress_bar():
-        model.save_pretrained(unfinished)
+        model.save_pretrained(unfinished, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
-    (unfinished / "probe.json").write_text(json.dumps(probe(model, tokenizer)))
-    torch.save(_state(optimizer), unfinished / _STATE)
+    (unfinished / "probe.json").write_text(json.dumps(probe))
+    (unfinished / _STATE).unlink(missing_ok=True)
+    if state is not None:
+        torch.save(state, unfinished / _STATE)
     files = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
-    manifest = {"version": version, "files": [name for name in files if name != _MANIFEST]}
+    manifest = {
+        "version": version,
+        "files": [name for name in files if name != _MANIFEST],
+        "server_checkpoint": server_checkpoint,
+    }
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if state is not None:
+        for path in [*unfinished.rglob("*"), unfinished]:
+            _to_disk(path)
     unfinished.rename(folder)
-    for old in published(directory)[:-keep]:
-        _remove(old)
+    if state is not None:
+        _to_disk(folder.parent)
+    kept = {*published(directory)[-keep:], *saved(directory)[-1:]}
+    for old in published(directory):
+        if old not in kept:
+            remove(old)
     return folder
 
 
@@ -66,6 +86,11 @@ def published(directory: Path) -> list[Path]:
     """Our complete folders in `directory`, oldest version first, as absolute paths."""
     folders = [path.parent for path in directory.resolve().glob(f"step-*/{_MANIFEST}")]
     return sorted((path for path in folders if _FOLDER.fullmatch(path.name)), key=version_of)
+
+
+def saved(directory: Path) -> list[Path]:
+    """Those of them that hold a full state."""
+    return [folder for folder in published(directory) if (folder / _STATE).exists()]
 
 
 def version_of(folder: Path) -> int:
@@ -76,43 +101,44 @@ def version_of(folder: Path) -> int:
     return int(match[1])
 
 
-def load_published(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights, optimizer state and random state of a published folder into place."""
+def server_checkpoint_of(folder: Path) -> str:
+    """The name of the server's checkpoint that was made with this full state; empty: none was."""
+    return str(json.loads((folder / _MANIFEST).read_text())["server_checkpoint"])
+
+
+def load_weights(folder: Path, model: Any) -> dict[str, Any]:
+    """The state dict of a published folder, for a model like `model`."""
     with _no_progress_bar():
-        saved = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
-    model.load_state_dict(saved.state_dict())
+        saved_model = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+    weights: dict[str, Any] = saved_model.state_dict()
+    return weights
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The `state` of a full state."""
     # weights_only: tensors and plain containers, never code.
-    state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["random"])
-    if state["cuda_random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda_random"])
+    state: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+    return state
 
 
-@torch.no_grad()
-def probe(model: Any, tokenizer: Any = None) -> dict[str, list[Any]]:
-    """{"token_ids": [P], "logprobs": [P - 1]}: what the model gives each token but the first, after those before it.
-
-    Log-probabilities are in nats, at temperature 1.
-    The same token ids for every version of a model: random ones, without the tokenizer's special tokens.
-    """
+def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
+    """The same for every version of a model: random ones, without the tokenizer's special tokens."""
     vocabulary = model.get_input_embeddings().num_embeddings
     if tokenizer is not None:
         vocabulary = min(vocabulary, len(tokenizer))  # engines refuse ids that only pad the embedding
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    token_ids = random.Random(0).choices(sorted(set(range(vocabulary)) - special), k=PROBE_LENGTH)
-    ids_1S = torch.tensor([token_ids], device=model.device)
-    logprobs_SV = model(input_ids=ids_1S, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
-    logprobs = logprobs_SV.gather(1, ids_1S[0, 1:, None]).squeeze(1).tolist()
-    return {"token_ids": token_ids, "logprobs": logprobs}
+    return random.Random(0).choices(sorted(set(range(vocabulary)) - special), k=PROBE_LENGTH)
 
 
-def _state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "optimizer": optimizer.state_dict(),
-        "random": torch.get_rng_state(),
-        "cuda_random": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+def remove(folder: Path) -> None:
+    """Remove what we wrote into the folder, and the folder unless somebody else has put something there."""
+    for name in json.loads((folder / _MANIFEST).read_text())["files"]:
+        (folder / name).unlink(missing_ok=True)
+    # Last, so that a folder half removed by a killed process is found and finished by the next one.
+    (folder / _MANIFEST).unlink()
+    for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 @contextmanager
@@ -127,12 +153,10 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _remove(folder: Path) -> None:
-    """Remove what we wrote into the folder, and the folder unless somebody else has put something there."""
-    for name in json.loads((folder / _MANIFEST).read_text())["files"]:
-        (folder / name).unlink(missing_ok=True)
-    # Last, so that a folder half removed by a killed process is found and finished by the next one.
-    (folder / _MANIFEST).unlink()
-    for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
-        if not any(path.iterdir()):
-            path.rmdir()
+def _to_disk(path: Path) -> None:
+    """A file's content, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -54,7 +54,6 @@ seed = 0
 
 TRAIN_CONFIG = f"""\
 groups_per_step = {GROUPS_PER_STEP}
-micro_batch_size = {GROUPS_PER_STEP * GROUP_SIZE}
 learning_rate = 2e-4
 weight_decay = 0.01
 max_grad_norm = 1.0
@@ -79,6 +78,8 @@ class Part:
         self.name = name
         self.log = folder / "logs" / f"{name}.log"
         self._file: IO[bytes] = self.log.open("wb")
+        # Settings for another server are not for the demo's.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("REPLAY_")}
         # A session of its own: Ctrl-C reaches the demo, which then stops its parts in order.
         self.process = subprocess.Popen(
             command,
@@ -86,7 +87,7 @@ class Part:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+            env=inherited | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
         )
 
     def check(self) -> bool:

@@ -1,0 +1,82 @@
+"""One rank of a training run, for tests that start several: `run_rank.py FOLDER`, with options.json in the folder.
+
+Every rank takes its share of the same batches. At the end the first writes the trained weights to weights.pt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from trainer_factories import FakeClient, make_batches, make_model, make_sample
+
+from replay_client import Sample
+from replay_trainer import Callback, GRPOTrainer, StepReport
+from replay_trainer.config import config_from
+from replay_trainer.weights import saved, version_of
+
+
+class Death(Callback):
+    """Kills the process some seconds after a step, wherever it is then."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        self.step, self.seconds = step, seconds
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        if report.metrics["step"] == self.step:
+            threading.Thread(target=self.strike, daemon=True).start()
+
+    def strike(self) -> None:
+        time.sleep(self.seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ShareClient(FakeClient):
+    """Gives each rank its share of the batch of each step, and of the pool."""
+
+    rank, size, step = 0, 1, 0
+
+    @contextmanager
+    def sampler(
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None
+    ) -> Iterator[Iterator[list[Sample]]]:
+        start = self.rank * batch_size
+        yield (list(self.batches[step][start : start + batch_size]) for step in itertools.count(self.step))
+
+
+def main(folder: Path) -> None:
+    options = json.loads((folder / "options.json").read_text())
+    die, tied = options.pop("die", None), options.pop("tied", False)
+    sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
+    config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
+    batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
+    (stored,) = make_batches(1, seed=9, groups=pool_size)
+    pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
+
+    client = ShareClient(batches, pool)
+    trainer: Any = GRPOTrainer(make_model(tied=tied), client, config, callbacks=[Death(*die)] if die else [])  # type: ignore[arg-type]
+    client.rank, client.size = trainer.ranks.index, trainer.ranks.size
+    client.step = max((version_of(state) for state in saved(trainer.output_dir)), default=0)
+    # The pool of each rank's own fake client knows nothing of the other's scope: shares of it stand for the server.
+    client.pool = client.pool[client.rank :: client.size]
+    if sgd:
+        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=config.learning_rate)
+    trainer.train()
+    weights = get_model_state_dict(trainer.policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if trainer.ranks.is_first:
+        torch.save(weights, folder / "weights.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

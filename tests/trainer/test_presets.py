@@ -1,0 +1,113 @@
+"""Presets against the formulas of the projects they are named after, on ratios worked by hand; and the alarms."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay_trainer.alarms import Alarms
+from replay_trainer.correction import CorrectionConfig, correct
+from replay_trainer.losses import corrected_policy_loss
+from replay_trainer.presets import PRESETS, areal, prime_rl, trl, verl
+
+# Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.
+RATIOS = torch.tensor([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]])
+ROLLOUT = torch.full((2, 3), -2.0)
+
+
+def outcome(config: CorrectionConfig) -> tuple[list[list[float]], list[list[bool]]]:
+    correction = correct(ROLLOUT + RATIOS.log(), ROLLOUT, torch.ones(2, 3, dtype=torch.bool), config)
+    return [[round(w, 3) for w in row] for row in correction.weights.tolist()], correction.mask.tolist()
+
+
+ALL = [[True] * 3] * 2
+EXPECTED = {
+    "trl_token_truncate": ([[2.0, 3.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "trl_token_mask": ([[2.0, 0.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "trl_sequence_truncate": ([[3.0] * 3, [0.64] * 3], ALL),
+    "trl_sequence_mask": ([[0.0] * 3, [0.64] * 3], ALL),
+    "verl_decoupled_token_is": ([[2.0, 2.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "verl_decoupled_seq_is": ([[2.0] * 3, [0.64] * 3], ALL),
+    "verl_decoupled_seq_is_rs": ([[2.0] * 3, [0.64] * 3], [[False] * 3, [True] * 3]),
+    "verl_decoupled_geo_rs": ([[1.0] * 3] * 2, [[False] * 3] * 2),
+    # k3: 0.307, 1.614, 0.057 | 0.023, 0, 0.023: means 0.659, 0.0154
+    "verl_decoupled_k3_rs": ([[1.0] * 3] * 2, [[False] * 3] * 2),
+    "areal": ([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "prime_rl": ([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "icepop": ([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]], ALL),
+    "off": ([[1.0] * 3] * 2, ALL),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_preset_weighs_and_rejects_as_its_project(name: str) -> None:
+    assert outcome(PRESETS[name]()) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_makes_a_loss(name: str) -> None:
+    config = PRESETS[name]()
+    logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
+    loss, _ = corrected_policy_loss(
+        logprobs, logprobs.detach(), ROLLOUT, torch.tensor([1.0, -1.0]), torch.ones(2, 3), config
+    )
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+
+
+def test_the_parameters_of_a_preset_are_in_reach() -> None:
+    assert outcome(trl("token_mask", clip_max=1.5, clip_min=0.75))[0] == [[0.0, 0.0, 0.0], [0.8, 1.0, 0.8]]
+    assert outcome(areal("sequence_mask", cap=1.5))[0] == [[0.0] * 3, [0.862] * 3]
+    assert outcome(verl("token", threshold=3.0))[0][0] == [2.0, 3.0, 0.7]
+    with pytest.raises(ValueError, match="mode must be one of token_truncate"):
+        trl("token")  # type: ignore[arg-type]
+
+
+def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds() -> None:
+    assert outcome(prime_rl(token_mask_high=3.0))[1] == [[True, False, True], [True] * 3]
+    assert outcome(prime_rl(geo_mask_high=1.7))[1] == [[False] * 3, [True] * 3]
+    assert outcome(prime_rl(sequence_mask_high=3.9))[1] == [[False] * 3, [True] * 3]
+
+
+def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
+    logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
+    advantages = torch.tensor([1.0, -0.5])
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logprobs)[0]
+
+    ours, _ = corrected_policy_loss(logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), prime_rl())
+    theirs = -((logprobs - ROLLOUT).exp() * advantages[:, None]).sum() / 6
+    torch.testing.assert_close(gradient(ours), gradient(theirs))
+
+
+# ------------------------------------------------------------------------------------------------------------ alarms
+
+
+def test_an_alarm_rings_once_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms()
+    fine = {"ratio_mean": 1.9, "ess": 0.31, "kl": -0.09, "chi2": 0.99}
+    assert alarms.check(fine) == []
+    with caplog.at_level(logging.WARNING):
+        (said,) = alarms.check(fine | {"ess": 0.29})
+    assert said.startswith("correction/ess is 0.29, safe is at least 0.3: a few tokens carry the gradient: lower")
+    assert caplog.messages == [said]
+    assert alarms.check(fine | {"ess": 0.1}) == []
+    bad = {"ratio_mean": 2.1, "ess": 0.1, "kl": -0.2, "chi2": 1.5}
+    assert [warning.split()[0] for warning in alarms.check(bad)] == [
+        "correction/ratio_mean",
+        "correction/kl",
+        "correction/chi2",
+    ]
+
+
+def test_a_step_without_numbers_rings_nothing() -> None:
+    nan = torch.zeros(1, 1)
+    assert Alarms().check(correct(nan, nan, nan).metrics) == []
+    assert Alarms().check({"ratio_mean": math.nan}) == []

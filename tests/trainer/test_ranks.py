@@ -1,0 +1,134 @@
+"""Several ranks over gloo: the same groups give the same weights as on one, whole or sharded, resumed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_rank import main
+from transformers import AutoModelForCausalLM
+
+from replay_trainer.weights import published
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(1000)  # a guard against hanging; two processes start where others may be busy
+OPTIONS: dict[str, Any] = {
+    "max_steps": 3,
+    "groups_per_step": 4,
+    "learning_rate": 0.1,
+    "sgd": True,
+    "zero_variance_groups": 0,
+    "pool_groups": 6,
+    "max_tokens_per_micro_batch": 20,
+}
+
+
+def write_options(folder: Path, options: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "options.json").write_text(json.dumps(options))
+    return folder
+
+
+def run(folder: Path, ranks: int, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights that `ranks` processes train."""
+    write_options(folder, OPTIONS | options)
+    if ranks == 1:
+        main(folder)
+        return torch.load(folder / "weights.pt", weights_only=True)  # type: ignore[no-any-return]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "run_rank.py"), str(folder)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=500)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return weights
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "num_iterations": 2, "fsdp": True, "beta": 0.1, "tied": True},
+        {"loss_type": "bnpo", "scale_rewards": "batch", "correction": {"level": "sequence", "batch_normalize": True}},
+        {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},
+        # The first of two ranks is left without any group.
+        {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"},
+    ],
+    ids=["dapo", "grpo sharded and tied", "bnpo", "dr_grpo sharded", "an idle rank"],
+)
+def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
+    one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
+    assert_same(one, two)
+    first, second = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(first) == len(second) == 3
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if value is None:
+                assert b[name] is None
+            elif not name.startswith("time/") and name != "train/tokens_per_second":
+                assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    saved = AutoModelForCausalLM.from_pretrained(published(tmp_path / "two/out")[-1])
+    assert_same({f"model.{name}": tensor for name, tensor in saved.state_dict().items()}, two)
+
+
+def test_sharded_ranks_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> None:
+    run(tmp_path / "one", 1, max_steps=2)
+    weights = run(tmp_path / "two", 2, max_steps=2, fsdp=True, bf16=True)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "correction/kl"):
+            assert b[name] == pytest.approx(a[name], rel=1e-2)
+            assert b[name] != a[name]
+
+
+def test_replacements_differ_between_the_ranks_of_a_step(tmp_path: Path) -> None:
+    run(tmp_path / "two", 2, zero_variance_groups=3, max_steps=1)
+    (line,) = metrics(tmp_path / "two")
+    assert line["replay/groups_replaced"] == line["replay/groups_zero_variance"] == 3
+    assert line["train/zero_variance_fraction"] == 0
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True}
+    whole = run(tmp_path / "whole", 1, **options)
+    run(tmp_path / "parts", 2, **options | {"max_steps": 1})
+    run(tmp_path / "parts", 1, **options | {"max_steps": 2, "resume": True})
+    assert_same(run(tmp_path / "parts", 2, **options | {"resume": True}), whole)
+    assert [line["step"] for line in metrics(tmp_path / "parts")] == [1, 2, 3]
+
+
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="groups_per_step=3 must be a multiple of the 2 ranks"):
+        run(tmp_path / "two", 2, groups_per_step=3)

@@ -1,0 +1,258 @@
+"""Callback: what may be told of a run while it goes on; and those that show or send what it reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from replay_client import Sample
+
+if TYPE_CHECKING:
+    from replay_trainer.config import GRPOConfig
+    from replay_trainer.grpo import GRPOTrainer
+
+Metrics = dict[str, float]
+"""What one step reports: docs/metrics.md says how to read each."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step of the first rank."""
+
+    metrics: Metrics
+    samples: Sequence[Sample]
+    """The groups this rank trained on."""
+    replaced: Sequence[int]
+    """Which of them came from the pool."""
+
+
+class Callback:
+    """Told of a run by its first rank; every method may be left out."""
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        """Before the first step; `version` is the policy version that the run starts or continues from."""
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        """After each update, before its version is published."""
+
+    def on_end(self, trainer: GRPOTrainer) -> None:
+        """At the end, also by an error."""
+
+
+class MetricsFile(Callback):
+    """A line of JSON a step; what is not a finite number becomes null.
+
+    Written before publication: a resume drops the lines beyond the version it continues from, and misses none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        truncate_lines(self.path, version)
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        append_lines(self.path, [report.metrics])
+
+
+class CompletionsFile(Callback):
+    """Some completions of each step: a line of JSON each, and a table on the screen.
+
+    Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
+    """
+
+    def __init__(self, path: Path, count: int, console: Console | None) -> None:
+        self.path = path
+        self.count = count
+        self.console = console
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        truncate_lines(self.path, version)
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        rows = completion_rows(report, self.count, trainer.decode)
+        append_lines(self.path, rows)
+        if self.console is not None and rows:
+            self.console.print(completion_table(rows))
+
+
+class ProgressDisplay(Callback):
+    """A bar on a terminal; elsewhere a line a step."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        if self.console.is_terminal:
+            self._task = self._bar.add_task("training", total=trainer.config.max_steps, completed=version, text="")
+            self._bar.start()
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        metrics = report.metrics
+        text = (
+            f"fresh reward {metrics['fresh/reward_mean']:.3f}, replaced {metrics['replay/groups_replaced']:.0f}, "
+            f"loss {metrics['train/loss']:.4f}, {metrics['train/tokens_per_second']:.0f} tokens/s"
+        )
+        if self.console.is_terminal:
+            self._bar.update(self._task, completed=metrics["step"], text=text)
+        else:
+            self.console.print(f"step {metrics['step']}: {text}", highlight=False, soft_wrap=True)
+
+    def on_end(self, trainer: GRPOTrainer) -> None:
+        if self.console.is_terminal:
+            self._bar.stop()
+
+
+class TensorBoard(Callback):
+    """Event files for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Its reader then hides what an earlier part of the run wrote beyond this step.
+        self._writer = SummaryWriter(str(self.folder), purge_step=version + 1)
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        for name, value in report.metrics.items():
+            if name != "step" and math.isfinite(value):
+                self._writer.add_scalar(name, value, int(report.metrics["step"]))
+
+    def on_end(self, trainer: GRPOTrainer) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases(Callback):
+    """A run of Weights & Biases; its environment variables say of which project and where."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run: Any = None
+
+    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+        import wandb
+
+        config = {name: str(value) for name, value in vars(trainer.config).items()}
+        self._run = wandb.init(dir=str(self.folder), config=config)
+
+    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+        self._run.log(
+            {name: value for name, value in report.metrics.items() if math.isfinite(value)},
+            step=int(report.metrics["step"]),
+        )
+
+    def on_end(self, trainer: GRPOTrainer) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def reporters(config: GRPOConfig) -> list[Callback]:
+    """The callbacks that a configuration asks for. Raises ImportError for one that is named and not installed."""
+    folder = Path(config.output_dir)
+    console = Console(stderr=True)
+    asked = config.report_to
+    if asked is None:
+        has_wandb = bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
+        wanted = {"tensorboard": True, "wandb": has_wandb}
+        chosen = [name for name, want in wanted.items() if want and importlib.util.find_spec(name)]
+    else:
+        chosen = list(asked)
+        for name in chosen:
+            if importlib.util.find_spec(name) is None:
+                raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")
+    made: list[Callback] = [MetricsFile(folder / "metrics.jsonl")]
+    if config.log_completions:
+        shown = console if config.progress else None
+        made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))
+    if config.progress:
+        made.append(ProgressDisplay(console))
+    kinds: dict[str, Callable[[Path], Callback]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [*made, *(kinds[name](folder / name) for name in chosen)]
+
+
+def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
+    """One completion of each of at most `count` groups, half of them replayed where there are as many."""
+    replaced = list(report.replaced)
+    fresh = [index for index in range(len(report.samples)) if index not in replaced]
+    step = int(report.metrics["step"])
+    rows = []
+    for index in [*replaced[: max(count // 2, count - len(fresh))], *fresh][:count]:
+        sample = report.samples[index]
+        group, member = sample.group, step % sample.group.group_size
+        rows.append(
+            {
+                "step": step,
+                "prompt": decode(group.prompt_ids),
+                "completion": decode(group.completions()[member]),
+                "reward": float(group.rewards[member]),
+                "advantage": float(group.advantages[member]),
+                "source": "replayed" if index in replaced else "fresh",
+                "age": sample.info.age,
+                "staleness": sample.info.staleness,
+            }
+        )
+    return rows
+
+
+def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for a screen."""
+    table = Table(title=f"step {rows[0]['step']}", box=None, header_style="bold", title_justify="left")
+    for name in ("prompt", "completion"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, ratio=1)
+    for name in ("reward", "advantage", "source", "age", "staleness"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row["prompt"].replace("\n", "⏎"),
+            row["completion"].replace("\n", "⏎"),
+            f"{row['reward']:.3g}",
+            f"{row['advantage']:+.2f}",
+            row["source"],
+            f"{row['age']:.0f} s",
+            str(row["staleness"]),
+        )
+    return table
+
+
+def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Add lines of JSON; a number that is not finite becomes null."""
+    with path.open("a") as file:
+        for line in lines:
+            values = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in line.items()
+            }
+            file.write(json.dumps(values) + "\n")
+
+
+def truncate_lines(path: Path, last_step: int) -> None:
+    """Drop the lines of later steps, and one that a killed process left unfinished; all or nothing."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = path.with_name(path.name + ".tmp")
+    kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
+    os.replace(kept, path)

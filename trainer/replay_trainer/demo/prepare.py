@@ -1,0 +1,38 @@
+"""What the parts of the demo need, made once in one folder: for parts that run as services of their own.
+
+    python -m replay_trainer.demo.prepare FOLDER [SEED [TARGET]]     prompts.jsonl, train.toml, model/, warm/, ready
+
+A folder that is ready stays as it is. `replay demo` does the same, but lets the engine load while the model warms up.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from replay_trainer.demo import task
+from replay_trainer.demo.run import TRAIN_CONFIG
+
+READY = "ready"
+"""Written last: what lies beside it is complete."""
+
+
+def prepare(folder: Path, seed: int = 0, target_solve_rate: float = 0.4) -> bool:
+    """Whether there was anything to do. Raises SystemExit if the model does not get to `target_solve_rate`."""
+    if (folder / READY).exists():
+        return False
+    for name in ("model", "warm"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.toml").write_text(TRAIN_CONFIG)
+    task.main("make", folder, seed, target_solve_rate)
+    task.main("warm-up", folder, seed, target_solve_rate)
+    (folder / READY).touch()
+    return True
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    done = prepare(Path(arguments[0]), *map(int, arguments[1:2]), *map(float, arguments[2:3]))
+    print(f"{arguments[0]}: {'made' if done else 'it was ready'}", flush=True)

@@ -1,0 +1,87 @@
+"""What groups are like: the few facts about each that ranks exchange, and the metrics made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from replay_client.scoring import is_zero_variance
+
+if TYPE_CHECKING:
+    from replay_client import Sample
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One group without its tokens."""
+
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    truncated: int
+    """Completions that ended for their length."""
+    staleness: int
+    """Policy versions it lagged."""
+    age: float
+    """Seconds since it was inserted."""
+    times_sampled: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> GroupFacts:
+        group = sample.group
+        return cls(
+            rewards=tuple(group.rewards.tolist()),
+            lengths=tuple(group.completion_lengths.tolist()),
+            truncated=(group.finish_reasons or ()).count("length"),
+            staleness=sample.info.staleness,
+            age=sample.info.age,
+            times_sampled=sample.info.times_sampled,
+        )
+
+
+def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
+    """What a batch of groups is like; NaN where it has none."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.lengths]
+    staleness = [group.staleness for group in groups]
+    spreads = [_spread(group.rewards) for group in groups]
+    return {
+        "groups": len(groups),
+        "reward_mean": mean(rewards),
+        "reward_std": mean(spreads),
+        "zero_variance_fraction": mean([float(is_zero_variance(group.rewards)) for group in groups]),
+        "completion_length_mean": mean(lengths),
+        "completion_length_max": max(lengths, default=math.nan),
+        "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,
+        "staleness_mean": mean(staleness),
+        "staleness_max": max(staleness, default=math.nan),
+        "age_mean": mean([group.age for group in groups]),
+    }
+
+
+def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
+    """What came from the pool; NaN if nothing did."""
+    ages, staleness = [group.age for group in groups], [group.staleness for group in groups]
+    return {
+        "age_mean": mean(ages),
+        "age_max": max(ages, default=math.nan),
+        "staleness_mean": mean(staleness),
+        "staleness_max": max(staleness, default=math.nan),
+        "times_sampled_mean": mean([group.times_sampled for group in groups]),
+        "reward_mean": mean([reward for group in groups for reward in group.rewards]),
+        "group_size_mean": mean([len(group.rewards) for group in groups]),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    """Standard deviation with Bessel's correction; 0 of a single one."""
+    if len(rewards) < 2:
+        return 0.0
+    center = mean(rewards)
+    return math.sqrt(sum((reward - center) ** 2 for reward in rewards) / (len(rewards) - 1))

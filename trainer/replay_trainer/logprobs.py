@@ -1,0 +1,231 @@
+"""Log-probabilities of the tokens that were chosen, from any causal language model of transformers.
+
+    hidden states ──▶ those that predict a token of the mask ──▶ head, a chunk at a time ──▶ log-probability, entropy
+
+The (B, T, V) logits never exist: a chunk of them lives while its log-probabilities are computed, and again while their
+gradient is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from replay_client.rollout import RolloutGroup
+from replay_trainer.batching import Batch, ModelInput, packed_input, padded_input, to_batch
+from replay_trainer.packing import enable_packing, packed_forward
+
+CHUNK_LOGITS = 2**24
+"""Logits alive at once, 64 MiB in float32."""
+
+Route = Literal["packed", "padded", "logits"]
+"""packed: one row without padding, head in chunks. padded: rows of like length, head in chunks.
+logits: padded rows through the whole model, for those whose head is more than a linear layer."""
+
+
+class LogprobModel(nn.Module):
+    """A language model as the function from a micro-batch to the log-probabilities of its completions.
+
+    The route is the first that gives what the plain model gives, measured once on a few random tokens.
+    """
+
+    def __init__(self, model: Any, packing: bool = True, gradient_checkpointing: bool = False) -> None:
+        """Puts `model` into eval mode and its dropout to 0, which would put a difference between the log-probabilities
+        of the sampler, the old and the new policy that no correction can see.
+        """
+        super().__init__()
+        self.model = model.eval()
+        switch_off_dropout(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.training = True  # the layer alone: it recomputes only then
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.route: Route = self._find_route(packing)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
+
+        Both float32, in nats, 0 outside the mask, at the temperature the tokens were sampled at:
+        log softmax(logits / temperature)[token].
+        """
+        return self._run(batch, self.route)
+
+    def _run(self, batch: Batch, route: Route) -> tuple[Tensor, Tensor]:
+        inputs = packed_input(batch) if route == "packed" else padded_input(batch)
+        ids_N = batch.completion_ids_BT[batch.mask_BT]
+        temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
+        if route == "logits":
+            logits_NV = self._call(self.model, inputs).logits.flatten(0, 1)[inputs.predicts_N]
+            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N)
+        else:
+            hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
+            head = self.model.get_output_embeddings()
+            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N)
+        zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
+        return (
+            zeros_BT.masked_scatter(batch.mask_BT, logprobs_N),
+            zeros_BT.masked_scatter(batch.mask_BT, entropy_N),
+        )
+
+    def _call(self, module: Any, inputs: ModelInput) -> Any:
+        optional: dict[str, Any] = {}
+        if self._takes_positions:  # a model without them counts from the left by itself
+            optional["position_ids"] = inputs.position_ids_RS
+        if inputs.layout is None:
+            return module(
+                input_ids=inputs.input_ids_RS, attention_mask=inputs.attention_mask_RS, use_cache=False, **optional
+            )
+        with packed_forward():
+            return module(input_ids=inputs.input_ids_RS, use_cache=False, replay_layout=inputs.layout, **optional)
+
+    def _base(self) -> Any:
+        return getattr(self.model, self.model.base_model_prefix)
+
+    @torch.no_grad()
+    def _find_route(self, packing: bool) -> Route:
+        head = self.model.get_output_embeddings()
+        if type(head) is not nn.Linear or not hasattr(self.model, self.model.base_model_prefix):
+            return "logits"
+        batch = _trial(self.model)
+        expected_BT, _ = self._run(batch, "logits")
+        # Of the largest log-probability: rounding of the model's numbers, not an error of the route.
+        tolerance = (1e-4 if head.weight.dtype == torch.float32 else 3e-2) * float(expected_BT.abs().max())
+        before = self.model.config._attn_implementation
+        routes: list[Route] = ["padded"]
+        if packing and self._takes_positions and enable_packing(self.model):
+            routes.insert(0, "packed")
+        for route in routes:
+            try:
+                logprobs_BT, _ = self._run(batch, route)
+            except (TypeError, NotImplementedError):
+                continue  # it does not take the layout
+            if float((logprobs_BT - expected_BT).abs().max()) <= tolerance:
+                return route
+            self.model.set_attn_implementation(before)
+        return "logits"
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability of `model` to 0, whatever mode it is in."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
+def _trial(model: Any) -> Batch:
+    """Random tokens in completions of unequal lengths behind shared prompts."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    random = np.random.default_rng(0)
+
+    def group(prompt: int, *lengths: int) -> RolloutGroup:
+        return RolloutGroup(
+            prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
+            completion_ids=random.integers(0, vocabulary, sum(lengths), dtype=np.int32),
+            completion_lengths=np.array(lengths, np.int32),
+            rollout_logprobs=np.zeros(sum(lengths), np.float32),
+            rewards=np.zeros(len(lengths), np.float32),
+            advantages=np.zeros(len(lengths), np.float32),
+        )
+
+    return to_batch([group(3, 5, 1, 2), group(6, 3, 0, 7)], model.device)
+
+
+def chosen_logprobs(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
+
+    Logits are computed in the dtype of the weight (autocast's, where that is on), everything after them in float32.
+    Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, not through the entropy.
+    """
+    # torch leaves `apply` untyped.
+    logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropy_N
+
+
+def _of_logits(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs_NV = (logits_NV.float() / temperature_N[:, None]).log_softmax(dim=-1)
+    entropy_N = -(logprobs_NV.detach().exp() * logprobs_NV.detach()).sum(dim=-1)
+    return logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1), entropy_N
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Computes the logits of a chunk twice, forward and backward, and keeps none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, temperature_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_NH.device.type
+        ctx.compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
+        N, (V, _) = len(ids_N), weight_VH.shape
+        logprobs_N = hidden_NH.new_empty(N, dtype=torch.float32)
+        entropy_N, logsum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        weight = weight_VH.to(ctx.compute)
+        for chunk in _chunks(N, V):
+            logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
+            logsum_C = logits_CV.logsumexp(dim=-1)
+            logprobs_N[chunk] = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1) - logsum_C
+            # Entropy = logsumexp - E[logit]. The largest logit may be far from 0 where others are -inf.
+            expected_C = (logits_CV - logsum_C[:, None]).exp_().mul_(logits_CV.clamp_(min=-1e30)).sum(dim=-1)
+            entropy_N[chunk] = logsum_C - expected_C
+            logsum_N[chunk] = logsum_C
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_grad_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        weight = weight_VH.to(ctx.compute)
+        for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
+            grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
+            # d log p[id] / d logit = (onehot - p) / temperature
+            scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
+            grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
+            grad_CV.scatter_add_(-1, ids_N[chunk, None], scale_C1)
+            if bias_grad_V is not None:
+                bias_grad_V += grad_CV.sum(dim=0)
+            grad_CV = grad_CV.to(ctx.compute)
+            if hidden_grad_NH is not None:
+                hidden_grad_NH[chunk] = (grad_CV @ weight).to(hidden_NH.dtype)
+            if weight_grad_VH is not None:
+                if ctx.compute == torch.float32:
+                    weight_grad_VH.addmm_(grad_CV.T, hidden_NH[chunk].to(ctx.compute))
+                else:
+                    weight_grad_VH += grad_CV.T @ hidden_NH[chunk].to(ctx.compute)
+        return (
+            hidden_grad_NH,
+            None if weight_grad_VH is None else weight_grad_VH.to(weight_VH.dtype),
+            None if bias_grad_V is None or bias_V is None else bias_grad_V.to(bias_V.dtype),
+            None,
+            None,
+        )
+
+
+def _chunks(N: int, V: int) -> list[slice]:
+    size = max(CHUNK_LOGITS // V, 1)
+    count = math.ceil(N / size)
+    return [slice(N * i // count, N * (i + 1) // count) for i in range(count)]
+
+
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, compute: torch.dtype
+) -> Tensor:
+    logits_CV = hidden_CH.to(compute) @ weight_VH.T
+    if bias_V is not None:
+        logits_CV += bias_V.to(compute)
+    return logits_CV.float().div_(temperature_C[:, None])

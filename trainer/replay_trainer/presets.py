@@ -1,0 +1,152 @@
+"""Presets: the corrections of other projects as plain CorrectionConfigs, each with its source.
+
+PRESETS["verl_decoupled_token_is"]()        a CorrectionConfig with that project's defaults
+trl(mode="token_mask", clip_max=3.0)        the same with its parameters in reach
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from replay_trainer.correction import Action, CorrectionConfig, Level, Objective, Rejection
+
+_OFF: dict[str, Any] = {"clip_min": 1.0, "clip_max": 1.0}
+"""Weights of 1."""
+
+
+def trl(
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask",
+    clip_max: float | None = 3.0,
+    clip_min: float | None = None,
+    off_policy_mask_threshold: float | None = None,
+) -> CorrectionConfig:
+    """TRL: `vllm_importance_sampling_mode`, `_clip_max`, `_clip_min` and `off_policy_mask_threshold` of its GRPOConfig.
+
+    Source: trl 1.16.0, trl/trainer/grpo_config.py (defaults) and grpo_trainer.py (formulas).
+    """
+    modes: dict[str, tuple[Level, Action]] = {
+        "token_truncate": ("token", "truncate"),
+        "token_mask": ("token", "mask"),
+        "sequence_truncate": ("sequence", "truncate"),
+        "sequence_mask": ("sequence", "mask"),
+    }
+    if mode not in modes:
+        raise ValueError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
+    level, action = modes[mode]
+    return CorrectionConfig(
+        level=level,
+        action=action,
+        clip_min=clip_min,
+        clip_max=clip_max,
+        off_policy_mask_threshold=off_policy_mask_threshold,
+    )
+
+
+def verl(
+    weights: Literal["token", "sequence"] | None = "token",
+    threshold: float = 2.0,
+    rejection: Literal["sequence", "geometric", "k3"] | None = None,
+    objective: Objective = "decoupled",
+) -> CorrectionConfig:
+    """verl's rollout correction: `rollout_is` (`weights`) truncated at `threshold`, and one of its `rollout_rs`.
+
+    sequence: seq_sum_k1 within 0.5 and 2. geometric: seq_mean_k1 within 0.999 and 1.001. k3: seq_mean_k3 up to 0.01.
+    Its k1 bounds the inverse of our ratio: these symmetric bounds mean the same for both.
+    Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig and its presets of these names.
+    """
+    rejections = {
+        "sequence": Rejection("k1", "sum", low=0.5, high=2.0),
+        # The inverses of verl's 0.999 and 1.001.
+        "geometric": Rejection("k1", "mean", low=1 / 1.001, high=1 / 0.999),
+        "k3": Rejection("k3", "mean", high=0.01),
+    }
+    bounds = _OFF if weights is None else {"level": weights, "clip_max": threshold}
+    return CorrectionConfig(
+        **bounds, rejection=None if rejection is None else rejections[rejection], objective=objective
+    )
+
+
+def areal(
+    mode: Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] = "token_mask",
+    cap: float = 5.0,
+) -> CorrectionConfig:
+    """AReaL's decoupled loss: `behave_imp_weight_mode` and `behave_imp_weight_cap`; its sequence ratio is geometric.
+
+    Source: inclusionAI/AReaL, areal/utils/functional (compute_behave_imp_weight) and its examples (cap 5.0).
+    """
+    level: Level = "geometric" if mode.startswith("sequence") else "token"
+    return CorrectionConfig(level=level, action="mask" if mode.endswith("mask") else "truncate", clip_max=cap)
+
+
+def prime_rl(
+    token_mask_low: float = 0.125,
+    token_mask_high: float = 8.0,
+    geo_mask_low: float = 0.1,
+    geo_mask_high: float = 10.0,
+    sequence_mask_high: float = 100.0,
+) -> CorrectionConfig:
+    """prime-rl's loss: -ρ A of the tokens within the bounds, ρ = θ/b untruncated, and sequences within theirs.
+
+    Its sequence_mask_low, 0 by default, is `veto`.
+    Source: PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/loss.py and config.py (LossConfig).
+    """
+    return CorrectionConfig(
+        action="none",
+        clip_max=None,
+        rejection=(
+            Rejection("k1", "token", low=token_mask_low, high=token_mask_high),
+            Rejection("k1", "mean", low=geo_mask_low, high=geo_mask_high),
+            Rejection("k1", "max", high=sequence_mask_high),
+        ),
+        objective="bypass_reinforce",
+    )
+
+
+def dppo(low: float = 0.2, high: float = 0.2) -> CorrectionConfig:
+    """prime-rl's DPPO: as `prime_rl` with its masks on the difference of probabilities instead of ratios.
+
+    Source: PrimeIntellect-ai/prime-rl, dppo_mask_low and dppo_mask_high of its default loss.
+    """
+    return CorrectionConfig(
+        action="none", clip_max=None, dppo_mask_low=low, dppo_mask_high=high, objective="bypass_reinforce"
+    )
+
+
+def icepop(low: float = 0.5, high: float = 5.0) -> CorrectionConfig:
+    """IcePop: the weight of a token outside [low, high] is 0, and the response mask stays.
+
+    Source: Ling team 2025, "Small Leak Can Sink a Great Ship" (α = 0.5, β = 5.0).
+    """
+    return CorrectionConfig(action="mask", clip_min=low, clip_max=high)
+
+
+PRESETS: dict[str, Callable[[], CorrectionConfig]] = {
+    "trl_token_truncate": lambda: trl("token_truncate"),
+    "trl_token_mask": lambda: trl("token_mask"),
+    "trl_sequence_truncate": lambda: trl("sequence_truncate"),
+    "trl_sequence_mask": lambda: trl("sequence_mask"),
+    "verl_decoupled_token_is": lambda: verl("token"),
+    "verl_decoupled_seq_is": lambda: verl("sequence"),
+    "verl_decoupled_token_icepop": lambda: icepop(),
+    "verl_decoupled_seq_is_rs": lambda: verl("sequence", rejection="sequence"),
+    "verl_decoupled_geo_rs": lambda: verl(None, rejection="geometric"),
+    "verl_decoupled_geo_rs_seq_tis": lambda: verl("sequence", rejection="geometric"),
+    "verl_decoupled_geo_rs_token_tis": lambda: verl("token", rejection="geometric"),
+    "verl_decoupled_k3_rs": lambda: verl(None, rejection="k3"),
+    "verl_decoupled_k3_rs_seq_tis": lambda: verl("sequence", rejection="k3"),
+    "verl_decoupled_k3_rs_token_tis": lambda: verl("token", rejection="k3"),
+    "verl_bypass_ppo_clip": lambda: verl(None, objective="bypass"),
+    "verl_bypass_ppo_clip_geo_rs": lambda: verl(None, rejection="geometric", objective="bypass"),
+    "verl_bypass_ppo_clip_k3_rs": lambda: verl(None, rejection="k3", objective="bypass"),
+    "verl_bypass_pg_is": lambda: verl("sequence", objective="bypass_reinforce"),
+    "verl_bypass_pg_geo_rs": lambda: verl(None, rejection="geometric", objective="bypass_reinforce"),
+    "verl_bypass_pg_geo_rs_seq_tis": lambda: verl("sequence", rejection="geometric", objective="bypass_reinforce"),
+    "verl_bypass_pg_geo_rs_token_tis": lambda: verl("token", rejection="geometric", objective="bypass_reinforce"),
+    "areal": areal,
+    "prime_rl": prime_rl,
+    "dppo": dppo,
+    "icepop": icepop,
+    "off": lambda: CorrectionConfig(**_OFF),
+}
+"""Presets by name, with each project's defaults; `correction = "icepop"` in a configuration file takes one."""

@@ -1,0 +1,116 @@
+"""Ranks: the processes of one training run, as torchrun starts them, and what they tell each other.
+
+With one process everything here is the identity, and torch.distributed is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among all of the run: those of torch's process group, or of torchrun, which it then joins."""
+
+    def __init__(self, device: str = "auto") -> None:
+        """`device` as GRPOConfig has it."""
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        self.size = distributed.get_world_size() if distributed.is_initialized() else 1
+        self.index = distributed.get_rank() if distributed.is_initialized() else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and speaks to the server for all."""
+        return self.index == 0
+
+    def share(self, count: int, name: str) -> int:
+        """This rank's part of `count`. Raises ValueError unless all parts are equal."""
+        if count % self.size:
+            raise ValueError(f"{name}={count} must be a multiple of the {self.size} ranks")
+        return count // self.size
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each of `values` summed over the ranks, in float64."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(tensor)
+        total: list[float] = tensor.tolist()
+        return total
+
+    def all(self, value: T) -> list[T]:
+        """The value of every rank, in the order of ranks; any picklable object, from these processes alone."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """The value of the first rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            distributed.barrier()
+
+    def copy_from_first(self, module: nn.Module) -> None:
+        """Gives `module` the weights of the first rank's."""
+        if self.size > 1:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                distributed.broadcast(tensor.data, src=0)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds up the gradients of parameters that every rank holds whole."""
+        if self.size == 1:
+            return
+        pending = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                pending.append(distributed.all_reduce(parameter.grad, async_op=True))
+        for work in pending:
+            work.wait()
+
+
+def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
+    """Spread the parameters of `module` over the ranks: a unit for each layer of these class names, one for the rest.
+
+    Gradients come out averaged over the ranks. `bf16`: compute in bfloat16, reduce in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
+    if bf16:
+        # Inputs stay as they are: log-probabilities and temperatures among them are for float32.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    names = set(layer_names)
+    for layer in [each for each in module.modules() if type(each).__name__ in names]:
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be spread over the ranks, as a whole one on each of them."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
