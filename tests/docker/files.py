@@ -1,0 +1,115 @@
+"""The compose files and Dockerfiles as compose reads them: merged, interpolated, with what the images add."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+DOCKER = ROOT / "docker"
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of all stages, continued lines joined, comments left out."""
+    lines = [line for line in dockerfile.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined)]
+
+
+def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
+    found = instructions(dockerfile)
+    start = max(number for number, (word, _) in enumerate(found) if word == "FROM")
+    return found[start:]
+
+
+@dataclass
+class Image:
+    """What an image hands to its containers."""
+
+    entrypoint: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, dockerfile: Path) -> Image:
+        image = cls()
+        for word, rest in last_stage(dockerfile):
+            if word == "ENTRYPOINT":
+                image.entrypoint = json.loads(rest)
+            elif word == "CMD":
+                image.command = json.loads(rest)
+            elif word == "ENV":
+                image.environment |= dict(pair.split("=", 1) for pair in rest.split())
+        return image
+
+
+def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
+    """`${NAME}` and `${NAME:-default}` in all strings."""
+    if isinstance(value, str):
+
+        def replace(match: re.Match[str]) -> str:
+            name, _, default = match[1].partition(":-")
+            return variables.get(name) or default
+
+        return re.sub(r"\$\{([^}]+)\}", replace, value)
+    if isinstance(value, dict):
+        return {name: interpolate(entry, variables) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [interpolate(entry, variables) for entry in value]
+    return value
+
+
+def merge(base: Any, over: Any, name: str = "") -> Any:
+    """As compose merges files: maps by key, lists one after the other, commands and all else replaced."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: merge(base[key], value, key) if key in base else value for key, value in over.items()}
+    if isinstance(base, list) and isinstance(over, list) and name not in ("command", "entrypoint", "test"):
+        return base + over
+    return over
+
+
+def load(*names: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The compose files of these names as one."""
+    merged: Any = {}
+    for name in names or ("compose.yaml",):
+        merged = merge(merged, yaml.safe_load((DOCKER / name).read_text()))
+    loaded: dict[str, Any] = interpolate(merged, variables or {})
+    return loaded
+
+
+def services(compose: Mapping[str, Any], profiles: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """The services that run with these profiles, each after those that it depends on."""
+    wanted = {
+        name: service
+        for name, service in compose["services"].items()
+        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
+    }
+    ordered: dict[str, dict[str, Any]] = {}
+    while len(ordered) < len(wanted):
+        ready = [n for n, s in wanted.items() if n not in ordered and set(s.get("depends_on", {})) <= set(ordered)]
+        assert ready, f"depends_on goes round in a circle, or names what does not run: {set(wanted) - set(ordered)}"
+        ordered |= {name: wanted[name] for name in ready}
+    return ordered
+
+
+def dockerfile_of(service: Mapping[str, Any]) -> Path | None:
+    build = service.get("build")
+    return None if build is None else DOCKER / build["context"] / build["dockerfile"]
+
+
+def secret_and_config_files(compose: Mapping[str, Any], service: Mapping[str, Any]) -> dict[str, Path]:
+    """The files that compose mounts, by their path in the container."""
+    mounted = {}
+    for kind, folder in (("configs", "/"), ("secrets", "/run/secrets/")):
+        for entry in service.get(kind, []):
+            entry = {"source": entry} if isinstance(entry, str) else entry
+            target = entry.get("target", entry["source"])
+            path = target if target.startswith("/") else folder + target
+            mounted[path] = DOCKER / compose[kind][entry["source"]]["file"]
+    return mounted

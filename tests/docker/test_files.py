@@ -1,0 +1,107 @@
+"""Dockerfiles and compose files: schema, linter, and what every service of ours must have."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from replay_server import Config
+from replay_trainer.demo.run import GROUP_SIZE, GROUPS_PER_STEP
+from tests.docker import files
+
+DOCKERFILES = sorted(files.DOCKER.glob("Dockerfile.*"))
+BIN = Path(sys.executable).parent
+
+
+def tool(name: str, *arguments: object) -> None:
+    done = subprocess.run([BIN / name, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def our_services() -> dict:
+    return files.load("compose.yaml", "compose.secure.yaml")["services"]
+
+
+def test_the_compose_files_follow_the_compose_specification():
+    for name in ("compose.yaml", "compose.secure.yaml"):
+        tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", files.DOCKER / name)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_the_linter_finds_nothing_in_a_dockerfile(dockerfile):
+    tool("hadolint", "--failure-threshold", "info", dockerfile)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_a_dockerfile_pins_its_base_drops_root_and_copies_what_the_context_has(dockerfile):
+    found = files.instructions(dockerfile)
+    (base,) = [rest.removeprefix("PYTHON=") for word, rest in found if word == "ARG" and rest.startswith("PYTHON=")]
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
+    assert {rest for word, rest in found if word == "FROM"} == {"${PYTHON} AS build", "${PYTHON}"}
+    stage = files.last_stage(dockerfile)
+    assert ("USER", "10001:10001") in stage
+    assert max(n for n, (word, _) in enumerate(stage) if word == "RUN") < stage.index(("USER", "10001:10001"))
+    extras = tomllib.loads((files.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = dockerfile.read_text()
+    for extra in re.findall(r"\)\[(\w+)\]\"", text) + re.findall(r"EXTRA=([\w-]+)", text):
+        assert extra in extras
+
+
+def test_the_build_context_holds_what_the_wheel_is_made_of():
+    ignore = (files.ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in ignore if line.startswith("!")}
+    assert "*" in ignore
+    assert all((files.ROOT / name).exists() for name in kept)
+    project = tomllib.loads((files.ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    needed = {path.partition("/")[0] for path in packages} | {"pyproject.toml", "README.md", "LICENSE"}
+    assert needed <= kept
+
+
+@pytest.mark.parametrize("name", our_services())
+def test_a_service_is_confined_limited_and_pinned(name):
+    service = our_services()[name]
+    user = service["user"].split(":")[0]
+    assert user.isdecimal()
+    assert int(user) > 0
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert any(mount.startswith("/tmp") for mount in service["tmpfs"])
+    assert {"cpus", "memory", "pids"} <= set(service["deploy"]["resources"]["limits"])
+    assert re.search(r":v?\d+\.\d+\.\d+(-cpu)?$", service["image"])
+    assert "healthcheck" in service
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_what_services_mount_and_wait_for_exists():
+    compose = files.load("compose.yaml", "compose.secure.yaml")
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in compose["volumes"]
+        for path in files.secret_and_config_files(compose, service).values():
+            assert path.exists() or path.parent.name == "secrets"
+        for other, wanted in service.get("depends_on", {}).items():
+            check = compose["services"][other].get("healthcheck", {})
+            assert wanted["condition"] != "service_healthy" or not check.get("disable")
+        dockerfile = files.dockerfile_of(service)
+        assert dockerfile is None or dockerfile.exists()
+    for profiles in ((), ("gpu",), ("cpu",), ("gpu", "metrics"), ("cpu", "metrics")):
+        assert "server" in files.services(compose, profiles)
+
+
+def test_the_server_of_the_files_is_the_one_that_the_demo_needs():
+    config = Config.load(files.DOCKER / "replay.toml")
+    assert config.admission is not None
+    assert config.admission.groups_per_step == GROUPS_PER_STEP
+    assert [table.name for table in config.tables] == ["rollouts", "replay"]
+    (scrape,) = yaml.safe_load((files.DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    assert config.server.metrics_address is not None
+    port = config.server.metrics_address.rpartition(":")[2]
+    assert scrape["static_configs"] == [{"targets": [f"server:{port}"]}]
+    for name in ("generator", "generator-cpu"):
+        assert f"--group-size={GROUP_SIZE}" in our_services()[name]["command"]
