@@ -83,3 +83,5 @@ REVERB = BuiltEnvironment(
     ROOT / ".venv-reverb", ("dm-reverb==0.14.0", "tensorflow-cpu~=2.14.0", "numpy<2"), python_version=(3, 11)
 )
 TRANSFERQUEUE = BuiltEnvironment(ROOT / ".venv-transferqueue", ("TransferQueue==0.1.11", "ray", "torch==2.13.0"))
+TRL = BuiltEnvironment(ROOT / ".venv-trl", ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0"))
+"""With the torch and transformers that our own side was measured with."""

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.floor`: what gRPC in Python costs by itself here, with nothing of ours but a port.
+
+An empty service that returns small messages (round trip), takes messages of 1 MiB (up) and sends them (down), with
+gRPC's event engine and without. No server on grpc.aio can be faster than this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from replay_protos import NO_EVENT_ENGINE
+
+_MIB = 1 << 20
+_ROUNDS, _ROUND_TRIPS, _MESSAGES = 5, 1500, 200
+_SETTINGS = {"with event engine": "", "without": NO_EVENT_ENGINE}
+
+
+async def serve() -> None:
+    async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    async def up(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield b"ok"
+
+    async def down(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        message = bytes(_MIB)
+        while True:
+            yield message
+
+    server = grpc.aio.server()
+    handlers = {
+        "Echo": grpc.stream_stream_rpc_method_handler(echo),
+        "Up": grpc.stream_stream_rpc_method_handler(up),
+        "Down": grpc.unary_stream_rpc_method_handler(down),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Floor", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+async def measure(port: int) -> tuple[float, float, float]:
+    """Round trip in ms (median), up and down in MB/s."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        echo = channel.stream_stream("/Floor/Echo")()
+        times = []
+        for _ in range(_ROUND_TRIPS):
+            begin = time.perf_counter()
+            await echo.write(b"x" * 400)
+            await echo.read()
+            times.append(1e3 * (time.perf_counter() - begin))
+        echo.cancel()
+
+        up, message = channel.stream_stream("/Floor/Up")(), bytes(_MIB)
+
+        async def answers() -> None:
+            for _ in range(_MESSAGES):
+                await up.read()
+
+        begin, reader = time.perf_counter(), asyncio.create_task(answers())
+        for _ in range(_MESSAGES):
+            await up.write(message)
+        await reader
+        up_rate = _MESSAGES * _MIB / 1e6 / (time.perf_counter() - begin)
+        up.cancel()
+
+        down = channel.unary_stream("/Floor/Down")(b"")
+        await down.read()
+        begin = time.perf_counter()
+        for _ in range(_MESSAGES):
+            await down.read()
+        down_rate = _MESSAGES * _MIB / 1e6 / (time.perf_counter() - begin)
+        down.cancel()
+    return statistics.median(times), up_rate, down_rate
+
+
+def main() -> None:
+    figures: dict[str, list[list[float]]] = {name: [] for name in _SETTINGS}
+    for _ in range(_ROUNDS):
+        for name, setting in _SETTINGS.items():
+            environment = os.environ | {"GRPC_EXPERIMENTS": setting, "GRPC_VERBOSITY": "NONE"}
+            command = [sys.executable, "-m", "benchmarks.floor"]
+            server = subprocess.Popen([*command, "serve"], stdout=subprocess.PIPE, text=True, env=environment)
+            try:
+                assert server.stdout is not None
+                port = server.stdout.readline().strip()
+                done = subprocess.run([*command, port], capture_output=True, text=True, env=environment, check=True)
+            finally:
+                server.kill()
+                server.wait()
+            figures[name].append([float(word) for word in done.stdout.split()])
+    for name, rounds in figures.items():
+        trip, up, down = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"{name:18} round trip {trip:.3f} ms   up {up:.0f} MB/s   down {down:.0f} MB/s")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        asyncio.run(serve())
+    elif sys.argv[1:]:
+        print(*asyncio.run(measure(int(sys.argv[1]))))
+    else:
+        main()
