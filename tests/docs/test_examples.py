@@ -1,0 +1,98 @@
+"""The examples of README and documentation, run as they stand there."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import typer.main
+
+from replay_server import Config
+from replay_server.cli.app import app
+from replay_trainer.config import config_from
+from tests.docs.blocks import PAGES, ROOT, blocks, write_files
+
+ALONE = {"docs/tutorial.md"}
+"""Pages with a test of their own."""
+
+
+def name_of(page) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def runnable(page) -> list:
+    return [block for block in blocks(page) if block.language in ("python", "sh") and not block.skip]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runnable(p) and name_of(p) not in ALONE], ids=name_of)
+def test_the_examples_of_a_page_run_and_print_what_it_says(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(page, tmp_path)
+    names: dict = {"__name__": "__page__"}
+    try:
+        for block in runnable(page):
+            if block.language == "sh":
+                subprocess.run(["bash", "-e", "-c", block.text], check=True, timeout=60)
+            else:
+                # As many lines down as in the page, so that a failure names the page's line.
+                exec(compile("\n" * (block.line - 1) + block.text, name_of(page), "exec"), names)
+    finally:
+        for name, end in (("client", "close"), ("server", "stop")):
+            getattr(names.get(name), end, lambda: None)()
+    assert capsys.readouterr().out == "".join(block.text for block in blocks(page) if block.language == "text")
+
+
+def test_the_configurations_in_the_pages_can_be_loaded():
+    loaded = 0
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language != "toml":
+                continue
+            data = tomllib.loads(block.text)
+            if "tables" in data:
+                Config.model_validate(data)
+            else:
+                config_from({"output_dir": "x"} | data)
+            loaded += 1
+    assert loaded >= 4
+
+
+def commands() -> list[str]:
+    """Every `replay ...` in a shell block, prompts and continuations taken away."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language in ("sh", "console", "text"):
+                text = block.text.replace("\\\n", " ")
+                found += re.findall(r"^(?:\$ )?(replay [a-z-]+.*?)(?:\s+#.*|\s*&)?$", text, re.MULTILINE)
+        found += re.findall(r"^    (replay [a-z-]+.*)$", page.read_text(), re.MULTILINE)
+    return sorted({re.sub(r"\$\w+", "1", line) for line in found})
+
+
+def test_every_command_in_the_pages_exists_with_its_options():
+    group = typer.main.get_command(app)
+    assert len(commands()) > 5
+    for line in commands():
+        _, name, *arguments = shlex.split(line)
+        assert name in group.commands, line
+        group.commands[name].make_context(name, arguments)  # raises for an option that does not exist
+
+
+@pytest.mark.timeout(400)
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = tmp_path / "site/reference"
+    for page, words in (
+        ("configuration", ("max_times_sampled", "samples_per_insert")),
+        ("command-line", ("replay serve", "--wait-for-policy")),
+        ("metrics", ("replay_table_evicted_unsampled_total", "replay_permits_running")),
+        ("protocol", ("SampleStream", "read-write")),
+        ("client", ("update_priorities", "TableFullError")),
+        ("trainer", ("ZeroVarianceReplacer", "clip_max")),
+    ):
+        text = (reference / page / "index.html").read_text()
+        assert all(word in text for word in words), page

@@ -1,0 +1,142 @@
+"""Wheel and sdist: built as for a release, installed and run where nothing but the declared dependencies exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.timeout(700)
+PACKAGES = ("replay_client", "replay_protos", "replay_server", "replay_trainer")
+
+CLIENT = """
+import sys
+from replay_client import ReplayClient
+with ReplayClient(sys.argv[1], timeout=20.0) as client:
+    key = client.insert(b"payload", {"replay": 1.0})
+    assert [sample.info.key for sample in client.sample("replay")] == [key]
+assert not {"torch", "replay_server", "pydantic"} & set(sys.modules), sorted(sys.modules)
+"""
+ALL = """
+import sys
+from replay_client.engines.transformers import TransformersEngine
+from replay_trainer import GRPOConfig
+from replay_trainer.demo.task import make_model
+assert "vllm" not in sys.modules
+print(GRPOConfig(output_dir="x").loss_type, sum(weight.numel() for weight in make_model(0).parameters()))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, Path]:
+    """The sdist of this checkout and the wheel built out of that sdist, as `python -m build` makes both."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return {"wheel": wheel, "sdist": sdist}
+
+
+def closure(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """The installed distributions that these requirements bring, themselves included, by name."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    left = [Requirement(line) for line in requirements]
+    while left:
+        requirement = left.pop()
+        key = (requirement.name.lower(), frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        found[key[0]] = distribution(requirement.name)
+        for line in found[key[0]].requires or []:
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": e}) for e in (*requirement.extras, "")):
+                left.append(needed)
+    return found
+
+
+def requirements_of(wheel: Path, extra: str = "") -> list[str]:
+    """What the wheel's own metadata asks for, without and with an extra."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    needed = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    return [
+        line for line in needed if (marker := Requirement(line).marker) is None or marker.evaluate({"extra": extra})
+    ]
+
+
+def environment(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
+    """A new virtual environment with the wheel and these requirements, borrowed by links; returns its bin folder."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for found in closure(requirements).values():
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            link = site / top
+            if not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))))
+    return folder / "bin"
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_licence(built):
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        names = set(archive.namelist())
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert "replay_protos/replay.proto" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    with tarfile.open(built["sdist"]) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "tests/test_packaging.py"} <= files
+    assert not any(name.startswith((".ci", ".venv", "runs/")) for name in files)
+
+
+def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(built, tmp_path):
+    server = environment(tmp_path / "server", built["wheel"], requirements_of(built["wheel"]))
+    client = environment(tmp_path / "client", built["wheel"], ["grpcio", "msgpack", "numpy", "protobuf"])
+    assert "serve" in run(server / "replay", "--help", cwd=tmp_path)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(server / "replay"), "serve", "--address", "127.0.0.1:0", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=clean)
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        run(client / "python", "-c", CLIENT, address, cwd=tmp_path)
+        shown = json.loads(run(server / "replay", "tables", "--address", address, "--json", cwd=tmp_path))
+        assert [int(shown["tables"]["replay"][name]) for name in ("inserts", "samples")] == [1, 1]
+    finally:
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+        process.stdout.close()
+
+
+def test_the_trainer_extra_brings_all_that_the_trainer_needs(built, tmp_path):
+    needed = requirements_of(built["wheel"], "trainer")
+    assert any(line.startswith("torch") for line in needed)
+    everything = environment(tmp_path / "all", built["wheel"], needed)
+    assert run(everything / "python", "-c", ALL, cwd=tmp_path).startswith("dapo 1")
+    assert "--output-dir" in run(everything / "replay", "train", "--help", cwd=tmp_path)
