@@ -7,13 +7,13 @@ Ties go to the older item.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from typing import Protocol
 
 import numpy as np
 
 from replay_server.columns import Columns, FloatArray, IntArray
+from replay_server.min_tree import MinTree
 from replay_server.sum_tree import SumTree
 
 NONE = np.zeros(0, dtype=np.int64)
@@ -95,63 +95,46 @@ class Fifo:
                 break
             if self._live.get(slot) == order and slot not in left_out:
                 chosen.append(slot)
-        return _certain(chosen)
+        return _certain(np.array(chosen, dtype=np.int64))
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         return _repeat(self.select(1, rng), n)
 
 
 class Heap:
-    """By priority, lowest first (or highest first), then by age. O(log size) an operation, amortised."""
+    """By priority, lowest first (or highest first), then by age. O(log size) an operation."""
 
     def __init__(self, columns: Columns, highest_first: bool = False) -> None:
         self._columns = columns
         self._sign = -1.0 if highest_first else 1.0
-        # (rank, order, slot); an entry counts only while it is the latest of its slot.
-        self._entries: list[tuple[float, int, int]] = []
-        self._live: dict[int, tuple[float, int, int]] = {}
+        self._tree = MinTree()
+        self._count = 0
 
     def insert(self, slots: IntArray) -> None:
-        ranks = (self._sign * self._columns.priority[slots]).tolist()
-        for entry in zip(ranks, self._columns.order[slots].tolist(), slots.tolist(), strict=True):
-            self._live[entry[2]] = entry
-            heapq.heappush(self._entries, entry)
+        self._count += slots.size
+        self.update(slots)
 
     def delete(self, slots: IntArray) -> None:
-        for slot in slots.tolist():
-            del self._live[slot]
-        self._compact()
+        self._count -= slots.size
+        self._tree.clear(slots)
 
     def update(self, slots: IntArray) -> None:
-        self.insert(slots)
-        self._compact()
+        self._tree.put(slots, self._sign * self._columns.priority[slots], self._columns.order[slots])
 
     def selectable(self) -> int:
-        return len(self._live)
+        return self._count
 
     def holds(self, slot: int) -> bool:
-        return slot in self._live
+        return self._tree.holds(slot)
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        entries, live = self._entries, self._live
-        chosen: list[tuple[float, int, int]] = []
-        left_out = set(excluded.tolist())
-        while entries and len(chosen) < n + len(left_out):
-            entry = heapq.heappop(entries)
-            # An update to the same priority leaves two equal entries, which come out one after the other.
-            if live.get(entry[2]) == entry and (not chosen or chosen[-1] != entry):
-                chosen.append(entry)
-        for entry in chosen:
-            heapq.heappush(entries, entry)
-        return _certain([slot for _, _, slot in chosen if slot not in left_out][:n])
+        slots = self._tree.first(n + excluded.size)
+        if excluded.size:
+            slots = slots[~np.isin(slots, excluded)]
+        return _certain(slots[:n])
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         return _repeat(self.select(1, rng), n)
-
-    def _compact(self) -> None:
-        if len(self._entries) > 2 * len(self._live) + 64:
-            self._entries = list(self._live.values())
-            heapq.heapify(self._entries)
 
 
 class Uniform:
@@ -262,10 +245,10 @@ class Prioritized:
 _ZERO = np.zeros(1)
 
 
-def _certain(slots: list[int]) -> tuple[IntArray, FloatArray]:
-    probabilities = np.zeros(len(slots))
+def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
+    probabilities = np.zeros(slots.size)
     probabilities[:1] = 1.0
-    return np.array(slots, dtype=np.int64), probabilities
+    return slots, probabilities
 
 
 def _repeat(first: tuple[IntArray, FloatArray], n: int) -> tuple[IntArray, FloatArray]:

@@ -84,6 +84,24 @@ def test_an_item_that_is_given_back_takes_its_old_place(kind):
     assert pool.select(6) == before
 
 
+@pytest.mark.parametrize(("kind", "sign"), [("min_heap", 1), ("max_heap", -1)])
+@pytest.mark.parametrize("n", [1, 2, 100, 5000])
+def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
+    rng, pool = np.random.default_rng(n), Pool(kind)
+    for key in range(3000):
+        pool.insert(key, float(rng.integers(50)))
+        if key % 3 == 2:
+            pool.delete(int(rng.choice(list(pool.columns.slots))))
+    columns = pool.columns
+    slots = columns.used()[::7]
+    columns.priority[slots] = rng.integers(50, size=slots.size)
+    pool.selector.update(slots)
+    expected = sorted(
+        columns.slots, key=lambda key: (sign * columns.priority[columns.slots[key]], columns.order[columns.slots[key]])
+    )
+    assert pool.select(n) == expected[:n]
+
+
 def test_heaps_follow_updated_priorities():
     pool = filled("min_heap", 1.0, 2.0, 3.0)
     pool.update(k0=9.0, k2=0.5)
