@@ -14,6 +14,7 @@ from typing import Any
 
 from replay_server.config import AdmissionConfig
 from replay_server.errors import deadline, invalid
+from replay_server.limits import MAX_ROWS
 from replay_server.waiting import Line, Pending
 
 
@@ -59,19 +60,24 @@ class Admission:
     def why_not(self, count: int) -> str:
         config = self.config
         bound = (config.max_staleness + self._version + 1) * config.groups_per_step
+        remedy = f"; ask for at most {self._most} at once" if count > self._most else ""
         return (
             f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
             f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = "
-            f"{bound}"
+            f"{bound}{remedy}"
         )
+
+    @property
+    def _most(self) -> int:
+        """How many permits are free when all accepted groups are trained on; more are free only where some are late."""
+        return (self.config.max_staleness + 1) * self.config.groups_per_step
 
     def acquire(self, count: int, deadline_at: float) -> PendingPermits:
         """Asks for `count` permits at once; the result is done when they are granted."""
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        most = (self.config.max_staleness + 1) * self.config.groups_per_step
-        if count > most:
-            raise invalid(f"{count} permits at once are never granted; at most {most} of them")
+        if count > MAX_ROWS:
+            raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
         pending = PendingPermits(count, self._clock(), deadline_at)
         self.line.join(pending)
         self.progress()
@@ -134,7 +140,12 @@ class Admission:
             self.progress()
 
     def progress(self) -> None:
-        while (pending := self.line.head) is not None and pending.count <= self.capacity:
+        """Grants what can be granted, first come first served; who asks for very many holds nobody up."""
+        for pending in self.line:
+            if pending.count > self.capacity:
+                if pending.count > self._most:
+                    continue
+                break
             lease = Lease(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
             self._leases[lease.id] = lease
             pending.finish(lease)

@@ -5,8 +5,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_METADATA_BYTES = 16 << 10
 """The headers of a call."""
 MAX_ROWS = 1 << 16
-"""Items in one insert, samples in one batch, keys in one Get, batches in one acknowledgement, tables in
-one question for server info."""
+"""Items in one insert, samples in one batch, keys in one Get, batches in one acknowledgement, permits in one lease,
+tables in one question for server info."""
 MAX_KEYS = 1 << 20
 """Keys in one Delete or UpdatePriorities."""
 MAX_TARGETS = 64

@@ -172,6 +172,8 @@ class Reference:
         self.accepted = self.expired = self.admission_version = 0
         self.leases: dict[int, list[float]] = {}  # [permits left, expires]
         self.acquiring: list[Waiting] = []
+        self.entering: set[int] = set()
+        """Keys that are not in all of their tables yet."""
 
     # --------------------------------------------------------------------------------------------- what may happen
 
@@ -381,8 +383,14 @@ class Reference:
             for waiting in table.inserting[:1]:
                 if all(other.inserting[0] is waiting for other in waiting.tables):
                     assert self.blocked(waiting), f"{waiting.what} could come in and waits"
-        for waiting in self.acquiring[:1]:
+        for waiting in self.next_to_acquire():
             assert waiting.what > self.capacity, f"{waiting.what} permits could be granted and wait"
+
+    def next_to_acquire(self) -> list[Waiting]:
+        """The first in line, and those behind others that ask for more than is usually free."""
+        usual = (self.admission.max_staleness + 1) * self.admission.groups_per_step if self.admission else 0
+        first = next((at for at, waiting in enumerate(self.acquiring) if waiting.what <= usual), len(self.acquiring))
+        return self.acquiring[: first + 1]
 
     def follow_one(self, events: deque[Any]) -> None:
         event = events.popleft()
@@ -399,8 +407,10 @@ class Reference:
 
     def _needed(self, name: str, following: Any) -> bool:
         table = self.tables[name]
-        if following is None:  # the table was made smaller
-            return len(table.rows) > table.config.max_size or table.bytes > (table.config.max_bytes or math.inf)
+        if len(table.rows) > table.config.max_size or table.bytes > (table.config.max_bytes or math.inf):
+            return True  # the table was made smaller
+        if following is None:
+            return False
         _, target, keys, sizes = following
         waiting = next((w for w in self.tables[target].inserting if w.what.key == keys[0]), None)
         assert waiting is not None, f"evicted for {keys}, which do not wait"
@@ -456,6 +466,7 @@ class Reference:
                 assert self.refusal(insert, tables) is None
                 self.items[insert.key] = Item(insert.nbytes, insert.policy_version, False)
                 self.seen.add(insert.key)
+                self.entering.add(insert.key)
         for waiting in rows:
             insert = waiting.what
             self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
@@ -466,6 +477,7 @@ class Reference:
                     if lease := self.leases.get(insert.permits):
                         self._use(insert.permits, lease, 1)
                 waiting.served = True
+                self.entering.remove(insert.key)
                 self._leave_lines(waiting)
 
     def _add(self, table: RefTable, key: int, priority: float, version: int, nbytes: int) -> None:
@@ -553,7 +565,7 @@ class Reference:
                     assert table.sampling[0] is not waiting or table.most(request) < request.min_samples
             case count:
                 if code is None:
-                    assert self.acquiring[0] is waiting
+                    assert waiting in self.next_to_acquire()
                     assert count <= self.capacity
                     self.leases[value.id] = [count, value.expires]
                 else:
@@ -617,7 +629,6 @@ class Reference:
         self._sweep()
 
     def _sweep(self) -> None:
-        coming = {w.what.key for table in self.tables.values() for w in table.inserting}  # in the first of its tables
-        for key in [key for key in self.items if key not in coming and not self.holders(key)]:
+        for key in [key for key in self.items if key not in self.entering and not self.holders(key)]:
             if self.items.pop(key).unused_permit:
                 self.accepted -= 1

@@ -492,7 +492,7 @@ def test_a_trainer_that_begins_again_at_a_version_counts_only_its_finished_steps
     assert permits.accepted == 2
 
 
-def test_permits_wait_with_a_reason_and_impossible_ones_are_refused():
+def test_permits_wait_with_a_reason():
     bench = admission()
     permits = bench.buffer.admission
     permits.acquire(4, math.inf)
@@ -501,4 +501,17 @@ def test_permits_wait_with_a_reason_and_impossible_ones_are_refused():
     assert refusal(waiting.result).message == (
         "permits: 0 accepted + 4 running + 2 requested > (max_staleness 1 + version 0 + 1) * groups_per_step 2 = 4"
     )
-    assert "at most 4" in refusal(permits.acquire, 5, math.inf).message
+
+
+def test_who_asks_for_more_permits_than_are_usually_free_holds_nobody_up():
+    bench = admission()
+    permits = bench.buffer.admission
+    many, too_many = permits.acquire(6, math.inf), permits.acquire(1 << 16, 0.0)
+    one = permits.acquire(1, math.inf)
+    assert (many.done, one.done) == (False, True)
+    permits.time_out(too_many)
+    assert refusal(too_many.result).message.endswith("= 4; ask for at most 4 at once")
+    permits.release(one.result().id)
+    bench.buffer.set_policy_version(1, "")
+    assert many.done
+    assert "at most 65536" in refusal(permits.acquire, (1 << 16) + 1, math.inf).message

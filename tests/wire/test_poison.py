@@ -395,7 +395,7 @@ def test_an_item_of_an_absurd_policy_version_is_refused(stub, client, version):
 
 
 @pytest.mark.parametrize("count", [0, 2**32 - 1])
-def test_permits_that_can_never_be_granted_are_refused(stub, client, count):
+def test_no_permits_and_absurdly_many_are_refused(stub, client, count):
     assert code_of(lambda: stub.AcquirePermits(pb.AcquirePermitsRequest(count=count))) is Code.INVALID_ARGUMENT
     lease = client.acquire_permits(2)
     request = pb.ReleasePermitsRequest(lease=lease.id, count=2**32 - 1)
