@@ -35,6 +35,7 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
+from replay_client.requests import column, message_of
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
 from replay_client.writer import AsyncWriter, Pipeline
@@ -169,14 +170,15 @@ class AsyncReplayClient:
         Raises DeadlineExceededError with the reason if there are fewer.
         """
         seconds = self._connection.seconds(timeout)
-        request = pb.SampleRequest(
+        request = message_of(
+            pb.SampleRequest,
             table=table,
             num_samples=num_samples,
             min_samples=min_samples,
             timeout=seconds,
             allow_repeats=not distinct,
             scope=scope,
-            exclude=exclude,
+            exclude=list(exclude),
             lease=lease,
         )
 
@@ -208,7 +210,7 @@ class AsyncReplayClient:
 
         `timeout` bounds the wait for each batch.
         """
-        request = pb.SampleRequest(table=table, num_samples=batch_size, allow_repeats=not distinct)
+        request = message_of(pb.SampleRequest, table=table, num_samples=batch_size, allow_repeats=not distinct)
 
         async def explain() -> str:
             with suppress(ReplayError):
@@ -225,8 +227,8 @@ class AsyncReplayClient:
         self, table: str, priorities: Mapping[int, float], *, timeout: Timeout = DEFAULT
     ) -> MutationResult:
         """Sets the priorities of items of one table, by key. All or nothing: a bad priority changes none of them."""
-        keys = np.fromiter(priorities.keys(), dtype=np.uint64, count=len(priorities))
-        values = np.fromiter(priorities.values(), dtype=np.float64, count=len(priorities))
+        keys = column("keys", priorities.keys(), np.uint64)
+        values = column("priorities", priorities.values(), np.float64)
         return await self.update_priority_arrays(table, keys, values, timeout=timeout)
 
     async def update_priority_arrays(
@@ -240,6 +242,8 @@ class AsyncReplayClient:
         """`update_priorities` for arrays of shape (n,), n at most MOST_KEYS."""
         if len(keys) > MOST_KEYS:
             raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
+        if (kind := np.asarray(keys).dtype).kind not in "ui":
+            raise InvalidRequestError(f"keys of type {kind}: keys are integers, which {kind} would not keep exactly")
         request = pb.UpdatePrioritiesRequest(
             table=table,
             keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
@@ -249,7 +253,7 @@ class AsyncReplayClient:
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table; those that are in other tables stay there."""
-        request = pb.DeleteRequest(table=table, keys=keys)
+        request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
         return await self._mutate(lambda stub, seconds: stub.Delete(request, timeout=seconds), timeout)
 
     async def _mutate(self, attempt: Any, timeout: Timeout) -> MutationResult:
@@ -258,7 +262,7 @@ class AsyncReplayClient:
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items of these keys that the server holds, without counting as sampling."""
-        request = pb.GetRequest(keys=keys)
+        request = message_of(pb.GetRequest, keys=list(keys))
 
         async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[StoredItem]:
             first, payloads = await _joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
@@ -281,7 +285,8 @@ class AsyncReplayClient:
         timeout: Timeout = DEFAULT,
     ) -> ItemPage:
         """Facts about the items of a table within the bounds (inclusive), a page at a time, without payloads."""
-        request = pb.ListItemsRequest(
+        request = message_of(
+            pb.ListItemsRequest,
             table=table,
             limit=limit,
             page=page,
@@ -301,7 +306,7 @@ class AsyncReplayClient:
 
     async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
         """The server and its tables (all, or those named)."""
-        request = pb.GetServerInfoRequest(tables=tables)
+        request = message_of(pb.GetServerInfoRequest, tables=list(tables))
         response = await self._connection.call(
             lambda stub, seconds: stub.GetServerInfo(request, timeout=seconds), self._connection.seconds(timeout)
         )
@@ -316,7 +321,7 @@ class AsyncReplayClient:
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
-        request = pb.ResetRequest(table=table)
+        request = message_of(pb.ResetRequest, table=table)
         response = await self._connection.call(
             lambda stub, seconds: stub.Reset(request, timeout=seconds), self._connection.seconds(timeout)
         )
@@ -332,7 +337,7 @@ class AsyncReplayClient:
         `rollback`: the trainer begins (again) at this version, which may be lower than the current one or the same;
         what it had taken beyond its finished steps is lost, and permits are counted anew.
         """
-        request = pb.SetPolicyVersionRequest(version=version, weights=weights, rollback=rollback)
+        request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
         response = await self._connection.call(
             lambda stub, seconds: stub.SetPolicyVersion(request, timeout=seconds), self._connection.seconds(timeout)
         )
@@ -369,7 +374,7 @@ class AsyncReplayClient:
         Raises DeadlineExceededError with the reason, and UnsupportedError where the server has no [admission].
         """
         seconds = self._connection.seconds(timeout)
-        request = pb.AcquirePermitsRequest(count=count, timeout=seconds)
+        request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
         response = await self._connection.call(
             lambda stub, rpc_seconds: stub.AcquirePermits(request, timeout=rpc_seconds), seconds
         )
@@ -377,7 +382,7 @@ class AsyncReplayClient:
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
         """Gives back permits that will not be used (0: all that are left). Returns how many."""
-        request = pb.ReleasePermitsRequest(lease=lease.id, count=count)
+        request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
         response = await self._connection.call(
             lambda stub, seconds: stub.ReleasePermits(request, timeout=seconds), self._connection.seconds(timeout)
         )
@@ -391,8 +396,9 @@ class AsyncReplayClient:
         Without a name the server chooses one, and removes all but the last few of those. One that was begun is finished
         even if nobody waits for it any more. Raises UnsupportedError where the server has no place for checkpoints.
         """
+        request = message_of(pb.CheckpointRequest, name=name)
         response = await self._connection.call(
-            lambda stub, seconds: stub.Checkpoint(pb.CheckpointRequest(name=name), timeout=seconds),
+            lambda stub, seconds: stub.Checkpoint(request, timeout=seconds),
             self._connection.seconds(timeout),
         )
         return response.name

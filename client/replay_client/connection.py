@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeVar, cast
 
 import grpc
 
 from replay_client.access import TLS, Access
-from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, error_of
+from replay_client.errors import AuthenticationError, InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
@@ -210,5 +210,7 @@ async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
 
 
 def check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout must be a number of seconds from 0, or None to wait for ever, not {timeout!r}")
+    if timeout is not None and not (isinstance(timeout, SupportsFloat) and timeout >= 0):
+        raise InvalidRequestError(
+            f"timeout must be a number of seconds from 0, or None to wait for ever, not {timeout!r}"
+        )

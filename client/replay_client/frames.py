@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from replay_client.errors import InvalidRequestError
 from replay_client.records import Buffer
+from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -63,15 +64,18 @@ class Item:
         if isinstance(group, RolloutGroup):
             payload: Sequence[Buffer] = group.encode_pieces()
             version = group.policy_version if policy_version is None else policy_version
-        else:
+        elif isinstance(group, bytes | bytearray | memoryview):
             if isinstance(group, memoryview):
                 group = group.cast("B")  # the length of any other view is not its number of bytes
             payload, version = (group,), policy_version or 0
-        if not 0 <= version < 1 << 63:
-            raise InvalidRequestError(f"policy_version must be from 0 to 2**63 - 1, not {version}")
+        else:
+            raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
+        # All of it here, where the caller is: in a pipeline it would stop the items of others.
+        key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
         try:
+            "".join(priorities).encode()  # nothing else can travel as a name
             priorities = {table: float(priority) for table, priority in priorities.items()}
-        except (TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         return cls(key, priorities, version, payload, nbytes, timeout, permits)

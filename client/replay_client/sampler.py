@@ -10,7 +10,7 @@ from typing import Self
 import grpc
 
 from replay_client.connection import Connection, Patience, read_message
-from replay_client.errors import DeadlineExceededError
+from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.frames import PayloadJoiner
 from replay_client.records import Sample, samples_of
 from replay_protos import replay_pb2 as pb
@@ -37,7 +37,7 @@ class AsyncSampler:
         explain: Callable[[], Awaitable[str]],
     ) -> None:
         if prefetch < 0:
-            raise ValueError(f"prefetch must be at least 0, not {prefetch}")
+            raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
         self._connection = connection
         self._request = request
         self._prefetch = prefetch

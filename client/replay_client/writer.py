@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, error_of
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError, error_of
 from replay_client.frames import Item, KeySequence, pack_items
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
@@ -42,7 +42,7 @@ class Pipeline:
         timeout: float | None,
     ) -> None:
         if max_in_flight < 1 or max_bytes < 1:
-            raise ValueError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
+            raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
         self.timeout = timeout
         self.refused: dict[int, ReplayError] = {}
         """Items the server refused, by key, with the reason; nothing was stored for them."""

@@ -114,12 +114,17 @@ class ModelMachine(RuleBasedStateMachine):
             self.log.append(("insert", table.name, list(keys), sizes.tolist()))
 
         def logged_evict(n=1):
-            before = {int(table.columns.order[slot]): key for key, slot in table.columns.slots.items()}
+            columns, ranks = table.columns, {}
+            for key, slot in columns.slots.items():
+                age, priority = int(columns.order[slot]), float(columns.priority[slot])
+                ranks[key] = {"lifo": (-age,), "min_heap": (priority, age), "max_heap": (-priority, age)}.get(
+                    table.config.remover.type, (age,)
+                )
             at = len(self.log)
             evict(n)
-            gone = sorted((order, key) for order, key in before.items() if key not in table.columns.slots)
+            gone = sorted(ranks.keys() - columns.slots.keys(), key=ranks.__getitem__)
             assert len(gone) == n
-            for place, (_, key) in enumerate(gone, at):  # several at once only by age
+            for place, key in enumerate(gone, at):
                 self.log.insert(place, ("evict", table.name, key))  # before what came of it: permits were granted
 
         def logged_draw(request, n):

@@ -134,6 +134,54 @@ def test_one_refused_item_disturbs_no_other_in_the_pipeline(client):
         writer.insert(b"e", {"plain": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"group": "text"}, "a str"),
+        ({"group": np.zeros(3)}, "a ndarray"),
+        ({"priorities": None}, "None"),
+        ({"priorities": {7: 1.0}}, "{7: 1.0}"),
+        ({"priorities": {"\udc80": 1.0}}, "udc80"),
+        ({"priorities": {"plain": "high"}}, "'high'"),
+        ({"policy_version": 1.5}, "policy_version .* 1.5"),
+        ({"policy_version": -1}, "policy_version .* -1"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_once_and_stops_no_other_item(client, wrong, named):
+    right = {"group": b"x", "priorities": {"plain": 1.0}}
+    with client.writer() as writer:
+        writer.insert(**right)
+        with pytest.raises(InvalidRequestError, match=named):
+            writer.insert(**right | wrong)
+        writer.insert(**right)
+    assert size(client, "plain") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda client: client.insert(b"x", {"plain": 1.0}, key=1 << 64), "key .* 18446744073709551616"),
+        (lambda client: client.insert(b"x", {"plain": 1.0}, timeout="soon"), "timeout .* 'soon'"),
+        (lambda client: client.sample("plain", "all"), "num_samples 'all'"),
+        (lambda client: client.sample("plain", timeout=-1), "timeout .* -1"),
+        (lambda client: client.sample(7), "table 7"),
+        (lambda client: client.update_priorities("plain", {-1: 1.0}), r"keys \[-1\]"),
+        (lambda client: client.update_priorities("plain", {1: "high"}), "priorities .*'high'"),
+        (lambda client: client.update_priority_arrays("plain", np.ones(1), np.ones(1)), "keys of type float64"),
+        (lambda client: client.delete("plain", [-3]), r"keys \[-3\]"),
+        (lambda client: client.get(["a"]), r"keys \['a'\]"),
+        (lambda client: client.list_items("plain", limit=-1), "limit -1"),
+        (lambda client: client.set_policy_version("latest"), "version 'latest'"),
+        (lambda client: client.acquire_permits(-1), "count -1"),
+        (lambda client: client.writer(max_in_flight=0), "max_in_flight 0"),
+        (lambda client: next(client.sampler("plain", prefetch=-1)), "prefetch .* -1"),
+    ],
+)
+def test_a_value_that_fits_nowhere_is_named(client, call, named):
+    with pytest.raises(InvalidRequestError, match=named):
+        call(client)
+
+
 def test_errors_name_the_value_and_the_remedy(client):
     with pytest.raises(TableNotFoundError, match="no table 'nope'; tables: rollouts, replay"):
         client.sample("nope", 1)

@@ -1,0 +1,60 @@
+"""Requests: messages made of what a caller gives, with an error that names the value which does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import index
+from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from replay_client.errors import InvalidRequestError
+
+M = TypeVar("M", bound=Message)
+
+_LONGEST = 80
+"""Characters of a value in an error."""
+
+
+def message_of(kind: type[M], **fields: Any) -> M:
+    """A message. Raises InvalidRequestError for a value of the wrong type or out of the range of its field."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(_explain(kind, fields, error)) from error
+
+
+def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
+    for name, value in fields.items():
+        try:
+            kind(**{name: value})
+        except (TypeError, ValueError) as its_own:
+            return f"{name} {shortened(value)}: {its_own}"
+    return str(error)
+
+
+def column(name: str, values: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """The values as an array (n,). Raises InvalidRequestError where one is no number of this type."""
+    given = list(values)
+    try:
+        return np.fromiter(given, dtype=dtype, count=len(given))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{name} {shortened(given)}: {error}") from error
+
+
+def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
+    """The value as an int. Raises InvalidRequestError unless it is one from 0 to 2**bits - 1."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << bits:
+        raise InvalidRequestError(f"{name} must be a whole number from 0 to 2**{bits} - 1, not {shortened(value)}")
+    return number
+
+
+def shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
