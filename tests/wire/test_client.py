@@ -403,8 +403,8 @@ def test_a_client_refuses_to_work_after_a_fork(client):
     process.join()
 
 
-def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
-    client = ReplayClient(server.address)
+def wait_in_a_thread(client: ReplayClient) -> tuple[threading.Thread, list[str]]:
+    """A thread that waits for a sample, and the words with which that will have ended."""
     outcome = []
 
     def wait() -> None:
@@ -417,6 +417,12 @@ def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
     thread.start()
     while not client.server_info().tables["plain"].sampling.count:
         time.sleep(0.01)
+    return thread, outcome
+
+
+def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
+    client = ReplayClient(server.address)
+    thread, outcome = wait_in_a_thread(client)
     client.close()
     thread.join(timeout=10)
     assert outcome == ["this client was closed while the call waited"]
@@ -449,18 +455,7 @@ def test_no_server_gives_a_clear_error_in_time():
 
 def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
     with ReplayClient(server.address, timeout=0.5) as client:
-        outcome = []
-
-        def wait() -> None:
-            try:
-                client.sample("plain", 1, timeout=None)
-            except ServerClosedError as error:
-                outcome.append(str(error))
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        while not client.server_info().tables["plain"].sampling.count:
-            time.sleep(0.01)
+        thread, outcome = wait_in_a_thread(client)
         server.stop()
         thread.join(timeout=10)
         assert outcome == ["the server is shutting down"]

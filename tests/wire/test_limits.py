@@ -29,6 +29,7 @@ from replay_server.limits import (
     MAX_WEIGHTS,
 )
 from tests.factories import ServerProcess, server_process
+from tests.wire.bystander import bystander
 
 MB = 1 << 20
 TABLES = [
@@ -498,20 +499,12 @@ def test_a_target_with_more_rows_than_the_message_is_refused():
 def test_the_largest_requests_hold_others_up_for_a_moment_only():
     with server_with() as server, connection(server) as stub, ReplayClient(server.address, timeout=30.0) as other:
         other.policy()
-        keys, slow, stop = range(1 << 20), [], threading.Event()
-
-        def watch() -> None:
-            while not stop.is_set():
-                started = time.monotonic()
-                other.policy()
-                slow.append(time.monotonic() - started)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        stub.Delete(pb.DeleteRequest(table="plain", keys=keys))
-        stub.UpdatePriorities(pb.UpdatePrioritiesRequest(table="plain", keys=bytes(7 * MB), priorities=bytes(7 * MB)))
-        stop.set()
-        thread.join()
+        keys = range(1 << 20)
+        with bystander(other) as slow:
+            stub.Delete(pb.DeleteRequest(table="plain", keys=keys))
+            stub.UpdatePriorities(
+                pb.UpdatePrioritiesRequest(table="plain", keys=bytes(7 * MB), priorities=bytes(7 * MB))
+            )
         assert max(slow) < 10
 
 

@@ -20,6 +20,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import make_group
+from tests.wire.bystander import bystander
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool"),
@@ -500,23 +501,13 @@ def iter_later(first, later):
 
 
 def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub, client):
-    rows, slow, stop = 20_000, [], threading.Event()
+    rows = 20_000
     client.update_table("plain", max_size=100, remover="min_heap")  # each row evicts, depending on the row before
-
-    def watch():
-        while not stop.is_set():
-            started = time.monotonic()
-            client.policy()
-            slow.append(time.monotonic() - started)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
     request = pb.InsertRequest(
         keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")], payload_sizes=[0] * rows
     )
-    assert stub.Insert(request).decided == rows
-    stop.set()
-    thread.join()
+    with bystander(client) as slow:
+        assert stub.Insert(request).decided == rows
     assert len(slow) > 3  # it took seconds; one call, or two, is what others got when they had no turns in between
 
 
@@ -525,22 +516,11 @@ def test_a_large_credit_holds_nobody_up(stub, client):
         for _ in range(500):
             writer.insert(b"x" * 100, {"plain": 1.0})
     opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=500), credit=130)
-    slow, stop = [], threading.Event()
     stream = stub.SampleStream(iter_later(opening, []))
-
-    def watch():
-        while not stop.is_set():
-            started = time.monotonic()
-            client.policy()
-            slow.append(time.monotonic() - started)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    next(stream)
-    time.sleep(0.5)
-    stream.cancel()
-    stop.set()
-    thread.join()
+    with bystander(client) as slow:
+        next(stream)
+        time.sleep(0.5)
+        stream.cancel()
     assert max(slow) < 2
 
 
