@@ -12,138 +12,51 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
 import grpc
 import numpy as np
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayServicer
-from replay_server import host, info, tracing
+from replay_server import draws, host, info, tracing
 from replay_server.acknowledging import acknowledged, refuse
 from replay_server.admission import Admission
-from replay_server.batch import Batch, SampleRequest
 from replay_server.budget import Budget
 from replay_server.buffer import ReplayBuffer
+from replay_server.calls import Calls, Context, endless, parser, stream, unary
 from replay_server.checkpoints import Checkpointer
 from replay_server.config import LimitsSection
-from replay_server.errors import Refused, deadline, full, invalid, unsupported
+from replay_server.errors import Refused, full, invalid, unsupported
 from replay_server.frames import join_messages, split_payloads
 from replay_server.inserts import Inserts
 from replay_server.journal import Journal
 from replay_server.latency import Latencies
+from replay_server.leases import Leases
 from replay_server.limits import (
-    MAX_ANSWERS,
-    MAX_BYTES_AHEAD,
     MAX_CHANGES,
-    MAX_EXCLUDE,
     MAX_KEYS,
     MAX_LEASE,
     MAX_ROWS,
     MAX_ROWS_IN_HAND,
     MAX_SAMPLE_STREAMS,
-    MAX_SCOPE,
     MAX_WEIGHTS,
 )
+from replay_server.sample_stream import SampleStream
 from replay_server.storage import DamagedPayloads, Payload
 from replay_server.table import ITEM_ORDERS
-from replay_server.waiting import Pending
+from replay_server.waiting import deadline_at, result_of
 
 _PORTION = 256
 """Rows offered to the buffer at a time."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
-Method = Callable[..., Awaitable[T]]
-
-
-def parser(parse: Callable[[bytes], T]) -> Callable[[bytes], T | DecodeError]:
-    """Gives the error instead of raising it: gRPC would log a traceback for each bad message, and call it UNKNOWN."""
-
-    def parse_or_explain(data: bytes) -> T | DecodeError:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return parse_or_explain
-
-
-def readable(request: Any) -> Any:
-    """The request, or the stream of them, as parsed. Raises Refused for what is none."""
-    if isinstance(request, DecodeError):
-        raise invalid(f"the bytes are no message of this protocol: {request}")
-    return _readable_each(request) if isinstance(request, AsyncIterator) else request
-
-
-async def _readable_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield readable(request)
-
-
-def unary(method: Method[T]) -> Method[T]:
-    """Answers a Refused with its code and message."""
-
-    @functools.wraps(method)
-    async def answer(self: ReplayService, request: Any, context: Context) -> T:
-        try:
-            with self._call():
-                return await method(self, readable(request), context)
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-
-    return answer
-
-
-def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[None]]:
-    """The same for a method that answers with payloads; a client that does not read them is not waited for long."""
-
-    @functools.wraps(method)
-    async def answer(self: ReplayService, request: Any, context: Context) -> None:
-        try:
-            with self._call():
-                async with aclosing(method(self, readable(request), context)) as responses:
-                    await self._send(responses, context)
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-
-    return answer
-
-
-def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
-    """The same for a stream that lasts until its client goes: the end of the server ends it as well.
-
-    Its client may take its time to read: the server holds little for it meanwhile.
-    """
-
-    @functools.wraps(method)
-    async def answer(self: ReplayService, request: Any, context: Context) -> AsyncIterator[T]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._endless.add(task)
-        try:
-            with self._call():
-                async for response in method(self, readable(request), context):
-                    yield response
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-        except asyncio.CancelledError:
-            if not self._closing:
-                raise
-            # Clients try again while a server comes back in time.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
-        finally:
-            self._endless.discard(task)
-
-    return answer
 
 
 class ReplayService(ReplayServicer):
@@ -166,67 +79,25 @@ class ReplayService(ReplayServicer):
         self._journal = journal
         self._data_dir = data_dir
         self._limits = limits
-        self._calls = 0
+        self.calls = Calls(limits)
         unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
         self._unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self._waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self._in_hand = Budget(MAX_ROWS_IN_HAND, "samples under leases or drawn ahead")
-        self._answers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By connection: each answer with payloads that is under way holds one of its MAX_ANSWERS."""
         self.server_id = secrets.randbits(63)
         self._started = buffer.clock()
         self._insert_streams = 0
         self._sample_streams = 0
         self._streams_of: Counter[str] = Counter()
         """Sample streams, by connection."""
-        self._leases: dict[int, tuple[asyncio.TimerHandle, ExitStack]] = {}
-        """By batch: what ends the lease, and its share of `_in_hand`."""
-        self._settled: dict[int, bool] = {}
-        """The last batches that were acknowledged (False) or given back (True), so that a retry is recognised."""
-        self._endless: set[asyncio.Task[Any]] = set()
-        self._closing = False
+        self._leases = Leases(buffer)
         if buffer.admission is not None:  # from before a restart
             for when in buffer.admission.expiries():
                 self._expire_permits_at(when)
 
     def close(self) -> None:
-        """Ends the streams that would not end by themselves."""
-        self._closing = True
-        for task in self._endless:
-            task.cancel()
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        if self._calls >= self._limits.max_calls:
-            raise full(f"{self._calls} calls are open, which is as many as this server takes (max_calls); try later")
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-
-    async def _send(self, responses: AsyncIterator[Any], context: Context) -> None:
-        """Sends an answer with payloads. Raises Refused where the client does not read it."""
-        stall, begun = self._limits.stall_timeout, False
-        try:
-            async for response in responses:
-                async with asyncio.timeout(stall):
-                    if not begun:
-                        await self._begin_answer(context)
-                        begun = True
-                    await context.write(response)
-        except TimeoutError:
-            raise deadline(
-                f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout), or did not read "
-                f"{MAX_ANSWERS} answers before it"
-            ) from None
-
-    async def _begin_answer(self, context: Context) -> None:
-        """Waits while too many answers to this connection are under way."""
-        slots = self._answers.setdefault(context.peer(), asyncio.Semaphore(MAX_ANSWERS))
-        await slots.acquire()
-        # At the very end of the call: an answer that is not read stays in gRPC, even if we have given it up.
-        context.add_done_callback(lambda *_: slots.release())  # type: ignore[arg-type]  # no lambda is generic
+        """Ends the calls that would not end by themselves."""
+        self.calls.close()
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -269,7 +140,7 @@ class ReplayService(ReplayServicer):
                     try:
                         if message.refusal is not None:
                             raise message.refusal
-                        taken, pending = self.buffer.insert(inserts, self._deadline(message.timeout))
+                        taken, pending = self.buffer.insert(inserts, deadline_at(self.buffer.clock(), message.timeout))
                         response.decided += taken
                         if pending is not None:
                             if response.decided:
@@ -277,7 +148,9 @@ class ReplayService(ReplayServicer):
                                 response = pb.InsertResponse()
                             try:
                                 with self._waiting.held(client, message.nbytes):
-                                    await self._wait(pending, self.buffer.time_out, self.buffer.abandon)
+                                    await result_of(
+                                        pending, self.buffer.clock(), self.buffer.time_out, self.buffer.abandon
+                                    )
                             except Refused:
                                 self.buffer.abandon(pending)  # unless that is over
                                 raise
@@ -302,13 +175,13 @@ class ReplayService(ReplayServicer):
     ) -> AsyncGenerator[Frame[pb.SampleResponse]]:
         if not 0 <= request.lease <= MAX_LEASE:
             raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {request.lease}")
-        batch_id, batch, payloads = await self._draw(request)
+        batch_id, batch, payloads = await draws.draw(self.buffer, request)
         settled = False
         with ExitStack() as held:
             try:
                 if request.lease:
                     held.enter_context(self._in_hand.held(context.peer(), len(batch)))
-                *others, last = self._sample_responses(batch_id, batch, payloads)
+                *others, last = draws.responses(self.buffer, batch_id, batch, payloads)
                 for response in others:
                     yield response
                 if self._journal is not None and not request.lease:
@@ -319,9 +192,7 @@ class ReplayService(ReplayServicer):
                 yield last
                 if request.lease:
                     settled = True
-                    settle = functools.partial(self._settle_lease, batch_id, give_back=True)
-                    timer = asyncio.get_running_loop().call_later(request.lease, settle)
-                    self._leases[batch_id] = timer, held.pop_all()
+                    self._leases.begin(batch_id, request.lease, held.pop_all())
                 elif not settled:
                     settled = True
                     self.buffer.take(batch_id, sent=True)
@@ -334,79 +205,25 @@ class ReplayService(ReplayServicer):
         self, requests: AsyncIterator[pb.SampleStreamRequest], context: Context
     ) -> AsyncIterator[Frame[pb.SampleResponse]]:
         reader = aiter(requests)
-        first = await anext(reader, None)
-        if first is None or not first.HasField("open"):
+        opening = await anext(reader, None)
+        if opening is None or not opening.HasField("open"):
             raise invalid("the first message of a sample stream must have `open`")
         client = context.peer()
         if self._streams_of[client] >= MAX_SAMPLE_STREAMS:
             raise full(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
-        credit = asyncio.Semaphore(_credit(first, first.open))
-        untaken: dict[int, tuple[Batch, ExitStack]] = {}
-        some_taken = asyncio.Event()
-        # Bounded: a reader that is slow holds a few messages here, and the payloads of its batches in the tables.
-        outgoing: asyncio.Queue[Frame[pb.SampleResponse] | Exception | None] = asyncio.Queue(maxsize=4)
-        whole_batch = asyncio.Lock()  # the messages of a batch follow each other
-
-        async def draw() -> None:
-            try:
-                while True:
-                    await credit.acquire()
-                    while sum(int(batch.sizes.sum()) for batch, _ in untaken.values()) >= MAX_BYTES_AHEAD:
-                        some_taken.clear()
-                        await some_taken.wait()
-                    batch_id, batch, payloads = await self._draw(first.open)
-                    untaken[batch_id] = batch, (share := ExitStack())
-                    share.enter_context(self._in_hand.held(client, len(batch)))
-                    async with whole_batch:
-                        for response in self._sample_responses(batch_id, batch, payloads):
-                            await outgoing.put(response)
-                    await asyncio.sleep(0)  # others have their turn between two batches
-            except Exception as error:
-                await outgoing.put(error)
-
-        async def obey() -> None:
-            try:
-                async for request in reader:
-                    for _ in range(_credit(request, first.open)):
-                        credit.release()
-                    if request.take:
-                        if request.take not in untaken:
-                            raise invalid(f"batch {request.take} is not one of this stream's")
-                        _, share = untaken.pop(request.take)
-                        share.close()
-                        some_taken.set()
-                        taken = self.buffer.take(request.take)
-                        if taken:
-                            await self._durable()
-                        answer = pb.SampleResponse(taken=request.take)
-                        if not taken:
-                            answer = pb.SampleResponse(revoked=request.take)
-                        async with whole_batch:
-                            await outgoing.put(Frame(answer, ()))
-                await outgoing.put(None)
-            except Exception as error:
-                await outgoing.put(error)
-
-        tasks = [asyncio.create_task(draw()), asyncio.create_task(obey())]
+        share = functools.partial(self._in_hand.held, client)
+        sample_stream = SampleStream(self.buffer, reader, opening, share, self._durable)
         self._sample_streams += 1
         self._streams_of[client] += 1
         try:
-            while (response := await outgoing.get()) is not None:
-                if isinstance(response, Exception):
-                    raise response
-                yield response
+            async with aclosing(sample_stream.responses()) as responses:
+                async for response in responses:
+                    yield response
         finally:
             self._sample_streams -= 1
             self._streams_of[client] -= 1
             if not self._streams_of[client]:
                 del self._streams_of[client]
-            for task in tasks:
-                task.cancel()
-            # Before anything is awaited: a second cancellation would skip what comes after that.
-            for batch_id, (_, share) in untaken.items():
-                share.close()
-                self.buffer.give_back(batch_id)
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     @unary
     async def AcknowledgeSamples(
@@ -414,75 +231,9 @@ class ReplayService(ReplayServicer):
     ) -> pb.AcknowledgeSamplesResponse:
         if len(request.batches) > MAX_ROWS:
             raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        missing = []
-        for batch in request.batches:
-            if self._settle_lease(batch, request.give_back):
-                self._settled[batch] = request.give_back
-            elif self._settled.get(batch) is not request.give_back:  # otherwise it is a retry, whose answer was lost
-                missing.append(batch)
-        while len(self._settled) > MAX_ROWS:
-            del self._settled[next(iter(self._settled))]
+        missing = self._leases.acknowledge(request.batches, request.give_back)
         await self._durable()
         return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
-
-    def _settle_lease(self, batch_id: int, give_back: bool) -> bool:
-        lease = self._leases.pop(batch_id, None)
-        if lease is None:
-            return False
-        timer, held = lease
-        timer.cancel()
-        held.close()
-        if give_back:
-            self.buffer.give_back(batch_id)
-        else:
-            self.buffer.take(batch_id, sent=True)
-        return True
-
-    async def _draw(self, request: pb.SampleRequest) -> tuple[int, Batch, list[Payload]]:
-        if request.num_samples > MAX_ROWS:
-            raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
-        if len(request.exclude) > MAX_EXCLUDE:
-            raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
-        if len(request.scope) > MAX_SCOPE:
-            raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
-        wanted = SampleRequest(
-            num_samples=request.num_samples,
-            min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
-            distinct=not request.allow_repeats,
-            scope=request.scope,
-            exclude=frozenset(request.exclude),
-        )
-        deadline_at = self._deadline(_timeout(request))
-        while True:
-            pending = self.buffer.sample(request.table, wanted, deadline_at)
-            try:
-                batch_id, batch = await self._wait(pending, self.buffer.time_out, self.buffer.abandon)
-            except asyncio.CancelledError:
-                if pending.drawn is not None:  # drawn in the moment in which the client went away
-                    self.buffer.give_back(pending.drawn)
-                raise
-            try:
-                return batch_id, batch, self.buffer.payloads(batch.keys.tolist())
-            except DamagedPayloads as damage:  # others take their place
-                self.buffer.give_back(batch_id)
-                self.buffer.discard(damage.keys)
-
-    def _sample_responses(
-        self, batch_id: int, batch: Batch, payloads: list[Payload]
-    ) -> Iterator[Frame[pb.SampleResponse]]:
-        first = pb.SampleResponse(
-            batch=batch_id,
-            keys=batch.keys.tolist(),
-            priorities=batch.priorities.tolist(),
-            probabilities=batch.probabilities.tolist(),
-            ages=(self.buffer.clock() - batch.inserted_at).tolist(),
-            policy_versions=batch.policy_versions.tolist(),
-            times_sampled=batch.times_sampled.tolist(),
-            policy_version=self.buffer.policy.version,
-            table_size=batch.table_size,
-            payload_sizes=batch.sizes.tolist(),
-        )
-        return split_payloads(first, payloads)
 
     # ------------------------------------------------------------------------------- update, delete, get, list
 
@@ -661,9 +412,10 @@ class ReplayService(ReplayServicer):
     async def AcquirePermits(self, request: pb.AcquirePermitsRequest, context: Context) -> pb.Permits:
         admission = self._admission()
         self.buffer.check_open()
-        pending = admission.acquire(request.count, self._deadline(_timeout(request)))
+        timeout = request.timeout if request.HasField("timeout") else None
+        pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout))
         try:
-            lease = await self._wait(pending, admission.time_out, admission.abandon)
+            lease = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
             await self._durable()
         except asyncio.CancelledError:
             if pending.lease is not None:
@@ -712,38 +464,6 @@ class ReplayService(ReplayServicer):
         """Returns when all changes until now are written, at once if that is not asked for; what could not be."""
         return frozenset() if self._journal is None else await self._journal.durable()
 
-    def _deadline(self, timeout: float | None) -> float:
-        if timeout is None:
-            return math.inf
-        if not timeout >= 0:
-            raise invalid(f"timeout must be a number of seconds from 0, not {timeout}")
-        return self.buffer.clock() + timeout
-
-    async def _wait(self, pending: Pending[T], time_out: Callable[[Any], None], abandon: Callable[[Any], None]) -> T:
-        """The result of `pending`, which ends at its deadline at the latest."""
-        remaining = pending.deadline - self.buffer.clock()
-        if not pending.done and remaining <= 0:
-            time_out(pending)
-        if not pending.done:
-            loop = asyncio.get_running_loop()
-            done: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not done.done():
-                    done.set_result(None)
-
-            pending.on_done = wake
-            timer = loop.call_later(remaining, time_out, pending) if remaining < math.inf else None
-            try:
-                await done
-            except asyncio.CancelledError:
-                abandon(pending)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        return pending.result()
-
 
 def check_keys(n: int) -> None:
     if n > MAX_KEYS:
@@ -787,15 +507,3 @@ def _portions(parts: Iterable[Inserts]) -> Iterator[Inserts]:
 
 async def _once(request: T) -> AsyncIterator[T]:
     yield request
-
-
-def _timeout(request: pb.SampleRequest | pb.AcquirePermitsRequest) -> float | None:
-    return request.timeout if request.HasField("timeout") else None
-
-
-def _credit(request: pb.SampleStreamRequest, opened: pb.SampleRequest) -> int:
-    if request.credit * max(1, opened.num_samples) > MAX_ROWS:
-        raise invalid(
-            f"credit {request.credit} for batches of {opened.num_samples}: at most {MAX_ROWS} samples ahead at once"
-        )
-    return request.credit

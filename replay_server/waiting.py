@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from replay_server.errors import Refused
+from replay_server.errors import Refused, invalid
 
 T = TypeVar("T")
 
@@ -56,6 +57,43 @@ class Pending(Generic[T]):
         for line in self.lines:
             line.leave(self)
         self.lines.clear()
+
+
+def deadline_at(now: float, timeout: float | None) -> float:
+    """When a wait of `timeout` seconds ends that begins now; None: never."""
+    if timeout is None:
+        return math.inf
+    if not timeout >= 0:
+        raise invalid(f"timeout must be a number of seconds from 0, not {timeout}")
+    return now + timeout
+
+
+async def result_of(
+    pending: Pending[T], now: float, time_out: Callable[[Any], None], abandon: Callable[[Any], None]
+) -> T:
+    """The result of `pending`, which ends at its deadline at the latest, by `time_out`; `abandon`: its client left."""
+    remaining = pending.deadline - now
+    if not pending.done and remaining <= 0:
+        time_out(pending)
+    if not pending.done:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        pending.on_done = wake
+        timer = loop.call_later(remaining, time_out, pending) if remaining < math.inf else None
+        try:
+            await done
+        except asyncio.CancelledError:
+            abandon(pending)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+    return pending.result()
 
 
 P = TypeVar("P", bound=Pending[Any])

@@ -156,6 +156,6 @@ class Service:
                 held[key] += 1
         assert {key: item.holders for key, item in buffer.items.items()} == held
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
-        assert (service._calls, service._unfinished.used, service._waiting.used) == (0, 0, 0)
+        assert (service.calls.open, service._unfinished.used, service._waiting.used) == (0, 0, 0)
         assert service._in_hand.used == sum(len(batch) for _, batch in buffer._batches.values())
         assert len(buffer._batches) == len(service._leases)

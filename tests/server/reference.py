@@ -279,7 +279,7 @@ class Reference:
         return True
 
     def _forward(self, row: Row, priority: float, target: RefTable, events: deque[Any]) -> bool:
-        if target.find(row.key) is not None:
+        if target.find(row.key) is not None or self._lent_out(target, row.key):
             return True
         if target.stale(row.version, self.version):
             target.counts["stale_refused"] += 1
@@ -293,6 +293,15 @@ class Reference:
         assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
         self._add(target, row.key, priority, row.version, row.nbytes)
         return True
+
+    def _lent_out(self, table: RefTable, key: int) -> bool:
+        """Whether the item left with a batch that may still give it back."""
+        hands = [hand for hand in self.hands.values() if hand.table is table and hand.epoch == table.epoch]
+        return any(
+            row.key == key and consumed
+            for hand in hands
+            for row, consumed in zip(hand.rows, hand.consumed, strict=True)
+        )
 
     def give_back(self, batch_id: int) -> None:
         hand = self.hands.pop(batch_id)

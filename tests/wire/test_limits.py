@@ -16,7 +16,15 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import Config, LimitsSection, ReplayServer, SecuritySection, ServerSection, TableConfig
+from replay_server import (
+    Config,
+    LimitsSection,
+    ReplayServer,
+    SecuritySection,
+    ServerSection,
+    TableConfig,
+    sample_stream,
+)
 from replay_server import service as service_module
 from replay_server import table as table_module
 from replay_server.limits import (
@@ -427,7 +435,7 @@ def test_sample_streams_of_a_connection_are_bounded():
 
 
 def test_a_stream_draws_no_more_ahead_than_its_bytes_allow(monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_BYTES_AHEAD", 3000)
+    monkeypatch.setattr(sample_stream, "MAX_BYTES_AHEAD", 3000)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
         for _ in range(10):
             client.insert(bytes(1000), {"plain": 1.0})
