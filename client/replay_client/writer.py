@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import grpc
 
@@ -22,6 +23,8 @@ from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
+_GOODBYE = 1.0
+"""Seconds that the server gets to end a stream in which nothing is left to be said."""
 _SEND_AHEAD = 1024
 """Items taken from the unsent ones at a time."""
 
@@ -154,12 +157,16 @@ class Pipeline:
                         await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader knows why the stream broke
-        except BaseException:
-            reader.cancel()
-            raise
         finally:
+            if not self._in_flight:
+                # Broken off, gRPC would have words left for an event loop that may be closed by then.
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE):
+                        await call.done_writing()
+                        await asyncio.wait([reader])
             call.cancel()
-        await reader
+            await asyncio.gather(reader, return_exceptions=True)
+        reader.result()
 
     def _next_items(self) -> list[Item]:
         with self._lock:
