@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -316,7 +317,8 @@ class RolloutGenerator:
             times = GroupTimes(permit=-time.monotonic())
             lease = await self._permit() if admission else None
             times.permit += time.monotonic()
-            work = self._make_group(prompt, prompt_ids, number, lease, times)
+            # Called by the task: one that is cancelled before it starts leaves no coroutine that nobody awaits.
+            work = partial(self._make_group, prompt, prompt_ids, number, lease, times)
             task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=prompt.prompt_id))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)

@@ -43,13 +43,13 @@ def carrier() -> dict[str, str]:
     return headers
 
 
-async def in_span(name: str, work: Awaitable[None], **attributes: str) -> None:
+async def in_span(name: str, work: Callable[[], Awaitable[None]], **attributes: str) -> None:
     """Does the work in a span, which is the parent of those within it."""
     if (found := tracer()) is None:
-        await work
+        await work()
         return
     with found.start_as_current_span(name, attributes=attributes):
-        await work
+        await work()
 
 
 class TracedChannel:

@@ -34,6 +34,9 @@ from replay_client.generator import (
 from replay_client.prompts import Prompt
 from replay_client.rewards import Reward
 
+# Work that nobody awaits has held back its group, and perhaps its permit.
+pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
+
 
 def by_length(row: Any, text: str) -> float:
     return float(len(text))
