@@ -12,7 +12,7 @@ from torch import Tensor
 from replay_trainer.alarms import Alarms
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.losses import corrected_policy_loss
-from replay_trainer.presets import PRESETS, areal, prime_rl, trl, verl
+from replay_trainer.presets import PRESETS, areal, dppo, prime_rl, trl, verl
 
 # Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.
 RATIOS = torch.tensor([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]])
@@ -85,6 +85,30 @@ def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
     ours, _ = corrected_policy_loss(logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), prime_rl())
     theirs = -((logprobs - ROLLOUT).exp() * advantages[:, None]).sum() / 6
     torch.testing.assert_close(gradient(ours), gradient(theirs))
+
+
+def test_the_gradient_of_dppo_pulls_every_token_to_the_rollout_policy_masked_or_not() -> None:
+    # p_b = 0.135: the rises are 0.135, 0.406 and -0.041, the falls 0.027, 0, 0.027.
+    logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
+    advantages, kept = torch.tensor([1.0, -0.5]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    loss, _ = corrected_policy_loss(
+        logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), dppo(kl_tau=0.5)
+    )
+    pull = 2 * 0.5 * RATIOS.log()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logprobs)[0], (-RATIOS * advantages[:, None] * kept + pull) / 6
+    )
+
+
+def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_alone() -> None:
+    logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
+    rollout, mask = ROLLOUT.clone(), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    rollout[1, 0] = math.nan
+    loss, _ = corrected_policy_loss(
+        logprobs, logprobs.detach(), rollout, torch.zeros(2), mask, dppo(kl_tau=0.5), loss_type="grpo", normalizer=4
+    )
+    weights = torch.tensor([[1 / 2, 1 / 2, 0.0], [0.0, 1 / 3, 1 / 3]]) / 4
+    torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], weights * RATIOS.log())
 
 
 # ------------------------------------------------------------------------------------------------------------ alarms

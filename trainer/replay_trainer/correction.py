@@ -106,6 +106,9 @@ class CorrectionConfig:
     """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
     dppo_mask_high: float | None = None
     """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
+    rollout_penalty: float = 0.0
+    """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
+    kl_tau = 1e-3); 0: off."""
     objective: Objective = "decoupled"
     """Which policies the loss compares."""
 
@@ -126,6 +129,8 @@ class CorrectionConfig:
         for name, bound in (("dppo_mask_low", self.dppo_mask_low), ("dppo_mask_high", self.dppo_mask_high)):
             if bound is not None and not 0 < bound < 1:
                 raise ValueError(f"{name} is a difference of probabilities between 0 and 1, such as 0.2, not {bound}")
+        if not 0 <= self.rollout_penalty < math.inf:
+            raise ValueError(f"rollout_penalty must be finite and at least 0, not {self.rollout_penalty}")
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

@@ -126,6 +126,9 @@ def corrected_policy_loss(
     correction: CorrectionConfig,
     *,
     mean_weight: float | None = None,
+    loss_type: LossType = "dapo",
+    normalizer: float | None = None,
+    max_completion_length: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
     """`policy_loss` under an off-policy correction, by the objective of `correction`.
@@ -134,22 +137,42 @@ def corrected_policy_loss(
         bypass              -E[min(r A, clip(r) A)]      r = θ/rollout, no w
         bypass_reinforce    -E[sg(w) A log θ]            w from θ/rollout
 
+    With a `rollout_penalty` τ, + τ E[(log θ - log rollout)²], which rejection does not touch.
     Rejection follows the same ratio as w; for bypass it is θ/rollout. All (B, T), advantages (B,) or (B, T). A token
     with unknown (NaN) rollout log-probability has w = 1, and for bypass r = 1 with its gradient. `options` are those
-    of `policy_loss`; `mean_weight` is as in `correct`.
+    of `policy_loss`, like the parameters before them; `mean_weight` is as in `correct`.
     """
     current = logprobs.detach()
     source = old_logprobs if correction.objective == "decoupled" else current
+    weights: Tensor | None
     weights, keep = weights_and_mask(
         source, rollout_logprobs, mask, correction, advantages=advantages, logprobs=current, mean_weight=mean_weight
     )
     if correction.objective == "bypass":
         old_logprobs = torch.where(rollout_logprobs.isnan(), current.to(rollout_logprobs.dtype), rollout_logprobs)
-        return policy_loss(logprobs, old_logprobs, advantages, mask, keep=keep, **options)
-    reinforce = correction.objective == "bypass_reinforce"
-    return policy_loss(
-        logprobs, old_logprobs, advantages, mask, weights=weights, keep=keep, reinforce=reinforce, **options
+        weights = None
+    aggregation: dict[str, Any] = {
+        "loss_type": loss_type,
+        "normalizer": normalizer,
+        "max_completion_length": max_completion_length,
+    }
+    loss, metrics = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        weights=weights,
+        keep=keep,
+        reinforce=correction.objective == "bypass_reinforce",
+        **aggregation,
+        **options,
     )
+    if correction.rollout_penalty:
+        known_BT = mask.bool() & ~rollout_logprobs.isnan()
+        difference_BT = torch.where(known_BT, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
+        squares_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).square()
+        loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, **aggregation)
+    return loss, metrics
 
 
 def kl_loss(

@@ -88,7 +88,7 @@ def prime_rl(
 ) -> CorrectionConfig:
     """prime-rl's loss: -ρ A of the tokens within the bounds, ρ = θ/b untruncated, and sequences within theirs.
 
-    Its sequence_mask_low, 0 by default, is `veto`.
+    Its loss before DPPO, with the defaults of that time: kl_tau was 0, and sequence_mask_low, also 0, is `veto`.
     Source: PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/loss.py and config.py (LossConfig).
     """
     return CorrectionConfig(
@@ -103,13 +103,19 @@ def prime_rl(
     )
 
 
-def dppo(low: float = 0.2, high: float = 0.2) -> CorrectionConfig:
-    """prime-rl's DPPO: as `prime_rl` with its masks on the difference of probabilities instead of ratios.
+def dppo(low: float = 0.2, high: float = 0.2, kl_tau: float = 1e-3) -> CorrectionConfig:
+    """prime-rl's default loss, DPPO with Kimi K2.5's KL: as `prime_rl` with its masks on the difference of
+    probabilities instead of ratios, and kl_tau (log θ - log b)² on every token, masked or not.
 
-    Source: PrimeIntellect-ai/prime-rl, dppo_mask_low and dppo_mask_high of its default loss.
+    Source: PrimeIntellect-ai/prime-rl, default_loss_fn and DefaultLossConfig.
     """
     return CorrectionConfig(
-        action="none", clip_max=None, dppo_mask_low=low, dppo_mask_high=high, objective="bypass_reinforce"
+        action="none",
+        clip_max=None,
+        dppo_mask_low=low,
+        dppo_mask_high=high,
+        rollout_penalty=kl_tau,
+        objective="bypass_reinforce",
     )
 
 
