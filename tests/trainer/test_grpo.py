@@ -405,6 +405,23 @@ def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path: 
     assert trained["replace"].keys() == trained["none"].keys() == trained["dynamic"].keys()
 
 
+@pytest.mark.parametrize(
+    ("rule", "admitted", "remedy"),
+    [("replace", 2, "to 3$"), ("dynamic", 3, r"to 3 divided by the share .*; 30 is always enough")],
+)
+def test_a_server_that_admits_less_than_a_step_takes_is_refused(
+    tmp_path: Path, rule: str, admitted: int, remedy: str
+) -> None:
+    client = FakeClient(mixed_batches(1))
+    options: dict[str, Any] = {"max_steps": 1, "groups_per_step": 3, "zero_variance": rule}
+    client.admitted = admitted
+    with pytest.raises(ValueError, match=f"lets {admitted} fresh groups .* Raise groups_per_step there {remedy}"):
+        make_trainer(client, tmp_path, **options).train()
+    assert not list(tmp_path.iterdir())
+    client.admitted = admitted + 1
+    make_trainer(client, tmp_path, **options).train()
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
     rewards = [[1.0, 0.0], [3.0, 0.0, 0.0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
 from replay_client.errors import DeadlineExceededError
+from replay_client.records import AdmissionInfo
 from replay_client.scoring import group_advantages, is_zero_variance
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
@@ -108,6 +110,12 @@ class FakeClient:
         self.given: dict[str, set[int]] = {}
         self.checkpoints: list[str] = []
         self.priorities: dict[int, float] = {}
+        self.admitted: int | None = None
+        """[admission] groups_per_step; None: there is no [admission]."""
+
+    def server_info(self) -> Any:
+        admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
+        return SimpleNamespace(admission=admission)
 
     def policy(self) -> Policy:
         return Policy(self.version, self.weights, age=0.0)

@@ -50,7 +50,8 @@ class GRPOConfig:
     max_replay_staleness: int | None = None
     """With "replace", the most policy versions a replacement may lag; None: as many as the table allows."""
     max_dynamic_batches: int = 10
-    """With "dynamic", the most batches of fresh groups one step may take; then it trains on what it has."""
+    """With "dynamic", the most batches of fresh groups one step may take; then it trains on what it has. A server with
+    [admission] must let in more fresh groups a step than are trained on: see there, groups_per_step."""
     update_priorities: bool = False
     """After each step, give the groups trained on new priorities in the replay table: their score times the mean of
     min(w, 1) over their tokens, so that what the correction no longer trusts sinks."""
@@ -158,6 +159,23 @@ class GRPOConfig:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError("loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens")
+
+    def check_admission(self, groups_per_step: int) -> None:
+        """Raises ValueError if a server with this groups_per_step in its [admission] lets in fewer fresh groups than we
+        take: its generators would run out of permits, and we would wait for groups that nobody may make.
+        """
+        wanted, remedy = self.groups_per_step, f"{self.groups_per_step}"
+        if self.zero_variance == "dynamic":
+            wanted += 1
+            remedy = (
+                f"{self.groups_per_step} divided by the share of groups that have variance (zero_variance='dynamic' "
+                f"draws until a batch is full); {self.groups_per_step * self.max_dynamic_batches} is always enough"
+            )
+        if groups_per_step < wanted:
+            raise ValueError(
+                f"the server's [admission] lets {groups_per_step} fresh groups a step be generated, and this trainer "
+                f"takes {wanted} or more: it would wait for ever. Raise groups_per_step there to {remedy}"
+            )
 
     def learning_rate_at(self, step: int) -> float:
         """Of step 1, 2, …: a function of nothing else, so that a resume has no schedule to restore."""

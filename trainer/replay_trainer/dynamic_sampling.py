@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class DynamicSampler:
     """Fills batches from a stream of fresh ones. What a batch has too many of goes into the next.
 
-    It takes more fresh groups a step than it trains on: where the server admits groups by the step
-    (`[admission] groups_per_step`), allow for it there.
+    It takes more fresh groups a step than it trains on, which the server's [admission] must let in: see
+    GRPOConfig.check_admission.
     """
 
     def __init__(self, batches: Iterator[list[Sample]], size: int, max_batches: int) -> None:

@@ -350,8 +350,10 @@ class GRPOTrainer:
         """The version to continue from, announced to the server: the last full state here, or a new 0.
 
         Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
-        of us.
+        of us, ValueError if it admits fewer groups a step than we take.
         """
+        if (admission := self.client.server_info().admission) is not None:
+            self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
         strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
