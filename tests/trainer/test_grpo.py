@@ -320,6 +320,34 @@ def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path)
         torch.testing.assert_close(killed[name], whole[name], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("lost", ["trainer.pt", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("whole_file", [False, True])
+def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, whole_file: bool
+) -> None:
+    client = FakeClient(make_batches(3))
+    make_trainer(client, tmp_path, max_steps=2).train()
+    file = tmp_path / "step-2" / lost
+    content = file.read_bytes()
+    file.unlink() if whole_file else file.write_bytes(content[: len(content) // 2])
+    make_trainer(client, tmp_path, max_steps=3, resume=True).train()
+    assert f"{tmp_path / 'step-2'} has lost files or parts of them: it is passed over" in caplog.messages
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [folder.name for folder in saved(tmp_path)] == ["step-1", "step-2", "step-3"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
+
+
+def test_a_state_that_was_moved_away_leaves_the_one_before_to_resume_from(tmp_path: Path) -> None:
+    client = FakeClient(make_batches(3))
+    make_trainer(client, tmp_path / "run", max_steps=2).train()
+    (tmp_path / "run/step-2/manifest.json").write_text('{"version": 2, "fi')
+    with pytest.raises(ValueError, match=r"manifest.json is damaged .*: move step-2 out of its folder"):
+        make_trainer(client, tmp_path / "run", max_steps=3, resume=True).train()
+    (tmp_path / "run/step-2").rename(tmp_path / "away")
+    make_trainer(client, tmp_path / "run", max_steps=3, resume=True).train()
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+
+
 def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> None:
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2).train()
     restarted = FakeClient(make_batches(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import secrets
 import time
@@ -36,6 +37,7 @@ from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalize
 from replay_trainer.ranks import Ranks, shard, whole
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, unreplaced
 from replay_trainer.weights import (
+    damaged,
     load_state,
     load_weights,
     probe_tokens,
@@ -49,6 +51,8 @@ from replay_trainer.weights import (
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient, Sample
+
+logger = logging.getLogger(__name__)
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -356,6 +360,8 @@ class GRPOTrainer:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
+        for folder in damaged(self.output_dir) if self.config.resume else []:
+            logger.warning("%s has lost files or parts of them: it is passed over", folder)
         strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
         if not folders and strangers:
             remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
@@ -365,11 +371,12 @@ class GRPOTrainer:
             )
         version = version_of(folders[-1]) if folders else 0
         newest = version_of(published(self.output_dir)[-1]) if folders else 0
-        served = self.client.policy().version
-        if served > newest:
+        policy = self.client.policy()
+        ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
+        if policy.version > newest and not ours:
             raise RuntimeError(
-                f"the server is at policy version {served}, this run at {newest}: set resume=True with the "
-                f"output_dir of the run that published {served}, or start the server afresh"
+                f"the server is at policy version {policy.version}, this run at {newest}: set resume=True with the "
+                f"output_dir of the run that published {policy.version}, or start the server afresh"
             )
         self.ranks.wait()  # before the first of us changes what the others look at
         if folders:

@@ -3,10 +3,11 @@
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    what these weights say about a fixed token sequence, to check a reload against
                  trainer.pt    optimizer and random state: the folder is a full state, to resume from (some have it)
-                 manifest.json version, files, the server's checkpoint; written last: the folder is complete and ours
+                 manifest.json version, files with their sizes, the server's checkpoint; written last: the folder is
+                               complete and ours
 
 A folder appears under its name complete or not at all; one with a full state has reached the disk before it appears.
-Only files named in a manifest are ever removed.
+Only files named in a manifest are ever removed. A state that has lost a file or a part of one is passed over.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def publish_weights(
     (unfinished / _STATE).unlink(missing_ok=True)
     if state is not None:
         torch.save(state, unfinished / _STATE)
-    files = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
+    (unfinished / _MANIFEST).unlink(missing_ok=True)
+    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     manifest = {
         "version": version,
-        "files": [name for name in files if name != _MANIFEST],
+        "files": {str(path.relative_to(unfinished)): path.stat().st_size for path in files},
         "server_checkpoint": server_checkpoint,
     }
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -89,8 +91,15 @@ def published(directory: Path) -> list[Path]:
 
 
 def saved(directory: Path) -> list[Path]:
-    """Those of them that hold a full state."""
-    return [folder for folder in published(directory) if (folder / _STATE).exists()]
+    """Those of them that hold a full state, undamaged."""
+    return [
+        folder for folder in published(directory) if _STATE in (files := _files(folder)) and _are_there(folder, files)
+    ]
+
+
+def damaged(directory: Path) -> list[Path]:
+    """Those of them that have lost a file or a part of one."""
+    return [folder for folder in published(directory) if not _are_there(folder, _files(folder))]
 
 
 def version_of(folder: Path) -> int:
@@ -103,7 +112,7 @@ def version_of(folder: Path) -> int:
 
 def server_checkpoint_of(folder: Path) -> str:
     """The name of the server's checkpoint that was made with this full state; empty: none was."""
-    return str(json.loads((folder / _MANIFEST).read_text())["server_checkpoint"])
+    return str(_manifest(folder)["server_checkpoint"])
 
 
 def load_weights(folder: Path, model: Any) -> dict[str, Any]:
@@ -132,13 +141,30 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 def remove(folder: Path) -> None:
     """Remove what we wrote into the folder, and the folder unless somebody else has put something there."""
-    for name in json.loads((folder / _MANIFEST).read_text())["files"]:
+    for name in _files(folder):
         (folder / name).unlink(missing_ok=True)
     # Last, so that a folder half removed by a killed process is found and finished by the next one.
     (folder / _MANIFEST).unlink()
     for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
         if not any(path.iterdir()):
             path.rmdir()
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / _MANIFEST} is damaged ({error}): move {folder.name} out of its folder") from error
+    return manifest
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Our files in it, as they are named there, and their sizes in bytes."""
+    return dict(_manifest(folder)["files"])
+
+
+def _are_there(folder: Path, files: dict[str, int]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
 
 
 @contextmanager
