@@ -134,21 +134,26 @@ class GRPOConfig:
     """A torch device; auto: cuda where there is one (this rank's), else cpu."""
 
     def __post_init__(self) -> None:
-        for name, bound in _LEAST.items():
-            value = getattr(self, name)
-            whole = isinstance(bound, int)
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-            if not value >= bound:
-                raise ValueError(f"{name} must be at least {bound:g}, not {value}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{each.name} must be true or false, not {value!r}")
+            if each.name in _LEAST and not (value is None and str(each.type).endswith("| None")):
+                _check_number(each.name, value, _LEAST[each.name])
+        for name in ("learning_rate", "weight_decay", "adam_epsilon", "beta", "epsilon"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, not {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name} must be below 1, not {getattr(self, name)}")
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0 (inf: no scaling), not {self.max_grad_norm}")
-        if self.max_replay_staleness is not None and self.max_replay_staleness < 0:
-            raise ValueError(f"max_replay_staleness must not be negative, not {self.max_replay_staleness}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {given!r}")
+        if isinstance(self.report_to, str):
+            raise ValueError(f"report_to takes several names, such as ({self.report_to!r},), not a text")
         if unknown := set(self.report_to or ()) - set(get_args(Reporter)):
             raise ValueError(f"report_to takes {', '.join(get_args(Reporter))}, not {', '.join(map(str, unknown))}")
         if not isinstance(self.correction, CorrectionConfig):
@@ -208,7 +213,14 @@ _LEAST: dict[str, float] = {
     "adam_epsilon": 0.0,
     "beta": 0.0,
     "epsilon": 0.0,
+    "epsilon_high": 0.0,
+    "max_grad_norm": 0.0,
+    "max_completion_length": 1,
+    "max_replay_staleness": 0,
+    "sample_timeout": 0.0,
+    "seed": 0,
 }
+"""Smallest values; a whole one is for whole numbers."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_variance": get_args(ZeroVariance),
     "on_empty": get_args(OnEmpty),
@@ -216,6 +228,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_type": get_args(LossType),
     "scale_rewards": (*get_args(ScaleRewards), None),
 }
+
+
+def _check_number(name: str, value: object, least: float) -> None:
+    whole = isinstance(least, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, not {value}")
 
 
 def config_from(options: Mapping[str, Any]) -> GRPOConfig:
