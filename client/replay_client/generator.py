@@ -1,8 +1,8 @@
-"""RolloutGenerator: takes prompts, has an engine complete them, scores the completions and inserts the groups.
+"""RolloutGenerator: keeps tables supplied with groups, as many under way at a time as permits allow.
 
-prompts ──▶ permit ──▶ engine ──▶ rewards ──▶ advantages, priority ──▶ insert
-                         ▲
-               new weights (policy_follower.py)
+prompts ──▶ permit ──▶ group: engine, rewards, advantages (group_maker.py) ──▶ insert
+                                ▲
+                      new weights (policy_follower.py)
 
 Every group goes this way on its own: one that is slow holds up no other.
 """
@@ -12,23 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from replay_client import tracing
-from replay_client.engines import Completion, Engine, SamplingConfig
+from replay_client.engines import Engine
 from replay_client.errors import (
     DeadlineExceededError,
     PayloadTooLargeError,
@@ -39,121 +32,30 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.frames import KeySequence
+from replay_client.generator_config import GeneratorConfig
 from replay_client.generator_metrics import GeneratorMetrics, GeneratorStats, GroupTimes, MetricsFile
+from replay_client.group_maker import GroupMaker, LeftOut, PromptSource, priority_of
 from replay_client.policy_follower import (
     PolicyFollower,
-    ReloadMode,
     WeightsMismatchError,
     WeightsNotAllowedError,
     WeightsNotFoundError,
 )
-from replay_client.prompts import Message, Prompt, PromptError
+from replay_client.prompts import Prompt, PromptError
 from replay_client.records import PermitLease
-from replay_client.rewards import RewardError, Rewards, Scorer, in_daemon_thread
-from replay_client.rollout import RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, group_priority
+from replay_client.rewards import Rewards, in_daemon_thread
+from replay_client.rollout import RolloutGroup
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
-PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
-
 _RELEASE_SECONDS = 2.0  # for giving permits back at the end; the server takes back by itself what it does not hear of
 _MOST_SKIPPED = 100
 """Groups skipped one after the other before the run ends after all: then it is not single prompts that fail."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """Seconds between attempts to insert into a table that is full and refuses; doubled each time."""
-
-
-@dataclass(frozen=True)
-class GeneratorConfig:
-    """What a RolloutGenerator does; every wait is in seconds."""
-
-    group_size: int = 8
-    """G, completions of each prompt."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How they are drawn. With a seed, each group has one of its own that follows from it."""
-    chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template with prompts that are messages, like {"enable_thinking": False}."""
-    tables: tuple[str, ...] = ("rollouts",)
-    """Where a group is inserted, with `scoring.group_priority`, which is 0 where all its rewards are equal."""
-    advantage_scale: Literal["group", "none"] = "group"
-    """As `scoring.group_advantages` has it."""
-    max_concurrent_groups: int | None = 16
-    """Groups between their prompt and their place in the table. A full queue holds them, and with them all others.
-    None: as many as there are permits, so only with a server that has [admission]."""
-    max_groups: int | None = None
-    """Start this many groups and then finish; None: as many as there are prompts."""
-    follow_policy: bool = True
-    """Reload the engine's weights whenever the trainer publishes new ones."""
-    reload: ReloadMode = "between_groups"
-    """between_groups: reload when the groups under way are complete, and start none until then, so that every group is
-    of one version. at_once: reload now; completions under way go on with the new weights and then span versions, each
-    token with the version that drew it in `extras["policy_versions"]`. Their keys and values are computed anew, so that
-    each token's log-probability is exactly that of its version. For long completions, where waiting is idle time."""
-    wait_for_policy: bool = False
-    """Start only when the trainer has published something. Otherwise start with the engine's own weights, version 0,
-    where nothing is published."""
-    weights_root: str | os.PathLike[str] | None = None
-    """Load weights from this folder and those in it only; None: from wherever the policy says. Whoever may write to the
-    server may set the policy, and with it what a generator opens; weights are never executed, only read."""
-    probe_tolerance: float = 0.02
-    """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
-    The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """What becomes of completions that ended for their length alone. mask: they count in the advantages of their group,
-    but their tokens are not trained on (`loss_mask`), nor do they add to its priority (DAPO's overlong filtering)."""
-    on_prompt_error: Literal["raise", "skip"] = "raise"
-    """What happens where a prompt does not fit the engine, a reward function fails or a group is larger than the server
-    takes. raise: the run ends. skip: the group is left out, counted and warned about; so many in a row that it cannot
-    be the prompts end the run after all."""
-    when_full: Literal["wait", "drop"] = "wait"
-    """What happens where a table with `when_full = "reject"` refuses a group. wait: try again. drop: leave it out."""
-    reward_threads: int = 1
-    """Groups whose reward functions, where they are not async, may run at a time. More only if they are thread-safe."""
-    reward_timeout: float | None = 300.0
-    """Longest time for one reward function and one group; beyond it, the function has failed."""
-    solved_reward: float = 1.0
-    """Reward from which on a completion counts in the metrics as solved."""
-    metrics_path: Path | None = None
-    """File that a JSON line goes to every `metrics_interval`; see docs/how-to/generate.md for its fields."""
-    metrics_interval: float = 10.0
-    insert_timeout: float = 30.0
-    """A group that finds its queue full for so long is counted in `insert_waits` and tries again."""
-    permit_timeout: float = 30.0
-    """As `insert_timeout`, for a permit, where the server's admission is configured."""
-    stop_grace: float = 2.0
-    """How long groups that are being generated may go on after `stop`."""
-
-    def __post_init__(self) -> None:
-        for name in ("group_size", "max_concurrent_groups", "reward_threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.tables:
-            raise ValueError("tables must name at least one table")
-        for name in ("probe_tolerance", "metrics_interval", "insert_timeout", "permit_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.reward_timeout is not None and not self.reward_timeout > 0:
-            raise ValueError(f"reward_timeout must be above 0, or None for no limit, not {self.reward_timeout}")
-        for name, valid in _CHOICES.items():
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name} must be one of {', '.join(valid)}, not {getattr(self, name)!r}")
-
-
-_CHOICES = {
-    "advantage_scale": ("group", "none"),
-    "reload": ("between_groups", "at_once"),
-    "truncated": ("keep", "mask"),
-    "on_prompt_error": ("raise", "skip"),
-    "when_full": ("wait", "drop"),
-}
-
-
-class _Left(Exception):
-    """A group is not inserted, and its permit goes back; its message says why, where that is worth a warning."""
 
 
 class RolloutGenerator:
@@ -189,13 +91,12 @@ class RolloutGenerator:
         self._client = client
         self._engine = engine
         self._prompts = iter(prompts)
-        self._scorer = Scorer(reward, threads=self.config.reward_threads, timeout=self.config.reward_timeout)
-        self._keep = keep
         self._on_group = on_group
         self._keys = KeySequence()
         self._policy = PolicyFollower(
             client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
         )
+        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep)
         self._metrics = GeneratorMetrics(self.config.solved_reward)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._leases: set[PermitLease] = set()
@@ -309,7 +210,7 @@ class RolloutGenerator:
             if source is None:
                 break
             try:
-                prompt, prompt_ids = self._tokenize(source)
+                prompt, prompt_ids = self._maker.tokenize(source)
             except PromptError as error:
                 self._skip(error)
                 continue
@@ -325,25 +226,12 @@ class RolloutGenerator:
             task.add_done_callback(lambda _: self._slots.release())
             number += 1
 
-    def _tokenize(self, source: PromptSource) -> tuple[Prompt, list[int]]:
-        try:
-            prompt = Prompt.of(source)
-        except ValueError as error:
-            raise PromptError(f"{source!r:.200} is no prompt: {error}") from error
-        prompt_ids = prompt.tokenize(self._engine.tokenizer, **self.config.chat_template)
-        if not 0 < len(prompt_ids) < self._engine.max_length:
-            raise PromptError(
-                f"prompt {prompt.prompt_id!r} has {len(prompt_ids)} tokens; the engine takes 1 to "
-                f"{self._engine.max_length - 1}, so that with one more they fit its maximum length"
-            )
-        return prompt, prompt_ids
-
     async def _make_group(
         self, prompt: Prompt, prompt_ids: list[int], number: int, lease: PermitLease | None, times: GroupTimes
     ) -> None:
         acquired = time.monotonic()
         try:
-            group, by_function = await self._group(prompt, prompt_ids, number, times)
+            group, by_function = await self._maker.make(prompt, prompt_ids, number, times)
             if lease is not None and time.monotonic() - acquired > lease.ttl:
                 self._metrics.stats["permits_expired"] += 1
                 self._warn(
@@ -353,14 +241,16 @@ class RolloutGenerator:
                 )
             staleness = max(0, self._policy.newest_version - group.policy_version)
             times.insert = -time.monotonic()
-            await self._insert(group, _priority(group), lease)
+            await self._insert(group, priority_of(group), lease)
             times.insert += time.monotonic()
-        except (_Left, PromptError) as error:
+        except (LeftOut, PromptError) as error:
             # Before anything else happens: the permit may be what another group waits for.
             if lease is not None:
                 await self._give_back(lease)
             if isinstance(error, PromptError):
                 self._skip(error)
+            elif error.counts_as is not None:
+                self._metrics.stats[error.counts_as] += 1
         else:
             if lease is not None:
                 self._leases.discard(lease)
@@ -369,78 +259,10 @@ class RolloutGenerator:
         if self._on_group is not None:
             self._on_group(self.stats)
 
-    async def _group(
-        self, prompt: Prompt, prompt_ids: list[int], number: int, times: GroupTimes
-    ) -> tuple[RolloutGroup, dict[str, npt.NDArray[np.float32]]]:
-        """The group, and each reward function's rewards. Raises _Left where it is not to be inserted."""
-        times.generate = -time.monotonic()
-        async with self._policy.generation():
-            version = self._policy.version
-            completions = await self._engine.generate(prompt_ids, self._sampling(number), self.config.group_size)
-        times.generate += time.monotonic()
-        times.reward = -time.monotonic()
-        try:
-            rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in completions])
-        except RewardError as error:
-            raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
-        times.reward += time.monotonic()
-        group = self._assemble(prompt, prompt_ids, completions, version, rewards, by_function)
-        if group.num_tokens == 0 or (group.loss_mask is not None and not group.loss_mask.any()):
-            self._metrics.stats["skipped"] += 1
-            raise _Left("nothing in it can be trained on")
-        if self._keep is not None and not self._keep(group):
-            self._metrics.stats["filtered"] += 1
-            raise _Left("filtered")
-        return group, by_function
-
-    def _sampling(self, number: int) -> SamplingConfig:
-        """That of the group with this number: with a seed, one of its own, or equal prompts would complete equally."""
-        sampling = self.config.sampling
-        if sampling.seed is None:
-            return sampling
-        return replace(sampling, seed=random.Random(f"{sampling.seed}/{number}").getrandbits(31))
-
-    def _assemble(
-        self,
-        prompt: Prompt,
-        prompt_ids: list[int],
-        completions: list[Completion],
-        version: int,
-        rewards: npt.NDArray[np.float32],
-        by_function: dict[str, npt.NDArray[np.float32]],
-    ) -> RolloutGroup:
-        """`version`: that of the engine when it was asked, for where there are no tokens to say it."""
-        versions_T = np.array([v for each in completions for v in each.policy_versions], dtype=np.int64)
-        first, last = (int(versions_T.min()), int(versions_T.max())) if versions_T.size else (version, version)
-        extras: dict[str, npt.NDArray[Any]] = {"policy_versions": versions_T} if first != last else {}
-        if len(by_function) > 1:
-            extras |= {f"rewards/{name}": values for name, values in by_function.items()}
-        mask = None
-        if self.config.truncated == "mask" and any(each.finish_reason == "length" for each in completions):
-            mask = np.repeat(
-                [each.finish_reason != "length" for each in completions],
-                [len(each.token_ids) for each in completions],
-            )
-        return group_from_completions(
-            prompt_ids=prompt_ids,
-            completions=[each.token_ids for each in completions],
-            logprobs=[each.logprobs for each in completions],
-            rewards=rewards,
-            advantages=group_advantages(rewards, scale=self.config.advantage_scale),
-            policy_version=first,
-            policy_version_end=last if last != first else None,
-            prompt_id=prompt.prompt_id,
-            loss_mask=mask,
-            finish_reasons=tuple(each.finish_reason for each in completions),
-            sampling=self.config.sampling.describe(),
-            extras=extras,
-            meta=tracing.carrier(),
-        )
-
     # -------------------------------------------------------------------------------------------------- the server
 
     async def _insert(self, group: RolloutGroup, priority: float, lease: PermitLease | None) -> None:
-        """Returns when it is in the tables. Raises _Left where it will not get there, PromptError where it cannot."""
+        """Returns when it is in the tables. Raises LeftOut where it will not get there, PromptError where it cannot."""
         stats, pause = self._metrics.stats, _FIRST_PAUSE
         priorities = dict.fromkeys(self.config.tables, priority)
         key = next(self._keys)  # one for all attempts: should an earlier one have succeeded after all, it stays at that
@@ -456,12 +278,11 @@ class RolloutGenerator:
                 stats["full_refused"] += 1
                 self._warn("full", f"a group was refused, which {self.config.when_full}s now: {error}")
                 if self.config.when_full == "drop":
-                    raise _Left("no room") from error
+                    raise LeftOut(None) from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             except StaleItemError as error:
-                stats["stale_refused"] += 1
-                raise _Left("stale") from error
+                raise LeftOut("stale_refused") from error
             except PayloadTooLargeError as error:
                 raise PromptError(f"prompt {group.prompt_id!r}: its group cannot be inserted: {error}") from error
 
@@ -508,19 +329,6 @@ class RolloutGenerator:
             logger.warning("%s (only warning of this kind)", message)
 
 
-def _priority(group: RolloutGroup) -> float:
-    """`group_priority` of the completions that are trained on: the others have no gradient to offer."""
-    advantages = group.advantages
-    if group.loss_mask is not None:
-        ends = np.cumsum(group.completion_lengths)
-        trained = [
-            bool(group.loss_mask[end - length : end].any())
-            for end, length in zip(ends, group.completion_lengths, strict=True)
-        ]
-        advantages = np.where(trained, advantages, 0.0).astype(np.float32)
-    return group_priority(group.rewards, advantages)
-
-
 def run_generator(
     connect: Callable[[], AsyncReplayClient],
     engine: Engine,
@@ -552,6 +360,7 @@ __all__ = [
     "GeneratorConfig",
     "GeneratorStats",
     "PromptError",
+    "PromptSource",
     "RolloutGenerator",
     "WeightsMismatchError",
     "WeightsNotAllowedError",

@@ -188,6 +188,7 @@ class GeneratorMetrics:
             "generate_seconds_max": max((group.times.generate for group in groups), default=None),
             "reload_seconds_mean": _mean(reloads),
         }
+        # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
         totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
         return line | {name: None if value != value else value for name, value in totals.items()}
 

@@ -93,6 +93,7 @@ def packed_attention(
     Raises NotImplementedError for variants that scaled_dot_product_attention does not have.
     """
     if replay_layout is None:
+        # transformers leaves its result without a type.
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
