@@ -239,6 +239,20 @@ def padded_input(batch: Batch) -> ModelInput:
     )
 
 
+def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields: Any) -> RolloutGroup:
+    """These tokens, of which nothing else is known: rewards, advantages and log-probabilities are 0."""
+    rows = [np.asarray(completion, dtype=np.int32) for completion in completions]
+    return RolloutGroup(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        completion_ids=np.concatenate(rows),
+        completion_lengths=np.array([row.size for row in rows], np.int32),
+        rollout_logprobs=np.zeros(sum(row.size for row in rows), np.float32),
+        rewards=np.zeros(len(rows), np.float32),
+        advantages=np.zeros(len(rows), np.float32),
+        **fields,
+    )
+
+
 def _inputs(length: int) -> int:
     """Tokens of a completion that a packed row holds."""
     return max(length - 1, 0)

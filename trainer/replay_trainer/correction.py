@@ -205,7 +205,7 @@ def correct(
     """
     config = config or CorrectionConfig()
     ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
-    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
+    exits = _Exits(ratios, advantages, logprobs)
     return Correction(
         weights=ratios.weights(mean_weight),
         mask=exits.kept_BT.to(mask.dtype),
@@ -226,7 +226,7 @@ def weights_and_mask(
 ) -> tuple[Tensor, Tensor]:
     """`correct` without its metrics, which would wait for the device at every micro-batch."""
     ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
-    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
+    exits = _Exits(ratios, advantages, logprobs)
     return ratios.weights(mean_weight), exits.kept_BT.to(mask.dtype)
 
 
@@ -242,7 +242,7 @@ def measure(
 ) -> Moments:
     """What the metrics of `correct` are made of; moments of the parts of a batch add up to those of the whole."""
     ratios = _Ratios(old_logprobs, rollout_logprobs, mask, config)
-    exits = _Exits(ratios, config, advantages, old_logprobs if logprobs is None else logprobs, rollout_logprobs)
+    exits = _Exits(ratios, advantages, logprobs)
     return _moments(config, ratios, exits)
 
 
@@ -322,6 +322,7 @@ class _Ratios:
                 f"mask {tuple(mask.shape)} must have one shape (B, T)"
             )
         self.config = config
+        self.old_logprobs, self.rollout_logprobs = old_logprobs, rollout_logprobs
         self.mask_BT = mask.bool()
         self.known_BT = self.mask_BT & ~rollout_logprobs.isnan()
         difference_BT = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
@@ -344,15 +345,9 @@ class _Ratios:
 class _Exits:
     """Which tokens leave the loss, and by which rule."""
 
-    def __init__(
-        self,
-        ratios: _Ratios,
-        config: CorrectionConfig,
-        advantages: Tensor | None,
-        logprobs: Tensor,
-        rollout_logprobs: Tensor,
-    ) -> None:
-        mask_BT, log_BT = ratios.mask_BT, ratios.log_BT
+    def __init__(self, ratios: _Ratios, advantages: Tensor | None, logprobs: Tensor | None) -> None:
+        """`logprobs`: log θ; the old ones where left out."""
+        config, mask_BT, log_BT = ratios.config, ratios.mask_BT, ratios.log_BT
         nobody_B1 = torch.zeros_like(mask_BT[:, :1])
         self.vetoed_B1 = nobody_B1
         if config.veto is not None:
@@ -367,8 +362,9 @@ class _Exits:
                 )
             advantages_BT = advantages[:, None].expand_as(mask_BT) if advantages.ndim == 1 else advantages
             known_BT = ratios.known_BT
-            rollout_BT = torch.where(known_BT, at_least_float32(rollout_logprobs), 0.0)
-            current_BT = torch.where(known_BT, at_least_float32(logprobs), 0.0)
+            current = ratios.old_logprobs if logprobs is None else logprobs
+            rollout_BT = torch.where(known_BT, at_least_float32(ratios.rollout_logprobs), 0.0)
+            current_BT = torch.where(known_BT, at_least_float32(current), 0.0)
             if config.off_policy_mask_threshold is not None:
                 divergence_B1 = _aggregate(rollout_BT - current_BT, mask_BT, "mean")
                 negative_B1 = (mask_BT & (advantages_BT < 0)).any(dim=1, keepdim=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,46 +13,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.alarms import Alarms
-from replay_trainer.batching import Batch, Ints, micro_batches, to_batch
+from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Moments, measure, weight_totals, weights_and_mask
 from replay_trainer.description import GroupFacts, describe_groups, describe_replayed
 from replay_trainer.dynamic_sampling import DynamicSampler
+from replay_trainer.laps import Laps
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
+from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, shard, whole
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, unreplaced
-from replay_trainer.weights import (
-    damaged,
-    load_state,
-    load_weights,
-    probe_tokens,
-    publish_weights,
-    published,
-    remove,
-    saved,
-    server_checkpoint_of,
-    version_of,
-)
+from replay_trainer.weights import saved, server_checkpoint_of
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient, Sample
-
-logger = logging.getLogger(__name__)
-
-_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class GRPOTrainer:
@@ -107,17 +85,17 @@ class GRPOTrainer:
             client, config.replay_table, config.on_empty, config.sample_timeout, config.max_replay_staleness
         )
         self.alarms = Alarms()
-        self._last_saved = -config.save_every
 
     def train(self) -> None:
         """Train up to `max_steps`.
 
         Raises DeadlineExceededError when no groups come in time (it says why), FloatingPointError before an
-        update that is not finite, and what `_start` raises where output_dir or the server belong to another
-        run.
+        update that is not finite, and what `Publication.start` raises where output_dir or the server belong to
+        another run.
         """
         config, ranks = self.config, self.ranks
-        version = self._start()
+        publication = Publication(self.policy, self.optimizer, self.tokenizer, self.client, config, ranks, self.sharded)
+        version = publication.start()
         run = ranks.from_first(secrets.token_hex(8))  # a step done again after a resume may get the same groups again
         laps = Laps()
         try:
@@ -164,7 +142,7 @@ class GRPOTrainer:
                     for callback in self.callbacks:
                         callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
                     if step % config.publish_every == 0 or step == config.max_steps:
-                        self._publish(step)
+                        publication.publish(step)
                     laps.lap("publish")
         finally:
             for callback in self.callbacks:
@@ -174,6 +152,12 @@ class GRPOTrainer:
         """Text of tokens; their numbers where there is no tokenizer."""
         ids = [int(token) for token in token_ids]
         return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
+
+    @property
+    def server_checkpoint(self) -> str:
+        """The server's checkpoint that belongs to the last full state, to start it from; empty: there is none."""
+        folders = saved(self.output_dir)
+        return server_checkpoint_of(folders[-1]) if folders else ""
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -348,129 +332,6 @@ class GRPOTrainer:
             trust[sample.info.key] = float(trust_B[rows].sum() / max(tokens_B[rows].sum(), 1))
         return int(self.ranks.sum([self.replacer.update_priorities(trust, samples)])[0])
 
-    # -------------------------------------------------------------------------------------- start, publish, resume
-
-    def _start(self) -> int:
-        """The version to continue from, announced to the server: the last full state here, or a new 0.
-
-        Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
-        of us, ValueError if it admits fewer groups a step than we take.
-        """
-        if (admission := self.client.server_info().admission) is not None:
-            self.config.check_admission(admission.groups_per_step)
-        metrics_path = self.output_dir / "metrics.jsonl"
-        folders = saved(self.output_dir) if self.config.resume else []
-        for folder in damaged(self.output_dir) if self.config.resume else []:
-            logger.warning("%s has lost files or parts of them: it is passed over", folder)
-        strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
-        if not folders and strangers:
-            remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
-            raise FileExistsError(
-                f"{self.output_dir} holds {strangers[-1].name} of an earlier run: {remedy}, or choose another "
-                f"output_dir"
-            )
-        version = version_of(folders[-1]) if folders else 0
-        newest = version_of(published(self.output_dir)[-1]) if folders else 0
-        policy = self.client.policy()
-        ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
-        if policy.version > newest and not ours:
-            raise RuntimeError(
-                f"the server is at policy version {policy.version}, this run at {newest}: set resume=True with the "
-                f"output_dir of the run that published {policy.version}, or start the server afresh"
-            )
-        self.ranks.wait()  # before the first of us changes what the others look at
-        if folders:
-            self._load(folders[-1])
-        else:
-            torch.manual_seed(self.config.seed + self.ranks.index)
-            self._publish(0)
-        return version
-
-    def _load(self, folder: Path) -> None:
-        """Continue from a full state, and undo what was published after it."""
-        version = version_of(folder)
-        set_model_state_dict(
-            self.policy,
-            {f"model.{name}": tensor for name, tensor in load_weights(folder, self.model).items()},
-            options=StateDictOptions(full_state_dict=True),
-        )
-        state = load_state(folder)
-        if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_FULL)
-        if self.ranks.index < len(state["random"]):
-            torch.set_rng_state(state["random"][self.ranks.index])
-            if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
-        self._last_saved = version
-        if self.ranks.is_first:
-            # rollback: what the killed trainer had taken beyond this version will not be trained on.
-            self.client.set_policy_version(version, weights=str(folder), rollback=True)
-            for later in published(self.output_dir):
-                if version_of(later) > version:
-                    remove(later)
-        self.ranks.wait()
-
-    @property
-    def server_checkpoint(self) -> str:
-        """The server's checkpoint that belongs to the last full state, to start it from; empty: there is none."""
-        folders = saved(self.output_dir)
-        return server_checkpoint_of(folders[-1]) if folders else ""
-
-    def _publish(self, version: int) -> None:
-        """Write the weights, with the full state where one is due, and tell the server."""
-        config = self.config
-        full = version == config.max_steps or version - self._last_saved >= config.save_every
-        probe = self._probe()
-        weights = None
-        if self.sharded:
-            weights = {
-                name.removeprefix("model."): tensor
-                for name, tensor in get_model_state_dict(self.policy, options=_FULL).items()
-            }
-        state = self._state() if full else None
-        if self.ranks.is_first:
-            checkpoint = ""
-            if full and config.checkpoint_server:
-                # One that the server names is also one that it removes, when it has enough newer ones.
-                checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
-            folder = publish_weights(
-                self.model,
-                self.tokenizer,
-                self.output_dir,
-                version,
-                config.keep_weights,
-                probe,
-                weights=weights,
-                state=state,
-                server_checkpoint=checkpoint,
-            )
-            self.client.set_policy_version(version, weights=str(folder))
-        if full:
-            self._last_saved = version
-        self.ranks.wait()
-
-    def _state(self) -> dict[str, Any]:
-        """What a resume needs besides weights and version; the learning rate follows from the step."""
-        on_gpu = self.device.type == "cuda"
-        return {
-            # Before the first update there is none, and asking for it would make a step.
-            "optimizer": get_optimizer_state_dict(self.policy, self.optimizer, options=_FULL)
-            if self.optimizer.state
-            else None,
-            "random": self.ranks.all(torch.get_rng_state()),
-            "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),
-        }
-
-    @torch.no_grad()
-    def _probe(self) -> dict[str, list[Any]]:
-        """{"token_ids": [P], "logprobs": [P - 1]}: what the policy gives each token but the first, after those before.
-
-        Log-probabilities are in nats, at temperature 1, computed in the model's own dtype.
-        """
-        token_ids = probe_tokens(self.model, self.tokenizer)
-        logprobs_BT, _ = self.policy(to_batch([_group(token_ids)], self.device))
-        return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
-
 
 @dataclass(frozen=True)
 class RankPart:
@@ -485,48 +346,9 @@ class RankPart:
     tokens: int
 
 
-class Laps:
-    """Seconds spent in each part of a step, by name."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """What passed since the last lap was spent on `name`."""
-        now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """`items`; a lap ends with each that came."""
-        for item in items:
-            self.lap(name)
-            yield item
-
-    def take(self) -> dict[str, float]:
-        """All laps and their sum, "step"; and start afresh."""
-        seconds, self._seconds = self._seconds, {}
-        return {**seconds, "step": sum(seconds.values())}
-
-
 def _nothing(device: torch.device) -> Batch:
     """A batch of one token that counts for nothing."""
-    return to_batch([_group([0, 0], loss_mask=np.zeros(1, np.bool_))], device)
-
-
-def _group(token_ids: Sequence[int], **fields: Any) -> RolloutGroup:
-    """One completion: all tokens but the first."""
-    tokens = len(token_ids) - 1
-    return RolloutGroup(
-        prompt_ids=np.array(token_ids[:1], np.int32),
-        completion_ids=np.array(token_ids[1:], np.int32),
-        completion_lengths=np.array([tokens], np.int32),
-        rollout_logprobs=np.zeros(tokens, np.float32),
-        rewards=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32),
-        **fields,
-    )
+    return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from replay_client.rollout import RolloutGroup
-from replay_trainer.batching import Batch, ModelInput, packed_input, padded_input, to_batch
+from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input, padded_input, to_batch
 from replay_trainer.packing import enable_packing, packed_forward
 
 CHUNK_LOGITS = 2**24
@@ -126,17 +125,11 @@ def _trial(model: Any) -> Batch:
     vocabulary = model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
 
-    def group(prompt: int, *lengths: int) -> RolloutGroup:
-        return RolloutGroup(
-            prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
-            completion_ids=random.integers(0, vocabulary, sum(lengths), dtype=np.int32),
-            completion_lengths=np.array(lengths, np.int32),
-            rollout_logprobs=np.zeros(sum(lengths), np.float32),
-            rewards=np.zeros(len(lengths), np.float32),
-            advantages=np.zeros(len(lengths), np.float32),
-        )
+    def tokens(count: int) -> Any:
+        return random.integers(0, vocabulary, count)
 
-    return to_batch([group(3, 5, 1, 2), group(6, 3, 0, 7)], model.device)
+    lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]  # of a prompt and its completions
+    return to_batch([bare_group(*map(tokens, group)) for group in lengths], model.device)
 
 
 def chosen_logprobs(

@@ -1,0 +1,179 @@
+"""Publication: the versions of a policy, on disk and for the server, and which of them a run continues from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from replay_trainer.batching import bare_group, to_batch
+from replay_trainer.config import GRPOConfig
+from replay_trainer.logprobs import LogprobModel
+from replay_trainer.ranks import Ranks
+from replay_trainer.weights import (
+    damaged,
+    load_state,
+    load_weights,
+    probe_tokens,
+    publish_weights,
+    published,
+    remove,
+    saved,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+
+logger = logging.getLogger(__name__)
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Publication:
+    """Writes versions and announces them. Every rank has one, and all take each step together."""
+
+    def __init__(
+        self,
+        policy: LogprobModel,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any,
+        client: ReplayClient,
+        config: GRPOConfig,
+        ranks: Ranks,
+        sharded: bool,
+    ) -> None:
+        """`sharded`: the policy's weights are spread over the ranks."""
+        self.policy = policy
+        self.optimizer = optimizer
+        self.tokenizer = tokenizer
+        self.client = client
+        self.config = config
+        self.ranks = ranks
+        self.sharded = sharded
+        self.output_dir = Path(config.output_dir)
+        self._last_saved = -config.save_every
+
+    def start(self) -> int:
+        """The version to continue from, announced to the server: the last full state here, or a new 0.
+
+        Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
+        of us, ValueError if it admits fewer groups a step than we take.
+        """
+        if (admission := self.client.server_info().admission) is not None:
+            self.config.check_admission(admission.groups_per_step)
+        metrics_path = self.output_dir / "metrics.jsonl"
+        folders = saved(self.output_dir) if self.config.resume else []
+        for folder in damaged(self.output_dir) if self.config.resume else []:
+            logger.warning("%s has lost files or parts of them: it is passed over", folder)
+        strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
+        if not folders and strangers:
+            remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
+            raise FileExistsError(
+                f"{self.output_dir} holds {strangers[-1].name} of an earlier run: {remedy}, or choose another "
+                f"output_dir"
+            )
+        version = version_of(folders[-1]) if folders else 0
+        newest = version_of(published(self.output_dir)[-1]) if folders else 0
+        policy = self.client.policy()
+        ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
+        if policy.version > newest and not ours:
+            raise RuntimeError(
+                f"the server is at policy version {policy.version}, this run at {newest}: set resume=True with the "
+                f"output_dir of the run that published {policy.version}, or start the server afresh"
+            )
+        self.ranks.wait()  # before the first of us changes what the others look at
+        if folders:
+            self._load(folders[-1])
+        else:
+            torch.manual_seed(self.config.seed + self.ranks.index)
+            self.publish(0)
+        return version
+
+    def _load(self, folder: Path) -> None:
+        """Continue from a full state, and undo what was published after it."""
+        version = version_of(folder)
+        set_model_state_dict(
+            self.policy,
+            {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()},
+            options=StateDictOptions(full_state_dict=True),
+        )
+        state = load_state(folder)
+        if state["optimizer"] is not None:
+            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_FULL)
+        if self.ranks.index < len(state["random"]):
+            torch.set_rng_state(state["random"][self.ranks.index])
+            if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
+        self._last_saved = version
+        if self.ranks.is_first:
+            # rollback: what the killed trainer had taken beyond this version will not be trained on.
+            self.client.set_policy_version(version, weights=str(folder), rollback=True)
+            for later in published(self.output_dir):
+                if version_of(later) > version:
+                    remove(later)
+        self.ranks.wait()
+
+    def publish(self, version: int) -> None:
+        """Write the weights, with the full state where one is due, and tell the server."""
+        config = self.config
+        full = version == config.max_steps or version - self._last_saved >= config.save_every
+        probe = self._probe()
+        weights = None
+        if self.sharded:
+            weights = {
+                name.removeprefix("model."): tensor
+                for name, tensor in get_model_state_dict(self.policy, options=_FULL).items()
+            }
+        state = self._state() if full else None
+        if self.ranks.is_first:
+            checkpoint = ""
+            if full and config.checkpoint_server:
+                # One that the server names is also one that it removes, when it has enough newer ones.
+                checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
+            folder = publish_weights(
+                self.policy.model,
+                self.tokenizer,
+                self.output_dir,
+                version,
+                config.keep_weights,
+                probe,
+                weights=weights,
+                state=state,
+                server_checkpoint=checkpoint,
+            )
+            self.client.set_policy_version(version, weights=str(folder))
+        if full:
+            self._last_saved = version
+        self.ranks.wait()
+
+    def _state(self) -> dict[str, Any]:
+        """What a resume needs besides weights and version; the learning rate follows from the step."""
+        on_gpu = self.ranks.device.type == "cuda"
+        return {
+            # Before the first update there is none, and asking for it would make a step.
+            "optimizer": get_optimizer_state_dict(self.policy, self.optimizer, options=_FULL)
+            if self.optimizer.state
+            else None,
+            "random": self.ranks.all(torch.get_rng_state()),
+            "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),
+        }
+
+    @torch.no_grad()
+    def _probe(self) -> dict[str, list[Any]]:
+        """{"token_ids": [P], "logprobs": [P - 1]}: what the policy gives each token but the first, after those before.
+
+        Log-probabilities are in nats, at temperature 1, computed in the model's own dtype.
+        """
+        token_ids = probe_tokens(self.policy.model, self.tokenizer)
+        logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))
+        return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
