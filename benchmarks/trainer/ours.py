@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class EndlessClient:
             )
             info = SampleInfo(key, 1.0, 1.0, 0.0, 0, 0, 1, 1)
             self.samples.append(Sample(info, packed.encode()))
+
+    def server_info(self) -> Any:
+        return SimpleNamespace(admission=None)
 
     def policy(self) -> Policy:
         return Policy(0, "", 0.0)
