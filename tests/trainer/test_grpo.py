@@ -331,7 +331,7 @@ def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
     content = file.read_bytes()
     file.unlink() if whole_file else file.write_bytes(content[: len(content) // 2])
     make_trainer(client, tmp_path, max_steps=3, resume=True).train()
-    assert f"{tmp_path / 'step-2'} has lost files or parts of them: it is passed over" in caplog.messages
+    assert f"{tmp_path / 'step-2'} has lost files or parts of them: it is passed over for step-1" in caplog.messages
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
     assert [folder.name for folder in saved(tmp_path)] == ["step-1", "step-2", "step-3"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")

@@ -101,7 +101,8 @@ class GRPOConfig:
     max_completion_length: int | None = None
     """The generator's limit in tokens; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss and its denominators that ended for their length."""
+    """Leave completions out of the loss that ended for their length. Their tokens count in no denominator; where that
+    counts sequences, they still do, as in TRL."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction, of fresh and replayed groups alike. In a file, a table or the name of a preset."""
 

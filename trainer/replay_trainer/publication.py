@@ -73,8 +73,6 @@ class Publication:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
-        for folder in damaged(self.output_dir) if self.config.resume else []:
-            logger.warning("%s has lost files or parts of them: it is passed over", folder)
         strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
         if not folders and strangers:
             remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
@@ -83,6 +81,9 @@ class Publication:
                 f"output_dir"
             )
         version = version_of(folders[-1]) if folders else 0
+        for folder in damaged(self.output_dir):
+            if version_of(folder) > version:  # older ones may be half removed
+                logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
         newest = version_of(published(self.output_dir)[-1]) if folders else 0
         policy = self.client.policy()
         ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
