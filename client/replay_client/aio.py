@@ -413,7 +413,7 @@ class AsyncReplayClient:
 
     async def close(self) -> None:
         """Lets go of the connection; what the server drew ahead for this client goes back."""
-        self._insert_streams.close()
+        await self._insert_streams.close()
         await self._connection.close()
 
     async def __aenter__(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeVar, cast
 
 import grpc
@@ -38,6 +39,10 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
+
+
+_GOODBYE = 1.0
+"""Seconds that the server gets to end a stream."""
 
 
 class Unset:
@@ -207,6 +212,23 @@ async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
             await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
         )
     return cast("T", message)
+
+
+async def end_stream(call: grpc.aio.StreamStreamCall[Any, Any], reader: asyncio.Task[None] | None = None) -> None:
+    """Ends a stream in which nothing is left to be said; `reader` reads it, or nobody does.
+
+    Broken off, gRPC would have words left for an event loop that may be closed by then.
+    """
+
+    async def read_on() -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(_GOODBYE):
+            await call.done_writing()
+            await (asyncio.wait([reader]) if reader else read_on())
+    call.cancel()
 
 
 def check_timeout(timeout: float | None) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import grpc
 
-from replay_client.connection import Connection, read_message
+from replay_client.connection import Connection, end_stream, read_message
 from replay_client.errors import DeadlineExceededError
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -39,8 +39,9 @@ class InsertStreams:
             address = self._connection.address
             raise DeadlineExceededError(f"{address} did not answer an insert within {timeout:g} s") from None
         except BaseException:
-            call.cancel()
-            self.close()  # what broke one has broken all
+            for broken in [call, *self._idle]:  # what broke one has broken all
+                broken.cancel()
+            self._idle.clear()
             raise
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(call)
@@ -48,7 +49,6 @@ class InsertStreams:
             call.cancel()
         return response
 
-    def close(self) -> None:
-        for call in self._idle:
-            call.cancel()
-        self._idle.clear()
+    async def close(self) -> None:
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(end_stream, idle))

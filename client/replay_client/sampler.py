@@ -9,7 +9,7 @@ from typing import Self
 
 import grpc
 
-from replay_client.connection import Connection, Patience, read_message
+from replay_client.connection import Connection, Patience, end_stream, read_message
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.frames import PayloadJoiner
 from replay_client.records import Sample, samples_of
@@ -50,6 +50,8 @@ class AsyncSampler:
         self._ready: list[tuple[int, list[Sample]]] = []
         self._taking = False
         """Whether a batch has been asked for and not been answered yet."""
+        self._busy = False
+        """Whether somebody waits for the next batch."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -61,6 +63,7 @@ class AsyncSampler:
             raise StopAsyncIteration
         # A task of its own: interrupting a read would end the stream, before it can be asked why it waits.
         task = asyncio.create_task(self._next_connected())
+        self._busy = True
         try:
             await asyncio.wait({task}, timeout=self._timeout)
             if not task.done():
@@ -75,6 +78,8 @@ class AsyncSampler:
             task.cancel()
             self._drop_call()
             raise
+        finally:
+            self._busy = False
 
     async def _next_connected(self) -> list[Sample]:
         patience = Patience(self._connection, self._connection.timeout)
@@ -142,6 +147,8 @@ class AsyncSampler:
 
     async def close(self) -> None:
         self._closed = True
+        if self._call is not None and not self._busy:
+            await end_stream(self._call)
         self._drop_call()
 
     async def __aenter__(self) -> Self:

@@ -11,11 +11,10 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import grpc
 
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout, end_stream
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError, error_of
 from replay_client.frames import Item, KeySequence, pack_items
 from replay_client.records import Buffer, PermitLease
@@ -23,8 +22,6 @@ from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
-_GOODBYE = 1.0
-"""Seconds that the server gets to end a stream in which nothing is left to be said."""
 _SEND_AHEAD = 1024
 """Items taken from the unsent ones at a time."""
 
@@ -159,11 +156,7 @@ class Pipeline:
             pass  # the reader knows why the stream broke
         finally:
             if not self._in_flight:
-                # Broken off, gRPC would have words left for an event loop that may be closed by then.
-                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-                    async with asyncio.timeout(_GOODBYE):
-                        await call.done_writing()
-                        await asyncio.wait([reader])
+                await end_stream(call, reader)
             call.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()

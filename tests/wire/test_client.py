@@ -4,6 +4,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -485,3 +487,27 @@ async def test_the_asyncio_client_does_the_same(server):
         await client.set_policy_version(3)
         assert (await anext(watch)).version == 3
         await watch.aclose()
+
+
+ONE_LOOP_AFTER_ANOTHER = """
+import asyncio, sys
+from replay_client import AsyncReplayClient
+
+async def main():
+    async with AsyncReplayClient(sys.argv[1]) as client:
+        await client.insert(b"x", {"plain": 1.0})
+        async with client.writer() as writer:
+            await writer.insert(b"y", {"plain": 1.0})
+        sampler = client.sampler("plain")
+        await anext(sampler)
+        await sampler.close()
+
+for _ in range(10):
+    asyncio.run(main())
+"""
+
+
+def test_event_loops_that_follow_each_other_end_without_a_word(server):
+    command = [sys.executable, "-c", ONE_LOOP_AFTER_ANOTHER, server.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
