@@ -156,7 +156,7 @@ class WeightsAndBiases(Callback):
         import wandb
 
         config = {name: str(value) for name, value in vars(trainer.config).items()}
-        self._run = wandb.init(dir=str(self.folder), config=config)
+        self._run = wandb.init(dir=str(self.folder.parent), config=config)  # it adds a folder "wandb" itself
 
     def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
         self._run.log(
