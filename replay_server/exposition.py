@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from replay_protos import replay_pb2 as pb
 from replay_server.latency import BOUNDS, Latencies
+from replay_server.metrics import MANY
 from replay_server.table import Counters
 
 _COUNTERS = {
@@ -112,12 +113,13 @@ def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
             counter.add_metric([table.name], getattr(table, field))
         yield counter
     yield from _waits(info)
+    quantiles = f"Quantiles; of more than {MANY} items, those between 0 and 1 are of so many drawn at random."
     for field, unit, text in (
         ("staleness", "_versions", "How far the items lag behind the policy version."),
         ("age", "_seconds", "Since the items were inserted."),
         ("priority", "", "Priorities of the items."),
     ):
-        gauge = GaugeMetricFamily(f"replay_table_{field}{unit}", f"{text} Quantiles.", labels=["table", "quantile"])
+        gauge = GaugeMetricFamily(f"replay_table_{field}{unit}", f"{text} {quantiles}", labels=["table", "quantile"])
         for table in info.tables:
             if table.size:
                 for label, quantile in _QUANTILES.items():

@@ -12,7 +12,7 @@ from replay_protos import replay_pb2 as pb
 from replay_server.buffer import ReplayBuffer
 from replay_server.checkpoint_file import Summary
 from replay_server.checkpoints import Listed
-from replay_server.columns import FloatArray
+from replay_server.columns import FloatArray, IntArray
 from replay_server.metrics import Quantiles
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.table import Table
@@ -56,8 +56,9 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
 
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
-    slots = np.fromiter(columns.slots.values(), dtype=np.int64, count=len(columns))
-    staleness = np.maximum(0, buffer.policy.version - columns.policy_version[slots]).astype(np.float64)
+    slots = columns.occupied()
+    staleness = buffer.policy.version - columns.policy_version[slots]
+    np.maximum(staleness, 0, out=staleness)
     insert, sample = lines.inserts.head, lines.samples.head
     return pb.TableInfo(
         name=table.name,
@@ -85,7 +86,7 @@ def _waiting(buffer: ReplayBuffer, line: Line[Any], reason: str | None) -> pb.Wa
     return pb.Waiting(count=len(line), reason=reason or "", seconds=buffer.clock() - head.since)
 
 
-def _quantiles(values: FloatArray) -> pb.Quantiles:
+def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:
     return pb.Quantiles(**vars(Quantiles.of(values)))
 
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replay_server.columns import FloatArray
+from replay_server.columns import FloatArray, IntArray
 
 WINDOW = 60  # seconds
+MANY = 1 << 13
+"""Of more values than this, quantiles are estimated."""
+_rng = np.random.default_rng()
 
 
 class Meter:
@@ -75,8 +78,12 @@ class Quantiles:
     mean: float = 0.0
 
     @classmethod
-    def of(cls, values: FloatArray) -> Quantiles:
+    def of(cls, values: FloatArray | IntArray) -> Quantiles:
+        """Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would
+        hold up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a
+        percent at the median. All else is exact."""
         if values.size == 0:
             return cls()
-        low, p10, p50, p90, high = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
-        return cls(float(low), float(p10), float(p50), float(p90), float(high), float(values.mean()))
+        drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
+        p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
+        return cls(float(values.min()), float(p10), float(p50), float(p90), float(values.max()), float(values.mean()))

@@ -53,6 +53,7 @@ from replay_server.storage import DamagedPayloads, Payload
 from replay_server.table import ITEM_ORDERS
 from replay_server.waiting import deadline_at, result_of
 
+_VERSION = version("replay-server")
 _PORTION = 256
 """Rows offered to the buffer at a time."""
 
@@ -347,7 +348,7 @@ class ReplayService(ReplayServicer):
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
         """The whole of ServerInfo; `tables` chooses some, none means all."""
         server_info = info.server_info(self.buffer, tables)
-        server_info.version = version("replay-server")
+        server_info.version = _VERSION
         server_info.server_id = self.server_id
         server_info.uptime = self.buffer.clock() - self._started
         server_info.insert_streams = self._insert_streams

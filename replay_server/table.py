@@ -367,7 +367,7 @@ class Table:
         """
         if self.config.max_staleness is None or not self.size:
             return 0
-        slots = self.columns.used()
+        slots = self.columns.occupied()
         slots = slots[current - self.columns.policy_version[slots] > self.config.max_staleness]
         owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
         self._remove(slots)
