@@ -225,13 +225,13 @@ class ServerSection(_Model):
             raise ValueError(f"fsync must be 'always', 'never' or a number of seconds above 0, not {self.fsync}")
         return self
 
-    @field_validator("metrics_address")
+    @field_validator("address", "metrics_address")
     @classmethod
     def _host_and_port(cls, address: str | None) -> str | None:
         if address is not None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
-                raise ValueError("must be host:port, for example 127.0.0.1:7401")
+                raise ValueError("must be host:port, for example 127.0.0.1:7401, and the port at most 65535")
         return address
 
 

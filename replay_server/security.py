@@ -193,6 +193,16 @@ class Security:
                 "" if self.tokens is None else ", tokens included",
             )
 
+    @staticmethod
+    def warn_of_metrics(address: str) -> None:
+        """Says what it means that other machines reach the metrics: they want no token and know no TLS."""
+        if not is_loopback(address.rpartition(":")[0]):
+            log.warning(
+                "metrics at http://%s/metrics, without tokens and without TLS: whoever reaches it can read sizes, rates "
+                "and names of tables; set metrics_address to one that only your monitoring reaches",
+                address,
+            )
+
     def _token_files(self) -> tuple[Path, ...]:
         return () if self._tokens_file is None else (self._tokens_file,)
 

@@ -265,6 +265,7 @@ class ReplayServer:
             metrics.start(service.server_info, latencies)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
+            self._security.warn_of_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
         if checkpointer is not None and checkpoints.every_minutes is not None:

@@ -191,15 +191,15 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
         assert server.metrics_address is None
     path = tmp_path / "replay.toml"
     path.write_text("[server]\nmetrics_address = '7401'\n[[tables]]\nname = 'a'\n")
-    for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"]):
+    for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"], ["--address", "127.0.0.1:99999"]):
         result = subprocess.run(
-            [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0", *arguments],
+            [sys.executable, "-m", "replay_server.cli", "serve", *arguments],
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert result.returncode == 1
-        assert "metrics_address: must be host:port, for example 127.0.0.1:7401" in result.stderr
+        assert "address: must be host:port, for example 127.0.0.1:7401" in result.stderr
         assert result.stderr.count("\n") == 1
 
 

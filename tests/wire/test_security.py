@@ -622,3 +622,10 @@ def test_an_address_that_others_reach_is_warned_about_as_far_as_it_is_open(pki, 
     assert warnings("0.0.0.0", **tls) == ["without tokens"]
     assert warnings("0.0.0.0", **tls, tls_client_ca=pki["ca"].cert) == []
     assert warnings("0.0.0.0", **tls, tokens_file=tokens_file) == []
+
+
+@pytest.mark.parametrize(("address", "warned"), [("127.0.0.1:0", False), ("localhost:0", False), ("0.0.0.0:0", True)])
+def test_metrics_that_others_reach_are_warned_about_since_they_want_no_token(address, warned, tokens_file, caplog):
+    security = SecuritySection(tokens_file=tokens_file)
+    with ReplayServer(tables=TABLES, port=0, security=security, metrics_address=address) as server:
+        assert (f"{server.metrics_address}/metrics, without tokens" in caplog.text) == warned
