@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 import warnings
@@ -41,6 +42,16 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """Names what there is beside what there is not, which pydantic's own message does not."""
+        if isinstance(value, dict) and (unknown := [name for name in value if name not in cls.model_fields]):
+            near = difflib.get_close_matches(str(unknown[0]), cls.model_fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.model_fields)}"
+            raise ValueError(f"there is no {str(unknown[0])[:100]!r}; {hint}")
+        return value
 
 
 class _Tagged(_Model):
@@ -219,11 +230,13 @@ class ServerSection(_Model):
     max_payload_bytes: Bytes = 1 << 30
     """The largest single item."""
 
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        if isinstance(self.fsync, float) and not self.fsync > 0:
-            raise ValueError(f"fsync must be 'always', 'never' or a number of seconds above 0, not {self.fsync}")
-        return self
+    @field_validator("fsync", mode="before")
+    @classmethod
+    def _how_often(cls, value: Any) -> Any:
+        seconds = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if value not in ("always", "never") and not seconds:
+            raise ValueError("must be 'always', 'never' or a number of seconds above 0")
+        return value
 
     @field_validator("address", "metrics_address")
     @classmethod
@@ -293,7 +306,14 @@ class Config(_Model):
     limits: LimitsSection = LimitsSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     admission: AdmissionConfig | None = None
-    tables: tuple[TableConfig, ...] = Field(min_length=1)
+    tables: tuple[TableConfig, ...] = Field(default=(), validate_default=True)
+
+    @field_validator("tables", mode="before")
+    @classmethod
+    def _at_least_one(cls, value: Any) -> Any:
+        if not value or isinstance(value, dict):
+            raise ValueError("write [[tables]], in two brackets, once for each table; there must be one at least")
+        return value
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -328,7 +348,10 @@ class Config(_Model):
         """Reads a TOML file. Raises ValueError with the file, the place and the remedy."""
         try:
             data = tomllib.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"{path} cannot be read: {reason}") from None
+        except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         try:
             return cls.model_validate(data)
@@ -346,6 +369,8 @@ def explain(error: ValidationError) -> str:
         shown = isinstance(value, str | float) or _is_small(value)
         # A secret written where the name of its file belongs must not come out in a log.
         given = f", not {value!r}" if shown and "security" not in problem["loc"] else ""
+        if repr(value) in message:
+            given = ""
         clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
     return "; ".join(clauses)
 

@@ -198,8 +198,8 @@ class Security:
         """Says what it means that other machines reach the metrics: they want no token and know no TLS."""
         if not is_loopback(address.rpartition(":")[0]):
             log.warning(
-                "metrics at http://%s/metrics, without tokens and without TLS: whoever reaches it can read sizes, rates "
-                "and names of tables; set metrics_address to one that only your monitoring reaches",
+                "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "
+                "and rates of tables; set metrics_address to one that only your monitoring reaches",
                 address,
             )
 

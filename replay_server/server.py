@@ -230,7 +230,8 @@ class ReplayServer:
                 await checkpointer.close()
             if journal is not None:
                 await journal.close()
-            log.info("stopped")
+            if self._address is not None:  # else it never began
+                log.info("stopped")
 
     async def _listen(
         self,

@@ -79,11 +79,14 @@ class LmdbStorage:
         """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: what is in it is
         put aside, under another name.
 
-        Raises UnusableDirectory; OSError if the directory cannot be made or written.
+        Raises UnusableDirectory, also if it cannot be made or written.
         """
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(directory)
+        except OSError as error:
+            raise UnusableDirectory(f"data_dir {directory} cannot be written: {error.strerror}") from error
         try:
             if replace:
                 _put_aside(directory)
@@ -442,7 +445,9 @@ def _lock(directory: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
-        raise UnusableDirectory(f"data_dir {directory} is in use by another server") from None
+        raise UnusableDirectory(
+            f"data_dir {directory} is in use by another server: stop that one, or name another folder"
+        ) from None
     return file
 
 

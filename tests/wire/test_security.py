@@ -584,8 +584,12 @@ tokens_file = "{tokens_file}"
     [
         ("[security]\ntokens_file = '/nowhere/tokens'", "tokens_file /nowhere/tokens cannot be read"),
         ("[security]\ntls_cert = '/nowhere/cert'\ntls_key = '/nowhere/key'", "tls_cert /nowhere/cert cannot be read"),
-        ("[security]\ntoken = 'hush-hush'", "security.token: Extra inputs"),
+        ("[security]\ntoken = 'hush-hush'", "security: there is no 'token'; did you mean 'tokens_file'?"),
         ("[security]\ntokens_file = 7", "security.tokens_file"),
+        ("max_size = 'many'", "replay.toml: tables.0.max_size: Input should be a valid integer"),
+        ("[server]\nfsync = 'sometimes'", "server.fsync: must be 'always', 'never' or a number of seconds above 0"),
+        ("[server]\ndata_dir = '/etc/passwd'", "data_dir /etc/passwd cannot be written: File exists"),
+        ("[server]\nmax_bytes = '32XB'", "server.max_bytes: '32XB' is not a size; write for example"),
     ],
 )
 def test_serve_with_a_bad_file_fails_with_one_line(tmp_path, config, words):
