@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -13,6 +14,7 @@ from replay_server.cli.demo import demo
 from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items
+from replay_server.cli.output import complain
 from replay_server.cli.policy import policy
 from replay_server.cli.serve import serve
 from replay_server.cli.show import show
@@ -29,6 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""Of the click that typer uses, its own or the package: it does not export the class."""
 _LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, watch, items, show, update, delete, reset)
 _KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints)
 _RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
@@ -42,6 +46,19 @@ for command in (*_KEEP, *_RUN):
 def main() -> None:
     """The entry point: one clear line and a non-zero status where something fails."""
     try:
-        app(prog_name="replay")
+        status = app(prog_name="replay", standalone_mode=False)
+    except _UsageError as error:
+        message = error.format_message()
+        if "\n" in message:  # the help, where a command was called without anything
+            print(message, file=sys.stderr)
+        else:
+            command = "replay" if error.ctx is None else error.ctx.command_path
+            message = message.replace("Value error, ", "").rstrip(".")  # pydantic's, of which typer may make use
+            complain(f"{message}; see `{command} --help`")
+        status = 2
+    except typer.Abort:
+        complain("nothing was changed")
+        status = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    sys.exit(status)

@@ -9,7 +9,7 @@ import typer
 
 from replay_server.cli.connection import Timeout, ask, connect, with_access
 from replay_server.cli.documents import checkpoint_document
-from replay_server.cli.output import AsJson, console, print_json
+from replay_server.cli.output import AsJson, console, print_json, say
 
 
 @with_access
@@ -20,7 +20,7 @@ def checkpoint(
 ) -> None:
     """Write a checkpoint: all tables as of one moment, while the server goes on. Prints its name."""
     with connect(access, timeout) as client:
-        print(ask(lambda: client.checkpoint(name)))
+        say(ask(lambda: client.checkpoint(name)))
 
 
 @with_access

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the server.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the server.")]
 
 
 def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callable[..., R]:

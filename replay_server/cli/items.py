@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
 from replay_server.cli.documents import item_document
-from replay_server.cli.output import AsJson, Yes, confirm, console, duration, print_json
+from replay_server.cli.output import AsJson, Yes, confirm, console, duration, fail, print_json, say
 
 
 class Order(StrEnum):
@@ -102,7 +101,6 @@ def delete(
     if as_json:
         print_json({"deleted": result.applied, "missing": [str(key) for key in result.missing]})
     else:
-        print(f"{result.applied} deleted from {table}")
+        say(f"{result.applied} deleted from {table}")
     if result.missing:
-        print(f"replay: not in {table}: {', '.join(map(str, result.missing))}", file=sys.stderr)
-        raise typer.Exit(1)
+        fail(f"not in {table}: {', '.join(map(str, result.missing))}")

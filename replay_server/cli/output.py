@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -22,28 +24,47 @@ _WIDE = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""
 
 
+def say(text: object) -> None:
+    """A line on standard output, for people."""
+    print(printable(str(text)), flush=True)
+
+
+def complain(message: object) -> None:
+    """The line that says what is wrong."""
+    print(printable(f"replay: {message}"), file=sys.stderr)
+
+
 def fail(message: object) -> NoReturn:
     """Ends the command: what it was to do did not work."""
-    print(f"replay: {message}", file=sys.stderr)
+    complain(message)
     raise typer.Exit(1)
 
 
 def misuse(message: object) -> NoReturn:
     """Ends the command: it cannot be meant like this."""
-    print(f"replay: {message}", file=sys.stderr)
+    complain(message)
     raise typer.Exit(2)
 
 
 def console() -> Console:
-    """Standard output; in colours only on a terminal, and not if NO_COLOR is set."""
+    """Standard output; in colours only on a terminal, and not if NO_COLOR is set. What servers and groups say comes out
+    as `printable`: only rich itself may send the terminal commands."""
     from rich.console import Console
+    from rich.segment import Segment
 
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
+    class Printable(Console):
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    return Printable(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
-    print(json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False), flush=True)
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
+    print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)
 
 
 def confirm(question: str, yes: bool) -> None:

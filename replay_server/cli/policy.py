@@ -8,7 +8,7 @@ import typer
 
 from replay_server.cli.connection import Timeout, ask, connect, with_access
 from replay_server.cli.documents import policy_document
-from replay_server.cli.output import AsJson, Yes, confirm, duration, print_json
+from replay_server.cli.output import AsJson, Yes, confirm, duration, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import Policy
@@ -60,4 +60,4 @@ def _print(current: Policy, as_json: bool) -> None:
         print_json(policy_document(current))
         return
     weights = current.weights or "no weights published"
-    print(f"version {current.version}, {weights}, set {duration(current.age)} ago")
+    say(f"version {current.version}, {weights}, set {duration(current.age)} ago")

@@ -10,7 +10,7 @@ import typer
 
 from replay_server.cli.connection import Key, Timeout, ask, connect, with_access
 from replay_server.cli.documents import Document
-from replay_server.cli.output import AsJson, console, duration, fail, print_json, printable
+from replay_server.cli.output import AsJson, console, duration, fail, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -168,15 +168,15 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     from rich.text import Text
 
     document = group_document(group, decoder, tokens)
-    named = f" {printable(group.prompt_id)!r}" if group.prompt_id else ""
+    named = f" {group.prompt_id!r}" if group.prompt_id else ""
     ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
     lines = [Text(f"group of {group.group_size} completions, {_tokens(group.num_tokens)}{ended}")]
     for name in ("sampling", "meta"):
         if document[name]:
             facts = ", ".join(f"{field} {value}" for field, value in document[name].items())
-            lines.append(Text(printable(f"{name}: {facts}")))
+            lines.append(Text(f"{name}: {facts}"))
     for name, facts in document["extras"].items():
-        lines.append(Text(printable(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}")))
+        lines.append(Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}"))
     lines += [
         Text(),
         Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
@@ -197,7 +197,7 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
         if completion.get("masked_tokens"):
             parts.append(f"{_tokens(completion['masked_tokens'])} masked")
         if completion["finish_reason"] is not None:
-            parts.append(f"ended by {printable(completion['finish_reason'])}")
+            parts.append(f"ended by {completion['finish_reason']}")
         lines += [
             Text(),
             Text("  ".join(parts), style="bold"),
@@ -215,7 +215,7 @@ def _words(part: Document, ids: list[int]) -> Text:
     from rich.text import Text
 
     if "text" in part:
-        return Text(printable(part["text"]))
+        return Text(part["text"])
     if not ids:
         return Text("(empty)", style="dim")
     more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""

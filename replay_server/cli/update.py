@@ -9,7 +9,7 @@ import typer
 
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.documents import Document, config_of, table_document
-from replay_server.cli.output import AsJson, Yes, confirm, misuse, print_json
+from replay_server.cli.output import AsJson, Yes, confirm, misuse, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import TableInfo
@@ -46,9 +46,9 @@ def update(
     old, new = config_of(info), config_of(after)
     for name in new:
         if old[name] != new[name]:
-            print(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
+            say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
     if old == new:
-        print(f"{table}: nothing changed")
+        say(f"{table}: nothing changed")
 
 
 @with_access
@@ -69,7 +69,7 @@ def reset(
     if as_json:
         print_json({"removed": removed})
     else:
-        print(f"{removed} items removed from {table or 'all tables'}")
+        say(f"{removed} items removed from {table or 'all tables'}")
 
 
 def _change(text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_server.cli.connection import Timeout, ask, connect, with_access
-from replay_server.cli.output import AsJson, print_json
+from replay_server.cli.output import AsJson, fail, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import ServerInfo, TableInfo
@@ -37,7 +37,7 @@ def watch(
 ) -> None:
     """New policy versions, what came into and out of tables, who begins and ends to wait, and whether the server is
     there; until Ctrl-C. With --json each line is a document."""
-    from replay_client.errors import ServerUnavailableError
+    from replay_client.errors import ReplayError, ServerUnavailableError
 
     changes, printed = Changes(), 0
     with connect(access, timeout) as client:
@@ -49,7 +49,7 @@ def watch(
                 if as_json:
                     print_json({"time": time.time()} | event, indent=None)
                 else:
-                    print(time.strftime("%H:%M:%S"), in_words(event), flush=True)
+                    say(f"{time.strftime('%H:%M:%S')} {in_words(event)}")
                 printed += 1
                 if printed == count:
                     return
@@ -58,6 +58,8 @@ def watch(
                 info = client.server_info()
             except ServerUnavailableError:
                 info = None
+            except ReplayError as error:  # it is there, and does not answer: the token was revoked, or it is stopped
+                fail(error)
 
 
 @dataclass

@@ -204,8 +204,10 @@ def test_commands_fail_with_one_line_where_no_server_answers(command):
 
 
 def test_wrong_use_is_told_from_failure_by_the_status(replay):
-    assert replay("tables", "--nonsense").returncode == 2
+    wrong = replay("tables", "--nonsense")
+    assert (wrong.returncode, wrong.stderr) == (2, "replay: No such option: --nonsense; see `replay tables --help`\n")
     assert replay("items").returncode == 2
+    assert replay().stderr.startswith("Usage: replay ")
     assert replay("items", "nope").returncode == 1
     assert "tables: rollouts, replay" in replay("items", "nope").stderr
     assert replay("tables", "--address", "nonsense").returncode == 1
