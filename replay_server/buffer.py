@@ -630,8 +630,8 @@ class ReplayBuffer:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
         if version < self.policy.version and not rollback:
             raise invalid(
-                f"policy version {version} is below the current {self.policy.version}; pass rollback=True if the "
-                f"trainer really went back"
+                f"policy version {version} is below the current {self.policy.version}; pass rollback=True (--rollback) "
+                f"if the trainer really went back"
             )
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():

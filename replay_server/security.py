@@ -260,15 +260,15 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
             return grpc.StatusCode.UNAUTHENTICATED, (
-                "this server wants a token and the call has none: set REPLAY_TOKEN or REPLAY_TOKEN_FILE, or pass "
-                "token=... to the client"
+                "this server wants a token and the call has none: set REPLAY_TOKEN or REPLAY_TOKEN_FILE, give "
+                "--token-file, or pass token=... to the client"
             )
         scheme, _, token = str(given[0]).partition(" ")
         role = self._security.role_of(token) if len(given) == 1 and scheme.lower() == "bearer" else None
         if role is None:
             return grpc.StatusCode.UNAUTHENTICATED, (
-                "the token is not one of this server's: check that REPLAY_TOKEN, REPLAY_TOKEN_FILE or token=... is the "
-                "current one in the server's tokens_file (or REPLAY_TOKENS)"
+                "the token is not one of this server's: check that REPLAY_TOKEN, REPLAY_TOKEN_FILE, --token-file or "
+                "token=... is the current one in the server's tokens_file (or REPLAY_TOKENS)"
             )
         wanted = ROLES.get(name, Role.ADMIN) if service == SERVICE else Role.ADMIN
         if service == REFLECTION:
