@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,8 @@ from replay_server.cli.documents import Document, config_of
 from replay_server.cli.output import duration
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
     from replay_client.records import ServerInfo, TableInfo
 
 SORTS: dict[str, Callable[[TableInfo], float | str]] = {
@@ -26,6 +30,8 @@ SORTS: dict[str, Callable[[TableInfo], float | str]] = {
 }
 """What the rows can be sorted by; the first keeps the order of the configuration."""
 _COLUMNS = ("table", "size", "bytes", "in/s", "out/s", "staleness", "oldest", "blocked", "evicted", "stale")
+_FIRST_TO_GO = ("bytes", "oldest", "staleness", "blocked", "stale", "evicted", "out/s", "in/s")
+"""What a terminal that is too narrow for all columns does without, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,21 +46,39 @@ def headline(address: str, info: ServerInfo) -> Text:
     return line
 
 
-def table_view(
-    tables: Sequence[TableInfo], sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
-) -> Table:
+@dataclass(frozen=True)
+class TableView:
     """A row for each table; with `sparks` (rates in and out over time, by table) also how they went."""
-    view = Table(box=None, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
-    if sparks is not None:
-        # Columns that may wrap are the first that rich makes narrower; without a space in them they are cut instead.
-        view.add_column("in", overflow="crop", style="green")
-        view.add_column("out", overflow="crop", style="cyan")
-    for table in tables:
-        more = [] if sparks is None else [sparkline(rates) for rates in sparks.get(table.name, ((), ()))]
-        view.add_row(*_row(table), *more)
-    return view
+
+    tables: Sequence[TableInfo]
+    sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        rows = [dict(zip(_COLUMNS, _row(table), strict=True)) for table in self.tables]
+        columns = _fitting(rows, options.max_width)
+        view = Table(box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
+        if self.sparks is not None:
+            # Columns that may wrap are made narrower first; without a space in them they are cut instead.
+            view.add_column("in", overflow="crop", style="green")
+            view.add_column("out", overflow="crop", style="cyan")
+        for table, row in zip(self.tables, rows, strict=True):
+            more = [] if self.sparks is None else map(sparkline, self.sparks.get(table.name, ((), ())))
+            view.add_row(*(row[column] for column in columns), *more)
+        yield view
+
+
+def _fitting(rows: Sequence[Mapping[str, str | Text]], width: int) -> list[str]:
+    """The columns that are whole within `width`: half a number would say something wrong."""
+    wide = {
+        column: max(cell_len(str(cell)) for cell in (column, *(row[column] for row in rows))) for column in _COLUMNS
+    }
+    columns = list(_COLUMNS)
+    for column in _FIRST_TO_GO:
+        if sum(wide[each] + 2 for each in columns) - 2 > width:
+            columns.remove(column)
+    return columns
 
 
 def _row(table: TableInfo) -> list[str | Text]:

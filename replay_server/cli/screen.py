@@ -73,7 +73,7 @@ class Screen:
             overview.headline(self.address, self.info),
             problem,
             Text(),
-            overview.table_view(tables, self._rates),
+            overview.TableView(tables, self._rates),
             Text(),
             overview.permits(self.info),
             *overview.waits(self.info),

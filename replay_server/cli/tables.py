@@ -21,7 +21,7 @@ def tables(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5
 
     out = console()
     out.print(overview.headline(address, info))
-    out.print(overview.table_view(list(info.tables.values())))
+    out.print(overview.TableView(list(info.tables.values())))
     if (line := overview.permits(info)) is not None:
         out.print(line)
     for line in overview.waits(info):

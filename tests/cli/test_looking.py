@@ -1,11 +1,16 @@
 """`tables`, `items`, `show`, `watch`: what a person and a program see of a server."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -46,6 +51,30 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     assert (data["policy"], data["admission"]) == ({"version": 0, "weights": "", "age": data["policy"]["age"]}, None)
     client.insert(b"x", {"replay": 1.0})
     thread.join()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole(client, replay, columns):
+    client.insert(b"12345", {"replay": 1.0})
+    lines = on_a_terminal(columns, client.address).splitlines()
+    table = [line for line in lines if line.startswith(("table", "rollouts", "replay"))]
+    assert len(table) == 3
+    assert "1 / 16" in table[2]
+    assert "…" not in "".join(table)
+    assert ("oldest" in table[0]) == (columns >= 80)
+
+
+def on_a_terminal(columns, address):
+    """What `replay tables` writes to a terminal of so many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "replay_server.cli", "tables", "--address", address]
+    subprocess.run(command, stdout=slave, timeout=60, check=True, env=environment | {"TERM": "xterm", "NO_COLOR": "1"})
+    os.close(slave)
+    written = os.read(master, 65536).decode()
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
 
 
 def test_what_json_says_has_the_same_fields_always(client, replay):
