@@ -233,7 +233,8 @@ def metrics() -> Iterator[str]:
     yield "# Metrics\n"
     yield (
         "What Prometheus finds at `http://METRICS_ADDRESS/metrics`, beside the usual `process_*` and `python_gc_*`. "
-        "`table` is the name of a table, `operation` is `insert` or `sample`, `quantile` is 0, 0.1, 0.5, 0.9 or 1.\n"
+        "`table` is the name of a table, `operation` is `insert` or `sample`, `statistic` is min, p10, p50, p90, max "
+        "or mean.\n"
     )
     yield "| metric | kind | labels | meaning |\n|---|---|---|---|"
     for family in (*server_metrics(info), *table_metrics(info), *latency_metrics(latencies)):

@@ -38,7 +38,8 @@ _COUNTERS = {
     "forward_refused": "Items that did not, because it had no place for them.",
 }
 assert list(_COUNTERS) == [item.name for item in fields(Counters)]
-_QUANTILES = {"0": "min", "0.1": "p10", "0.5": "p50", "0.9": "p90", "1": "max"}
+_STATISTICS = ("min", "p10", "p50", "p90", "max", "mean")
+"""Values of the label `statistic`; Prometheus keeps `quantile` for its own summaries, and promtool says so."""
 
 
 class ServerCollector(Collector):
@@ -113,17 +114,17 @@ def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
             counter.add_metric([table.name], getattr(table, field))
         yield counter
     yield from _waits(info)
-    quantiles = f"Quantiles; of more than {MANY} items, those between 0 and 1 are of so many drawn at random."
+    estimated = f"Of more than {MANY} items p10, p50 and p90 are those of so many drawn at random."
     for field, unit, text in (
         ("staleness", "_versions", "How far the items lag behind the policy version."),
         ("age", "_seconds", "Since the items were inserted."),
         ("priority", "", "Priorities of the items."),
     ):
-        gauge = GaugeMetricFamily(f"replay_table_{field}{unit}", f"{text} {quantiles}", labels=["table", "quantile"])
+        gauge = GaugeMetricFamily(f"replay_table_{field}{unit}", f"{text} {estimated}", labels=["table", "statistic"])
         for table in info.tables:
             if table.size:
-                for label, quantile in _QUANTILES.items():
-                    gauge.add_metric([table.name, label], getattr(getattr(table, field), quantile))
+                for statistic in _STATISTICS:
+                    gauge.add_metric([table.name, statistic], getattr(getattr(table, field), statistic))
         yield gauge
 
 
