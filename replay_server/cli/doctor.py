@@ -59,7 +59,7 @@ def _access(given: dict[str, Any]) -> Finding:
 
 def examine(client: ReplayClient) -> Iterator[Finding]:
     """All findings; only that of the connection if the server does not answer."""
-    from replay_client.errors import ReplayError, ServerUnavailableError
+    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_server.cli.diagnosis import Finding, Level, server_findings, table_findings
 
     try:
@@ -71,8 +71,11 @@ def examine(client: ReplayClient) -> Iterator[Finding]:
             trips.append(time.perf_counter() - begin)
         info = client.server_info()
     except ReplayError as error:
-        absent = isinstance(error, ServerUnavailableError)
-        remedy = "start it with `replay serve`, or give --address HOST:PORT" if absent else ""
+        remedy = ""
+        if isinstance(error, ServerUnavailableError):
+            remedy = "start it with `replay serve`, or give --address HOST:PORT"
+        elif isinstance(error, DeadlineExceededError):
+            remedy = "see whether its process is stopped or its machine overloaded, or wait longer (--timeout)"
         yield Finding("connection", Level.FAILURE, str(error), remedy)
         return
     trip = sorted(trips)[_ROUND_TRIPS // 2]

@@ -37,7 +37,7 @@ def watch(
 ) -> None:
     """New policy versions, what came into and out of tables, who begins and ends to wait, and whether the server is
     there; until Ctrl-C. With --json each line is a document."""
-    from replay_client.errors import ReplayError, ServerUnavailableError
+    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     changes, printed = Changes(), 0
     with connect(access, timeout) as client:
@@ -56,9 +56,9 @@ def watch(
             time.sleep(interval)
             try:
                 info = client.server_info()
-            except ServerUnavailableError:
+            except (ServerUnavailableError, DeadlineExceededError):
                 info = None
-            except ReplayError as error:  # it is there, and does not answer: the token was revoked, or it is stopped
+            except ReplayError as error:  # it refuses: the token was revoked
                 fail(error)
 
 

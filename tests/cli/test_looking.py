@@ -19,7 +19,7 @@ import pytest
 
 from replay_trainer.demo.task import make_tokenizer
 from tests.cli.conftest import run_replay
-from tests.factories import make_group
+from tests.factories import make_group, server_process
 
 
 def document(result):
@@ -213,6 +213,30 @@ def test_watch_writes_a_line_for_each_change(server, client, replay):
         assert event("server")["state"] == "gone"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
+
+
+def test_watch_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read-only:0123456789abcdef\n")
+    config = f"[security]\ntokens_file = '{tokens}'\n[[tables]]\nname = 'a'\n"
+    command = [sys.executable, "-m", "replay_server.cli", "watch", "--interval", "0.2", "--timeout", "2"]
+    with server_process(tmp_path, config) as server, contextlib.ExitStack() as stack:
+        environment = os.environ | {"REPLAY_ADDRESS": server.address, "REPLAY_TOKEN": "0123456789abcdef"}
+        process = stack.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert "policy version 0" in process.stdout.readline()
+        server.process.send_signal(signal.SIGSTOP)
+        assert "the server is gone" in process.stdout.readline()
+        server.process.send_signal(signal.SIGCONT)
+        assert "the server is back" in process.stdout.readline()
+        tokens.write_text("read-only:fedcba9876543210\n")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("replay: the token is not one of this server's")
+    assert said.count("\n") == 1
 
 
 def test_watch_can_be_cut_to_one_kind_and_a_count(replay):
