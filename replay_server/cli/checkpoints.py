@@ -16,11 +16,16 @@ from replay_server.cli.output import AsJson, console, print_json, say
 def checkpoint(
     access: dict[str, Any],
     name: Annotated[str, typer.Argument(help="Its name; without one the last few are kept.")] = "",
+    as_json: AsJson = False,
     timeout: Timeout = 600.0,
 ) -> None:
     """Write a checkpoint: all tables as of one moment, while the server goes on. Prints its name."""
     with connect(access, timeout) as client:
-        say(ask(lambda: client.checkpoint(name)))
+        written = ask(lambda: client.checkpoint(name))
+    if as_json:
+        print_json({"name": written})
+    else:
+        say(written)
 
 
 @with_access
