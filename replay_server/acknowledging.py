@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -26,7 +26,7 @@ Responses = AsyncIterator[pb.InsertResponse]
 async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses], requests: Requests) -> Responses:
     """What `insert` answers to `requests`, as soon as it is true for good."""
     keys: deque[int] = deque()  # of rows that are not answered yet, in order
-    answers: deque[tuple[asyncio.Future[frozenset[int]], pb.InsertResponse]] = deque()
+    answers: deque[tuple[asyncio.Future[None], pb.InsertResponse]] = deque()
     news, told = asyncio.Event(), asyncio.Event()
 
     async def noted() -> Requests:
@@ -53,11 +53,11 @@ async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses]
                 await news.wait()
                 continue
             ticket, answer = answers.popleft()
-            unwritten = await asyncio.shield(ticket)
+            await asyncio.shield(ticket)
             while answers and answers[0][0] is ticket:
                 answer.decided += answers[0][1].decided
                 answer.errors.extend(answers.popleft()[1].errors)
-            refuse(answer, [keys.popleft() for _ in range(answer.decided)], unwritten)
+            refuse_taken_back(answer, [keys.popleft() for _ in range(answer.decided)], journal)
             yield answer
             told.set()
         await worker
@@ -66,11 +66,12 @@ async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses]
         await asyncio.gather(worker, return_exceptions=True)
 
 
-def refuse(answer: pb.InsertResponse, keys: Iterable[int], unwritten: frozenset[int]) -> None:
+def refuse_taken_back(answer: pb.InsertResponse, keys: Sequence[int], journal: Journal) -> None:
     """Adds the errors of those of `keys`, which `answer` decides on, that could not be written."""
-    if not unwritten:
+    if not (taken_back := journal.taken_back(keys)):
         return
+    told = {error.key for error in answer.errors}
     for key in keys:
-        if key in unwritten:
+        if key in taken_back and key not in told:
             refusal = full(f"item {key} could not be written: the disk of data_dir is full or fails")
             answer.errors.add(key=key, code=refusal.code.value[0], message=refusal.message)

@@ -5,7 +5,8 @@
           └──────────── goes on meanwhile ────────────┘
 
 Nobody is told of a change before it is written. When a commit fails, the inserts in it that nobody has drawn yet are
-taken back and refused, and everything else is tried again until it is written.
+taken back and refused, and everything else is tried again until it is written. Who is told of an insert may have come
+to wait for a later commit than the one that failed with it; so what was taken back is kept, and asked for by key.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
 
-from replay_server.buffer import ReplayBuffer
+from replay_server.buffer import SEEN_KEYS, ReplayBuffer
 from replay_server.checkpoints import OpenCheckpoint
 from replay_server.errors import broken
 from replay_server.snapshot import Collector, restore
@@ -43,7 +45,9 @@ class Journal:
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-journal")
         self._wanted = asyncio.Event()
-        self._next: asyncio.Future[frozenset[int]] = asyncio.get_running_loop().create_future()
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._taken_back: dict[int, None] = {}
+        """Keys of the last inserts that could not be written."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
         self._syncing = asyncio.create_task(self._sync())
@@ -99,17 +103,24 @@ class Journal:
         """Payload bytes that wait to be written."""
         return self._storage.unwritten
 
-    def ticket(self) -> asyncio.Future[frozenset[int]]:
-        """Done when all that has changed until now is written; with the keys of inserts that could not be.
+    def ticket(self) -> asyncio.Future[None]:
+        """Done when all that has changed until now is written, or taken back.
 
         Fails with Refused where nothing can be written any more, for a reason that is not the disk's.
         """
         self._wanted.set()
         return self._next
 
-    async def durable(self) -> frozenset[int]:
-        """Returns when all that has changed until now is written; the keys of inserts that could not be."""
-        return await asyncio.shield(self.ticket())
+    async def durable(self) -> None:
+        """Returns when all that has changed until now is written, or taken back."""
+        await asyncio.shield(self.ticket())
+
+    def taken_back(self, keys: Collection[int]) -> set[int]:
+        """Those of `keys` whose insert could not be written, and has not succeeded since."""
+        if not self._taken_back:
+            return set()
+        found = self._taken_back.keys() & set(keys)
+        return found - set(self._buffer.seen(found))
 
     async def close(self) -> None:
         """Writes what there is to write and ends."""
@@ -136,7 +147,8 @@ class Journal:
         """One commit, and what those who wait for it are told."""
         done, self._next = self._next, asyncio.get_running_loop().create_future()
         try:
-            done.set_result(await self._commit())
+            await self._commit()
+            done.set_result(None)
         except Exception as error:
             log.exception("what has changed cannot be written any more: restart the server")
             self._storage.error = f"writing failed ({error!r}); restart the server"
@@ -144,10 +156,9 @@ class Journal:
                 waiting.set_exception(broken(self._storage.error))
                 waiting.exception()  # or asyncio would complain where nobody waits
 
-    async def _commit(self) -> frozenset[int]:
-        """Writes what has changed. Returns the keys of inserts that could not be written and are taken back."""
+    async def _commit(self) -> None:
+        """Writes what has changed, but for inserts that have to be taken back."""
         loop, storage = asyncio.get_running_loop(), self._storage
-        refused: set[int] = set()
         while True:
             delta = self._collector.collect()
             if not delta and not storage.changed:
@@ -160,7 +171,7 @@ class Journal:
                     log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
                 unwritten = storage.end_commit(error)
                 self._collector.not_written(delta)
-                refused |= self._buffer.withdraw(unwritten)
+                self._take_back(unwritten)
                 if self._stopping:
                     raise
                 await asyncio.sleep(_RETRY)
@@ -170,7 +181,13 @@ class Journal:
             storage.end_commit(None)
             self._collector.written(delta)
             break
-        return frozenset(refused)
+
+    def _take_back(self, unwritten: list[int]) -> None:
+        for key in self._buffer.withdraw(unwritten):
+            self._taken_back.pop(key, None)  # to the end
+            self._taken_back[key] = None
+        while len(self._taken_back) > SEEN_KEYS:
+            del self._taken_back[next(iter(self._taken_back))]
 
     async def _sync(self) -> None:
         """Lets a crash of the machine cost the last seconds only."""

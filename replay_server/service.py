@@ -26,7 +26,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayServicer
 from replay_server import draws, host, info, tracing
-from replay_server.acknowledging import acknowledged, refuse
+from replay_server.acknowledging import acknowledged, refuse_taken_back
 from replay_server.admission import Admission
 from replay_server.budget import Budget
 from replay_server.buffer import ReplayBuffer
@@ -108,7 +108,9 @@ class ReplayService(ReplayServicer):
         async for part in self._insert(_once(request), context.peer()):
             whole.decided += part.decided
             whole.errors.extend(part.errors)
-        refuse(whole, request.head.keys, await self._durable())
+        await self._durable()
+        if self._journal is not None:
+            refuse_taken_back(whole, request.head.keys, self._journal)
         if whole.decided < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
         return whole
@@ -461,9 +463,10 @@ class ReplayService(ReplayServicer):
 
     # ------------------------------------------------------------------------------------------------ waiting
 
-    async def _durable(self) -> frozenset[int]:
-        """Returns when all changes until now are written, at once if that is not asked for; what could not be."""
-        return frozenset() if self._journal is None else await self._journal.durable()
+    async def _durable(self) -> None:
+        """Returns when all changes until now are written, at once if that is not asked for."""
+        if self._journal is not None:
+            await self._journal.durable()
 
 
 def check_keys(n: int) -> None:

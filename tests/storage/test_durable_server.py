@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import lmdb
 import pytest
 
 from replay_client import ReplayClient
@@ -207,3 +210,45 @@ def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(sm
         assert client.server_info().tables["pool"].inserts == len(there)
     with serving(small_disk) as client:
         assert keys_in(client, "pool") == there
+
+
+@pytest.mark.parametrize("second", ["another", "a retry"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_one(
+    tmp_path, monkeypatch, second, streamed
+):
+    failures = [lmdb.DiskError("full")] * (2 if second == "another" else 1)  # one for each payload
+    begun, go_on = threading.Event(), threading.Event()
+    commit = LmdbStorage.commit
+
+    def failing(self, delta, new, gone):
+        if new and failures:
+            begun.set()
+            assert go_on.wait(10)
+            raise failures.pop()
+        commit(self, delta, new, gone)
+
+    def insert(client, key):
+        if not streamed:
+            client.insert(b"x", {"pool": 1.0}, key=key)
+            return
+        with client.writer() as writer:
+            writer._writer._keys = iter([key])
+            writer.insert(b"x", {"pool": 1.0})
+
+    monkeypatch.setattr(LmdbStorage, "commit", failing)
+    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+        first = pool.submit(insert, client, 1)
+        assert begun.wait(10)
+        other = pool.submit(insert, client, 2 if second == "another" else 1)
+        info = client.server_info().tables["pool"]
+        while info.inserts + info.duplicates < 2:
+            time.sleep(0.01)
+            info = client.server_info().tables["pool"]
+        go_on.set()
+        for future in (first, other):
+            with pytest.raises(TableFullError, match="could not be written"):
+                future.result(10)
+        assert keys_in(client, "pool") == []
+        client.insert(b"x", {"pool": 1.0}, key=1)
+        assert keys_in(client, "pool") == [1]
