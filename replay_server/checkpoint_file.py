@@ -143,7 +143,7 @@ def summary_of(path: Path) -> Summary:
         file.seek(max(0, size - _TAIL.size))
         tail = file.read()
         at, mark = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, b"")
-        if mark != _TAIL_MARK or at >= size:
+        if mark != _TAIL_MARK or at >= size - _TAIL.size:
             raise DamagedCheckpoint("its end is missing")
         file.seek(at)
         kind, _, body = next(_frames(file, size - _TAIL.size))

@@ -13,6 +13,7 @@ from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
 from replay_server.checkpoint_file import DamagedCheckpoint, read_contents
+from replay_server.checkpoints import CheckpointDirectory
 from tests.faults.ledger import payload_of
 
 TABLES = (
@@ -238,6 +239,24 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
         copy.write_bytes(damaged)
         with pytest.raises(DamagedCheckpoint):
             read_contents(copy)
+
+
+def test_a_checkpoint_that_names_its_end_as_its_foot_does_not_hide_the_others(tmp_path):
+    with serving(tmp_path) as client:
+        client.insert(b"x", {"pool": 1.0})
+        client.checkpoint("whole")
+        client.checkpoint("bad")
+    path = tmp_path / "checkpoints" / "bad.checkpoint"
+    data = path.read_bytes()
+    for at in range(len(data) - 40, len(data) + 2):
+        path.write_bytes(data[:-16] + at.to_bytes(8, "little") + data[-8:])
+        directory = CheckpointDirectory(path.parent)
+        if at != int.from_bytes(data[-16:-8], "little"):
+            assert [(entry.name, entry.summary is None) for entry in directory.list()] == [
+                ("bad", True),
+                ("whole", False),
+            ]
+            assert directory.open("latest").path.name == "whole.checkpoint"
 
 
 def test_memory_of_a_checkpoint_on_its_way_is_bounded(tmp_path):
