@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,8 @@ _SEEN_PORTION = 1 << 14
 _LAST_ITEMS = 512
 """Changes that are few enough for the last turn."""
 _MOST_ROUNDS = 20
+_APART = 0.002
+"""Seconds between two checkpoints at least: their names have milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,27 @@ class CheckpointDirectory:
             )
         return self.path / (name + SUFFIX)
 
-    def list(self, verify: bool = False) -> list[Listed]:
-        """All checkpoints, the newest first. `verify` reads each of them from the first byte to the last."""
-        listed = []
-        for path in self.path.glob(f"*{SUFFIX}"):
-            name = path.name.removesuffix(SUFFIX)
-            if not _NAME.match(name):
-                continue
-            created = path.stat().st_mtime
-            try:
-                summary = read_contents(path).summary if verify else summary_of(path)
-                listed.append(Listed(name, summary.created, summary))
-            except (DamagedCheckpoint, OSError) as error:
-                listed.append(Listed(name, created, None, str(error)))
-        return sorted(listed, key=lambda entry: entry.created, reverse=True)
+    def list(self) -> list[Listed]:
+        """All checkpoints, the newest first, as far as their beginnings and ends tell."""
+        found = [self._look(path, summary_of) for path in self.path.glob(f"*{SUFFIX}")]
+        return sorted(filter(None, found), key=lambda entry: entry.created, reverse=True)
+
+    def verify(self, name: str) -> Listed | None:
+        """What one of them is like, having read it from the first byte to the last; None: it is gone."""
+        return self._look(self.file(name), lambda path: read_contents(path).summary)
+
+    def _look(self, path: Path, read: Callable[[Path], Summary]) -> Listed | None:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            status = path.stat()
+            if not _NAME.match(name) or not stat.S_ISREG(status.st_mode):
+                return None
+            summary = read(path)
+        except FileNotFoundError:
+            return None  # removed meanwhile
+        except (DamagedCheckpoint, OSError) as error:
+            return Listed(name, status.st_mtime, None, str(error))
+        return Listed(name, summary.created, summary)
 
     def open(self, name: str) -> OpenCheckpoint:
         """The checkpoint `name`, or "latest", or the newest whole one if that is damaged. Raises ValueError."""
@@ -152,8 +162,9 @@ class Checkpointer:
         self.directory = directory
         self._keep = keep
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Summary]] = set()
+        self._task: asyncio.Task[Summary] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-checkpoint")
+        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="replay-verify")
 
     async def run(self, every: float) -> None:
         """Writes one every so many seconds, until it is cancelled."""
@@ -165,51 +176,67 @@ class Checkpointer:
                 log.error("%s", refusal.message)
 
     async def close(self) -> None:
-        """Lets those end that are being written."""
+        """Lets the one end that is being written."""
         async with self._turn:
             self._thread.shutdown()
+            self._verifying.shutdown(cancel_futures=True)
+
+    async def listed(self, verify: bool = False) -> list[Listed]:
+        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all who ask."""
+        listed = await asyncio.to_thread(self.directory.list)
+        if not verify:
+            return listed
+        loop = asyncio.get_running_loop()
+        found = [await loop.run_in_executor(self._verifying, self.directory.verify, entry.name) for entry in listed]
+        return [entry for entry in found if entry is not None]
 
     async def write(self, name: str = "") -> Summary:
         """Writes a checkpoint, named by the time if it has no `name`; one of the same name is replaced.
 
-        One that was begun is finished, even if nobody waits for it any more. Raises Refused for a bad name, and where
-        the disk does not take it; then nothing has changed on it.
+        One that was begun is finished, even if nobody waits for it any more; who gives up before that leaves the line.
+        Raises Refused for a bad name, and where the disk does not take it; then nothing has changed on it.
         """
         if name:
             self.directory.file(name)
-        task = asyncio.create_task(self._make(name))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        await self._turn.acquire()
+        self._task = asyncio.create_task(self._make(name))
+        self._task.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(self._task)
 
     async def _make(self, name: str) -> Summary:
-        async with self._turn:
-            began, created = time.monotonic(), time.time()
+        began = time.monotonic()
+        try:
+            created = await asyncio.to_thread(self._time)
             name = name or own_name(created)
             path = self.directory.file(name)
             partial = path.with_name(path.name + _PARTIAL)
+            self.directory.path.mkdir(parents=True, exist_ok=True)
+            partial.unlink(missing_ok=True)
+            writer = CheckpointWriter(partial, name, created)
             try:
-                self.directory.path.mkdir(parents=True, exist_ok=True)
-                partial.unlink(missing_ok=True)
-                writer = CheckpointWriter(partial, name, created)
-                try:
-                    summary = await self._write(writer, name, created)
-                except BaseException:
-                    await asyncio.to_thread(writer.abandon)
-                    partial.unlink(missing_ok=True)
-                    raise
+                summary = await self._write(writer, name, created)
                 await asyncio.to_thread(_put_in_place, partial, path)
-                await asyncio.to_thread(self.directory.prune, self._keep)
-            except OSError as error:
-                raise full(f"checkpoint {name} could not be written: {error}") from error
-            log.info(
-                "checkpoint %s: %d items with %d bytes in %.2f s",
-                path,
-                summary.items,
-                summary.bytes,
-                time.monotonic() - began,
-            )
-            return summary
+            except BaseException:
+                await asyncio.to_thread(writer.abandon)
+                partial.unlink(missing_ok=True)
+                raise
+            await asyncio.to_thread(self.directory.prune, self._keep)
+        except OSError as error:
+            raise full(f"checkpoint {name} could not be written: {error}") from error
+        log.info(
+            "checkpoint %s: %d items with %d bytes in %.2f s",
+            path,
+            summary.items,
+            summary.bytes,
+            time.monotonic() - began,
+        )
+        return summary
+
+    def _time(self) -> float:
+        """Now, but after all checkpoints that there are: where the clock was set back the newest would be the first to
+        be removed, and `latest` another one."""
+        latest = max((entry.created for entry in self.directory.list() if entry.summary is not None), default=0.0)
+        return max(time.time(), latest + _APART)
 
     async def _write(self, writer: CheckpointWriter, name: str, created: float) -> Summary:
         buffer = self._buffer

@@ -451,7 +451,7 @@ class ReplayService(ReplayServicer):
 
     @unary
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
-        listed = await asyncio.to_thread(self._checkpoints().directory.list, request.verify)
+        listed = await self._checkpoints().listed(request.verify)
         return pb.ListCheckpointsResponse(checkpoints=[info.listed_checkpoint(entry) for entry in listed])
 
     def _checkpoints(self) -> Checkpointer:

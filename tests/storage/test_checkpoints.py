@@ -5,13 +5,15 @@ import random
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
-from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig, checkpoints
 from replay_server.checkpoint_file import DamagedCheckpoint, read_contents
 from replay_server.checkpoints import CheckpointDirectory
 from tests.faults.ledger import payload_of
@@ -23,8 +25,8 @@ TABLES = (
 
 
 @contextmanager
-def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **checkpoints):
-    section = CheckpointsSection(dir=tmp_path / "checkpoints", **checkpoints)
+def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
+    section = CheckpointsSection(dir=tmp_path / "checkpoints", **settings)
     data_dir = tmp_path / "data" if durable else None
     admission = AdmissionConfig(groups_per_step=100, max_staleness=5)
     server = ReplayServer(tables, port=0, data_dir=data_dir, checkpoints=section, admission=admission)
@@ -257,6 +259,70 @@ def test_a_checkpoint_that_names_its_end_as_its_foot_does_not_hide_the_others(tm
                 ("whole", False),
             ]
             assert directory.open("latest").path.name == "whole.checkpoint"
+
+
+def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / "folder.checkpoint").mkdir(parents=True)
+    (folder / "dangling.checkpoint").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe.checkpoint")  # reading it would wait for a writer
+    with serving(tmp_path) as client:
+        client.insert(b"x", {"pool": 1.0})
+        name = client.checkpoint()
+        assert [entry.name for entry in client.checkpoints(verify=True)] == [name]
+        with pytest.raises(ReplayError, match="could not be written"):
+            client.checkpoint("folder")
+        assert not list(folder.glob("*.partial"))
+
+
+def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    put_in_place = checkpoints._put_in_place
+
+    def slowly(*paths):
+        begun.set()
+        assert go_on.wait(20)
+        put_in_place(*paths)
+
+    monkeypatch.setattr(checkpoints, "_put_in_place", slowly)
+    with serving(tmp_path) as client:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(client.checkpoint, "first")
+            assert begun.wait(10)
+            with ReplayClient(client.address) as impatient:
+                waiting = [pool.submit(impatient.checkpoint, f"waits-{n}") for n in range(5)]
+                wait(waiting, timeout=0.5)
+            go_on.set()
+            assert first.result() == "first"
+        client.checkpoint("last")
+        assert [entry.name for entry in client.checkpoints()] == ["last", "first"]
+
+
+def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    with serving(tmp_path) as client:
+        client.checkpoint("first")
+        read = checkpoints.read_contents
+        monkeypatch.setattr(checkpoints, "read_contents", lambda path: (go_on.wait(20), read(path))[1])
+        with ThreadPoolExecutor(40) as pool:
+            verified = [pool.submit(client.checkpoints, verify=True) for _ in range(40)]
+            client.checkpoint("second", timeout=10.0)
+            assert len(client.checkpoints(timeout=10.0)) == 2
+            go_on.set()
+            assert all(entry.intact for future in verified for entry in future.result())
+
+
+def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_path, monkeypatch):
+    with serving(tmp_path, keep=2) as client:
+        names = [client.checkpoint()]
+        clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() - 3600})
+        monkeypatch.setattr(checkpoints, "time", clock)
+        for n in range(4):
+            client.insert(bytes([n]), {"pool": 1.0})
+            names.append(client.checkpoint())
+        assert [entry.name for entry in client.checkpoints()] == [names[-1], names[-2]]
+    with serving(tmp_path, restore="latest") as client:
+        assert client.server_info().items == 4
 
 
 def test_memory_of_a_checkpoint_on_its_way_is_bounded(tmp_path):
