@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,9 @@ from replay_server.admission import Admission
 from replay_server.batch import Batch, SampleRequest
 from replay_server.columns import FloatArray, IntArray, KeyArray
 from replay_server.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
-from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large
+from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large, try_again
 from replay_server.inserts import Inserts
-from replay_server.storage import Payload, Storage
+from replay_server.storage import DamagedPayloads, Payload, Storage, read
 from replay_server.storage.memory import MemoryStorage
 from replay_server.table import Table
 from replay_server.waiting import Line, Pending
@@ -397,9 +397,9 @@ class ReplayBuffer:
         table.drop_stale(self.policy.version)
         self._progress([table])
 
-    def payloads(self, keys: Sequence[int]) -> list[Payload]:
-        """Raises DamagedPayloads if the storage has not kept them all; `discard` is for these."""
-        return self.storage.get(keys, [self.items[key].nbytes for key in keys])
+    def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
+        """As storage.read; the items must be held till then. For those that are damaged there is `discard`."""
+        return read(self.storage, keys, [self.items[key].nbytes for key in keys])
 
     def discard(self, keys: Iterable[int]) -> None:
         """Removes items whose payload is damaged from all tables."""
@@ -410,6 +410,11 @@ class ReplayBuffer:
                 if key in table:
                     table.delete([key])
         self._progress(self.tables.values())
+
+    def discarded(self, damage: DamagedPayloads) -> Refused:
+        """Removes the damaged items; what to end an answer with that had begun when the damage was found."""
+        self.discard(damage.keys)
+        return try_again(f"{damage}, and removed now: ask again")
 
     def hold(self, keys: Iterable[int]) -> None:
         """Keeps these items' payloads, which count until `let_go`, whatever becomes of the items."""

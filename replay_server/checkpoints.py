@@ -35,7 +35,7 @@ from replay_server.checkpoint_file import (
 from replay_server.errors import Refused, full, invalid
 from replay_server.records import pack_items
 from replay_server.snapshot import Collector, Delta, restore
-from replay_server.storage import Reader
+from replay_server.storage import PORTION_BYTES, Reader, portions
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
@@ -46,8 +46,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
 
 PORTION_ITEMS = 512
-PORTION_BYTES = 8 << 20
-"""What is written between two turns of everyone else."""
+"""Items that are written between two turns of everyone else, of PORTION_BYTES at most."""
 _SEEN_PORTION = 1 << 14
 _LAST_ITEMS = 512
 """Changes that are few enough for the last turn."""
@@ -303,7 +302,7 @@ class _Copy:
         reader = self._buffer.storage.reader(keys, sizes)
         try:
             damaged = [
-                key for part in _cut(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
+                key for part in portions(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
             ]
         finally:
             reader.close()
@@ -327,18 +326,6 @@ class _Copy:
         for piece in delta.pieces:
             self._writer.piece(piece)
         self._writer.keys(SEEN, delta.seen)
-
-
-def _cut(sizes: list[int]) -> Iterator[slice]:
-    """Payloads of these sizes, PORTION_BYTES of them at a time."""
-    start = nbytes = 0
-    for place, size in enumerate(sizes):
-        if place > start and nbytes + size > PORTION_BYTES:
-            yield slice(start, place)
-            start, nbytes = place, 0
-        nbytes += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -16,8 +16,11 @@ from replay_server.storage import DamagedPayloads, Payload
 from replay_server.waiting import deadline_at, result_of
 
 
-async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Batch, list[Payload]]:
-    """The id of the batch, for `take` or `give_back`, the batch, and the payload of each row; waits for its turn."""
+async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Batch, Iterator[Payload]]:
+    """The id of the batch, for `take` or `give_back`, the batch, and the payload of each row, as ReplayBuffer.payloads.
+
+    Waits for its turn.
+    """
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
     if len(request.exclude) > MAX_EXCLUDE:
@@ -48,9 +51,9 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Ba
 
 
 def responses(
-    buffer: ReplayBuffer, batch_id: int, batch: Batch, payloads: list[Payload]
+    buffer: ReplayBuffer, batch_id: int, batch: Batch, payloads: Iterable[Payload]
 ) -> Iterator[Frame[pb.SampleResponse]]:
-    """The messages that bring a batch."""
+    """The messages that bring a batch. Raises DamagedPayloads."""
     first = pb.SampleResponse(
         batch=batch_id,
         keys=batch.keys.tolist(),

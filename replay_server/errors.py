@@ -46,3 +46,8 @@ def unsupported(message: str) -> Refused:
 
 def broken(message: str) -> Refused:
     return Refused(grpc.StatusCode.INTERNAL, message)
+
+
+def try_again(message: str) -> Refused:
+    """Clients do so by themselves."""
+    return Refused(grpc.StatusCode.UNAVAILABLE, message)

@@ -13,6 +13,7 @@ from replay_server.batch import Batch
 from replay_server.buffer import ReplayBuffer
 from replay_server.errors import invalid
 from replay_server.limits import MAX_BYTES_AHEAD, MAX_ROWS
+from replay_server.storage import DamagedPayloads
 
 Response = Frame[pb.SampleResponse]
 
@@ -35,6 +36,8 @@ class SampleStream:
         self._durable = durable
         self._credit = asyncio.Semaphore(self._credit_of(opening))
         self._untaken: dict[int, tuple[Batch, ExitStack]] = {}
+        self._whole: set[int] = set()
+        """Those of them that are all sent, as far as gRPC takes it."""
         self._some_taken = asyncio.Event()
         # Bounded: a reader that is slow holds a few messages here, and the payloads of its batches in the tables.
         self._outgoing: asyncio.Queue[Response | Exception | None] = asyncio.Queue(maxsize=4)
@@ -71,7 +74,13 @@ class SampleStream:
                 async with self._whole_batch:
                     for response in draws.responses(self._buffer, batch_id, batch, payloads):
                         await self._outgoing.put(response)
+                self._whole.add(batch_id)
                 await asyncio.sleep(0)  # others have their turn between two batches
+        except DamagedPayloads as damage:
+            if batch_id in self._untaken:
+                self._untaken.pop(batch_id)[1].close()
+                self._buffer.give_back(batch_id)
+            await self._outgoing.put(self._buffer.discarded(damage))
         except Exception as error:
             await self._outgoing.put(error)
 
@@ -89,6 +98,9 @@ class SampleStream:
     async def _take(self, batch_id: int) -> None:
         if batch_id not in self._untaken:
             raise invalid(f"batch {batch_id} is not one of this stream's")
+        if batch_id not in self._whole:  # its payloads must stay until they are read
+            raise invalid(f"batch {batch_id} is still being sent")
+        self._whole.discard(batch_id)
         _, share = self._untaken.pop(batch_id)
         share.close()
         self._some_taken.set()

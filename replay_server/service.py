@@ -184,9 +184,11 @@ class ReplayService(ReplayServicer):
             try:
                 if request.lease:
                     held.enter_context(self._in_hand.held(context.peer(), len(batch)))
-                *others, last = draws.responses(self.buffer, batch_id, batch, payloads)
-                for response in others:
-                    yield response
+                responses = draws.responses(self.buffer, batch_id, batch, payloads)
+                last = next(responses)
+                for response in responses:
+                    yield last
+                    last = response
                 if self._journal is not None and not request.lease:
                     # A reader that has it all may rely on it that nobody gets it again, whatever happens to us.
                     settled = True
@@ -199,6 +201,10 @@ class ReplayService(ReplayServicer):
                 elif not settled:
                     settled = True
                     self.buffer.take(batch_id, sent=True)
+            except DamagedPayloads as damage:
+                settled = True
+                self.buffer.give_back(batch_id)
+                raise self.buffer.discarded(damage) from None
             finally:
                 if not settled:
                     self.buffer.give_back(batch_id)
@@ -266,7 +272,7 @@ class ReplayService(ReplayServicer):
         buffer = self.buffer
         wanted = dict.fromkeys(request.keys)
         keys = [key for key in wanted if key in buffer.items]
-        payloads: list[Payload] = []
+        payloads: Iterable[Payload] = ()
         while not request.without_payloads:
             try:
                 payloads = buffer.payloads(keys)
@@ -304,6 +310,8 @@ class ReplayService(ReplayServicer):
         try:
             for response in split_payloads(first, payloads):
                 yield response
+        except DamagedPayloads as damage:
+            raise self.buffer.discarded(damage) from None
         finally:
             buffer.let_go(keys)
 

@@ -378,7 +378,7 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders for key, item in buffer.items.items()} == {
             key: model.holders(key) for key in model.items
         }
-        payloads = buffer.payloads(list(model.items))
+        payloads = list(buffer.payloads(list(model.items)))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
         assert buffer.bytes == model.bytes
         assert buffer.bytes <= buffer.max_bytes
