@@ -50,7 +50,8 @@ PORTION = 64 << 20
 SEEN_KEYS = 1 << 18
 """How many of the last inserted keys are kept, at least."""
 RESERVE = 64 << 20
-"""Bytes of the disk that inserts leave free, so that what takes items out can still be written."""
+"""Bytes of the disk that inserts leave free, so that what takes items out can still be written; or an eighth of it,
+where that is less."""
 _LOOK_EVERY = 0.2
 """Seconds after which the room on the disk is looked up anew."""
 
@@ -162,19 +163,22 @@ class LmdbStorage:
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
-            return f"data_dir {self.directory}: {self.error}; {self._free_bytes()} bytes are free"
+            return f"data_dir {self.directory}: {self.error}; {self._free_bytes()[0]} bytes are free"
         if (now := time.monotonic()) - self._looked_at >= _LOOK_EVERY:
-            self._looked_at, self._room = now, self._free_bytes() + self._free_pages() - RESERVE
+            free, reserve = self._free_bytes()
+            self._looked_at, self._room = now, free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
+            free, reserve = self._free_bytes()
             return (
-                f"data_dir {self.directory} has no room for {nbytes} bytes: {self._free_bytes()} bytes are free on its "
-                f"disk, and {RESERVE} stay so"
+                f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
+                f"{reserve} stay so"
             )
         return None
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self) -> tuple[int, int]:
+        """What is free on the disk, and how much of that inserts do not get."""
         disk = os.statvfs(self.directory)
-        return disk.f_bavail * disk.f_frsize
+        return disk.f_bavail * disk.f_frsize, min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
 
     def _free_pages(self) -> int:
         """Bytes within the file that new payloads can use; a part is lost to pieces that fit nowhere."""
