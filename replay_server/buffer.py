@@ -272,8 +272,12 @@ class ReplayBuffer:
         evicting = [table for table in tables if table.config.when_full == "evict"]
         if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
             raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has too little to evict")
+        self._evict(nbytes, evicting)
+
+    def _evict(self, nbytes: int, tables: list[Table]) -> None:
+        """Makes room for so many bytes, which emptying these tables would do."""
         while self._why_full(nbytes):
-            max(evicting, key=lambda table: table.bytes).evict()
+            max(tables, key=lambda table: table.bytes).evict()
 
     def _can_free(self, needed: float, tables: list[Table]) -> bool:
         """Whether emptying these tables would free so many bytes: only items that nobody else holds count."""
@@ -724,6 +728,12 @@ class ReplayBuffer:
             if evicted := size - table.size:
                 log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
             table.drop_stale(self.policy.version)
+        if why := self._why_full(0):
+            evicting = [table for table in self.tables.values() if table.config.when_full == "evict"]
+            before, fits = len(self.items), self._can_free(self.bytes - self.max_bytes, evicting)
+            if fits:
+                self._evict(0, evicting)
+            log.warning("%s: %d items evicted%s", why, before - len(self.items), "" if fits else ", for too few can be")
         self._freed = False
 
 

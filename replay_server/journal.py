@@ -77,7 +77,13 @@ class Journal:
                     f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
                     f"without --restore to go on with them, or with --replace to put them aside"
                 )
-            checkpoint.load(buffer, storage.write_payloads)
+            try:
+                checkpoint.load(buffer, storage.write_payloads)
+            except lmdb.Error as error:
+                raise UnusableDirectory(
+                    f"data_dir {storage.directory} cannot take the {checkpoint.contents.summary.bytes} bytes of the "
+                    f"checkpoint: {error}; make room, and restore it again"
+                ) from error
             collector.changed(buffer.items)
             collector.inserted(checkpoint.contents.state.seen)
         buffer.damaged += len(state.skipped)

@@ -223,6 +223,41 @@ def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
+    with serving(tmp_path) as client:
+        keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]
+        client.checkpoint("large")
+    disk = tmp_path / "data"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        with (
+            pytest.raises(ValueError, match=r"cannot take the 20971520 bytes of the checkpoint.*make room"),
+            serving(tmp_path, durable=True, restore="latest"),
+        ):
+            pass
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        with serving(tmp_path, durable=True, restore="latest") as client:
+            assert keys_in(client, "pool") == sorted(keys)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize(("when_full", "left"), [("evict", 10), ("block", 40)])
+def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path, caplog, when_full, left):
+    table = TableConfig(name="pool", remover="fifo", when_full=when_full)
+    section = CheckpointsSection(dir=tmp_path / "checkpoints")
+    with serving(tmp_path, tables=[table]) as client:
+        keys = [client.insert(bytes(100), {"pool": 1.0}) for _ in range(40)]
+        client.checkpoint("forty")
+    server = ReplayServer([table], port=0, checkpoints=section, max_bytes=1000).restore("forty")
+    with server, ReplayClient(server.address) as client:
+        assert keys_in(client, "pool") == sorted(keys[-left:])
+    assert f"4000 bytes + 0 > max_bytes 1000: {40 - left} items evicted" in caplog.text
+
+
 def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
     with serving(tmp_path) as client:
         fill(client)
