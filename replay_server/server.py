@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 
@@ -26,7 +26,7 @@ from replay_server.config import (
     TableConfig,
 )
 from replay_server.errors import Refused
-from replay_server.health import add_health
+from replay_server.health import Health, add_health
 from replay_server.journal import Fsync, Journal
 from replay_server.latency import Latencies
 from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("replay_server")
 # What gRPC says, with a traceback, about a client that went away while an answer was being written to it.
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in record.msg)
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
+
+_LOOK_EVERY = 0.1
+"""Seconds between two looks at whether gRPC is still there."""
+_PORT_ATTEMPTS = 50
+"""How often a port is asked for that this server had a moment ago, a tenth of a second apart."""
 
 
 def _options(limits: LimitsSection) -> list[tuple[str, int]]:
@@ -58,6 +63,18 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
+
+
+async def _ended_before(server: grpc.aio.Server, stop: asyncio.Task[Any]) -> bool:
+    """Waits for `stop` (True), or until gRPC has ended by itself (False).
+
+    gRPC 1.85 does so, for good and for everyone, at a call whose path is not UTF-8, which anyone can make; and nothing
+    public says that it did while calls are open.
+    """
+    running: Callable[[], bool] = vars(server)["_server"].is_running
+    while running() and not stop.done():
+        await asyncio.wait((stop,), timeout=_LOOK_EVERY)
+    return stop.done()
 
 
 def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
@@ -242,23 +259,14 @@ class ReplayServer:
     ) -> None:
         section, checkpoints = self.config.server, self.config.checkpoints
         metrics, latencies = _metrics_endpoint(section.metrics_address)
-        interceptors = [] if self._security.tokens is None else [TokenInterceptor(self._security)]
-        server = grpc.aio.server(options=_options(self.config.limits), interceptors=interceptors)
         service = self._service = ReplayService(buffer, self.config.limits, section.data_dir, journal, checkpointer)
-        add_service(service, server, latencies)
-        health = add_health(server)
-        host, _, _ = section.address.rpartition(":")
         try:
-            if (credentials := self._security.credentials()) is None:
-                port = server.add_insecure_port(section.address)
-            else:
-                port = server.add_secure_port(section.address, credentials)
-        except RuntimeError as error:
+            server, health, port = self._grpc_server(service, latencies, section.address)
+        except OSError:
             if metrics is not None:
                 metrics.close()
-            raise OSError(
-                f"cannot listen on {section.address}: it is in use, or not an address of this machine"
-            ) from error
+            raise
+        host, _, _ = section.address.rpartition(":")
         self._address = f"{host}:{port}"
         self._security.warn(self._address)
         await server.start()
@@ -274,7 +282,11 @@ class ReplayServer:
         try:
             on_started()
             assert self._stop is not None
-            await self._stop.wait()
+            stop = asyncio.create_task(self._stop.wait())
+            while not await _ended_before(server, stop):
+                log.error("gRPC ended by itself, and all connections with it (see above): listening anew")
+                await server.stop(None)
+                server, health = await self._grpc_server_again(service, latencies)
         finally:
             for task in tasks:
                 task.cancel()
@@ -289,6 +301,36 @@ class ReplayServer:
                     await checkpointer.write()
                 except Refused as refusal:
                     log.error("%s", refusal.message)
+
+    def _grpc_server(
+        self, service: ReplayService, latencies: Latencies | None, address: str
+    ) -> tuple[grpc.aio.Server, Health, int]:
+        """A server that is not started yet, and its port. Raises OSError if the address cannot be had."""
+        interceptors = [] if self._security.tokens is None else [TokenInterceptor(self._security)]
+        server = grpc.aio.server(options=_options(self.config.limits), interceptors=interceptors)
+        add_service(service, server, latencies)
+        health = add_health(server)
+        try:
+            if (credentials := self._security.credentials()) is None:
+                return server, health, server.add_insecure_port(address)
+            return server, health, server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
+
+    async def _grpc_server_again(
+        self, service: ReplayService, latencies: Latencies | None
+    ) -> tuple[grpc.aio.Server, Health]:
+        """The same at the address of before, started."""
+        for attempt in range(_PORT_ATTEMPTS):
+            try:
+                server, health, _ = self._grpc_server(service, latencies, self.address)
+                break
+            except OSError:
+                if attempt == _PORT_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.1)
+        await server.start()
+        return server, health
 
     def __enter__(self) -> Self:
         self.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import socket
 import subprocess
 import sys
 import threading
@@ -826,3 +827,41 @@ def test_every_truncation_and_every_flipped_byte_is_an_error_or_a_group():
         except ValueError:
             continue
         assert int(group.completion_lengths.sum()) == group.num_tokens
+
+
+def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    """Of HTTP/2."""
+    return len(body).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + body
+
+
+def _call_bytes(path: bytes, **headers: bytes) -> bytes:
+    """All that a client would send for a call with an empty message, as it is; gRPC would refuse to send some of it."""
+    named = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
+    named |= {b"content-type": b"application/grpc"} | {name.encode(): value for name, value in headers.items()}
+    block = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in named.items())
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"")
+    return start + _frame(1, 4, 1, block) + _frame(0, 1, 1, bytes(5))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _call_bytes(b"/\xff\xfe/x"),
+        _call_bytes(b"/replay.v1.Replay/GetServerInfo", authorization=b"Bearer \xff\xfe"),
+        _call_bytes(b"/replay.v1.Replay/GetServerInfo")[:-5] + b"\0\xff\xff\xff\xff",
+        _call_bytes(b"/replay.v1.Replay/GetServerInfo") + bytes(range(256)) * 100,
+    ],
+    ids=["path", "token", "length", "garbage"],
+)
+def test_bytes_that_no_client_sends_do_not_end_the_service_for_others(server, client, data):
+    host, port = server.address.split(":")
+    with client.writer() as writer, client.sampler("queue") as sampler:
+        for n in range(3):
+            writer.insert(b"before", {"plain": 1.0})
+            with socket.create_connection((host, int(port))) as hostile:
+                hostile.sendall(data)
+                time.sleep(0.5)
+            writer.insert(b"after", {"queue": 1.0})
+            writer.flush()
+            assert bytes(next(sampler)[0].payload) == b"after"
+            assert client.server_info().tables["plain"].size == n + 1
