@@ -16,7 +16,7 @@ from replay_server.journal import Journal
 
 MAX_BACKLOG = 64 << 20
 """Payload bytes of the whole server that wait to be written; beyond that streams wait before they read on."""
-MAX_ANSWERS = 1024
+MAX_UNTOLD = 1024
 """Messages of one stream whose answers wait for a commit, or for a client that does not read."""
 
 Requests = AsyncIterator[Frame[pb.InsertRequest]]
@@ -40,7 +40,7 @@ async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses]
             news.set()
             if journal.backlog > MAX_BACKLOG:
                 await asyncio.shield(ticket)
-            while len(answers) >= MAX_ANSWERS:  # a client that does not read them
+            while len(answers) >= MAX_UNTOLD:  # a client that does not read them
                 told.clear()
                 await told.wait()
 
