@@ -167,7 +167,10 @@ class Admission:
 
     def load_state_dict(self, state: dict[str, Any], offset: float) -> None:
         self.accepted, self.expired = state["accepted"], state["expired"]
-        self._leases = {lease: Lease(lease, count, expires - offset) for lease, count, expires in state["leases"]}
+        latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
+        self._leases = {
+            lease: Lease(lease, count, min(expires - offset, latest)) for lease, count, expires in state["leases"]
+        }
 
     def expiries(self) -> list[float]:
         """When the leases that are out end."""

@@ -12,7 +12,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, TableFullError
-from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, ReplayServer, TableConfig, snapshot
 from replay_server.snapshot import Delta
 from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
@@ -161,6 +161,16 @@ def test_permits_from_before_a_restart_expire_in_their_time(tmp_path):
         assert client.server_info().admission.running == 1
         client.acquire_permits(1, timeout=5.0)
         assert client.server_info().admission.expired == 1
+
+
+def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(tmp_path, monkeypatch):
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
+    with serving(tmp_path, admission=admission) as client:
+        client.acquire_permits(1)
+    wall_offset = snapshot.wall_offset
+    monkeypatch.setattr(snapshot, "wall_offset", lambda clock: wall_offset(clock) - 3600)
+    with serving(tmp_path, admission=admission) as client:
+        client.acquire_permits(1, timeout=5.0)
 
 
 @pytest.fixture
