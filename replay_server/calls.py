@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from replay_server.config import LimitsSection
 from replay_server.errors import Refused, deadline, full, invalid
 from replay_server.limits import MAX_ANSWERS
+from replay_server.security import REVOKED
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -115,6 +116,9 @@ def unary(method: Method[T]) -> Method[T]:
                 return await method(self, readable(request), context)
         except Refused as refusal:
             await context.abort(refusal.code, refusal.message)
+        except asyncio.CancelledError as error:
+            await _tell_if_revoked(error, context)
+            raise
 
     return answer
 
@@ -130,6 +134,9 @@ def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[
                     await self.calls.send(responses, context)
         except Refused as refusal:
             await context.abort(refusal.code, refusal.message)
+        except asyncio.CancelledError as error:
+            await _tell_if_revoked(error, context)
+            raise
 
     return answer
 
@@ -151,7 +158,8 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
                     yield response
         except Refused as refusal:
             await context.abort(refusal.code, refusal.message)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            await _tell_if_revoked(error, context)
             if not self.calls.closing:
                 raise
             # Clients try again while a server comes back in time.
@@ -160,3 +168,9 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
             self.calls.endless.discard(task)
 
     return answer
+
+
+async def _tell_if_revoked(error: asyncio.CancelledError, context: Context) -> None:
+    """gRPC says nothing to the client of a call that is cancelled here."""
+    if error.args == (REVOKED,):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)

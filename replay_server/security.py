@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -58,6 +59,8 @@ ROLES = {
 }
 """The role that each method wants. What is not here, such as a method of another service, wants ADMIN."""
 
+REVOKED = "the token that this call came with does not allow it any more"
+"""What a call that is ended for it is cancelled with."""
 _SHORT_TOKEN = 16
 _LOOK_AGAIN = 1.0
 """Seconds between two looks at the files of tokens and certificates."""
@@ -133,6 +136,8 @@ class Security:
                 log.warning("%s %s can be read by every user of this machine: chmod 600 it", name, secret)
         self._seen = {files: self._changed_at(*files) for files in (self._token_files(), self._tls_files())}
         self._looked: dict[tuple[Path, ...], float] = {}
+        self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
+        """The calls that are open, each with the token that it came with and the role that it wants."""
 
     def role_of(self, token: str) -> Role | None:
         """What a token allows, None if it is unknown; a file of tokens that has changed is read first."""
@@ -144,6 +149,23 @@ class Security:
             except ValueError as error:
                 log.error("%s; the tokens read before stay in force", error)
         return self.tokens.role_of(token)
+
+    def admitted(self, token: str, wanted: Role) -> None:
+        """The call that the current task answers may go on, until it ends or `end_revoked` does."""
+        if (task := asyncio.current_task()) is not None:
+            self._calls[task] = token, wanted
+            task.add_done_callback(lambda task: self._calls.pop(task, None))
+
+    async def end_revoked(self) -> None:
+        """Ends open calls whose token does not allow them any more, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_AGAIN)
+            roles = {token: self.role_of(token) for token in {token for token, _ in self._calls.values()}}
+            revoked = [task for task, (token, wanted) in self._calls.items() if (roles[token] or 0) < wanted]
+            for task in revoked:
+                task.cancel(REVOKED)
+            if revoked:
+                log.warning("ended %d open calls, whose tokens do not allow them any more", len(revoked))
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """For the port; None: not encrypted."""
@@ -278,6 +300,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 f"{name} needs a token of the role {wanted}, and this one is {role}: use another token, or change its "
                 f"role in the server's tokens_file"
             )
+        self._security.admitted(token, wanted)
         return None, ""
 
     def _tell(self, peer: str, method: str, why: str) -> None:

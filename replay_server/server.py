@@ -277,6 +277,8 @@ class ReplayServer:
             self._security.warn_of_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
+        if self._security.tokens is not None:
+            tasks.append(asyncio.create_task(self._security.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:
             tasks.append(asyncio.create_task(checkpointer.run(60 * checkpoints.every_minutes)))
         try:

@@ -17,6 +17,7 @@ from replay_client.access import Access
 from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, UnsupportedError
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
+from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from replay_server.security import ROLES, Role, Tokens
 from tests.certificates import make_certificate
@@ -227,6 +228,36 @@ def test_tokens_are_exchanged_while_the_server_runs(server, tokens_file, caplog)
     assert code_of(server.address, "GetPolicy", bearer("another-token-0123456789")) is Code.OK
     assert f"{tokens_file}, line 1" in caplog.text
     assert "nonsense" not in caplog.text
+
+
+def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(server, tokens_file):
+    with grpc.insecure_channel(server.address) as channel:
+        stub = ReplayStub(channel)
+        of_writer, of_reader = [bearer(TOKENS[Role.READ_WRITE])], [bearer(TOKENS[Role.READ_ONLY])]
+        table = TABLES[0].name
+        opened = pb.SampleStreamRequest(open=pb.SampleRequest(table=table, num_samples=1), credit=1)
+        never = threading.Event()
+
+        def requests(*messages):
+            yield from messages
+            never.wait(20)
+
+        calls = [
+            stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_writer),
+            stub.SampleStream(requests(opened), metadata=of_writer),
+            stub.InsertStream(requests(), metadata=of_writer),
+            stub.Sample(pb.SampleRequest(table=table, num_samples=1), metadata=of_writer),  # waits for ever
+        ]
+        watch = stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_reader)
+        next(watch)
+        time.sleep(0.3)
+        write_tokens(tokens_file, {Role.READ_ONLY: TOKENS[Role.READ_ONLY]})
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as refusal:
+                list(call)
+            assert refusal.value.code() is Code.UNAUTHENTICATED
+        assert watch.is_active()
+        never.set()
 
 
 @pytest.mark.parametrize(
