@@ -55,10 +55,12 @@ def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
 def test_what_cannot_be_started_is_one_clear_line(tmp_path):
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
         client.insert(b"x", {"plain": 1.0})
-        client.checkpoint("c")
+        made = replay("checkpoint", "c", "--json", "--address", server.address)
+        assert json.loads(made.stdout) == {"name": "c"}
         second = replay("serve", "--config", str(tmp_path / "replay.toml"), "--address", "127.0.0.1:0")
         assert second.returncode == 1
-        assert second.stderr.splitlines()[-1] == f"replay: data_dir {tmp_path}/data is in use by another server"
+        reason = f"data_dir {tmp_path}/data is in use by another server: stop that one, or name another folder"
+        assert second.stderr.splitlines()[-1] == f"replay: {reason}"
     arguments = ("serve", "--config", str(tmp_path / "replay.toml"), "--address", "127.0.0.1:0")
     assert "no checkpoint 'd'" in replay(*arguments, "--restore", "d").stderr
     assert "--replace to put them aside" in replay(*arguments, "--restore", "c").stderr

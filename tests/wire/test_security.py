@@ -370,7 +370,7 @@ def test_a_server_that_cannot_be_trusted_is_an_error_at_once(pki, cert, tls, wor
 def test_a_server_that_hangs_up_leads_to_what_it_may_want(pki, client_ca, tls, words):
     with (
         tls_server(pki, client_ca=client_ca) as server,
-        ReplayClient(server.address, timeout=1.0, tls=client_tls(pki, **tls) if tls else False) as client,
+        ReplayClient(server.address, timeout=3.0, tls=client_tls(pki, **tls) if tls else False) as client,
         pytest.raises(ServerUnavailableError) as caught,
     ):
         client.policy()
