@@ -68,8 +68,8 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
 async def _ended_before(server: grpc.aio.Server, stop: asyncio.Task[Any]) -> bool:
     """Waits for `stop` (True), or until gRPC has ended by itself (False).
 
-    gRPC 1.85 does so, for good and for everyone, at a call whose path is not UTF-8, which anyone can make; and nothing
-    public says that it did while calls are open.
+    gRPC 1.84 and 1.85 do so, for good and for everyone, at a call whose path is not UTF-8, which anyone can make; and
+    nothing public says that it did while calls are open. These are not installed with us; later ones may be.
     """
     running: Callable[[], bool] = vars(server)["_server"].is_running
     while running() and not stop.done():
