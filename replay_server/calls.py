@@ -9,7 +9,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -20,7 +20,7 @@ from replay_server.errors import Refused, deadline, full, invalid
 from replay_server.limits import MAX_ANSWERS
 from replay_server.security import REVOKED
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
 Method = Callable[..., Awaitable[T]]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from replay_protos.framing import SERVICE
 from replay_server.latency import code_name
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Context], Awaitable[Any]]
 
 

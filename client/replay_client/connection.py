@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -19,11 +19,11 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
-InsertCall = grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
-InsertStreamCall = grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
-SampleCall = grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]
-SampleStreamCall = grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
-GetCall = grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]
+InsertCall: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]"
+InsertStreamCall: TypeAlias = "grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]"
+SampleCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]"
+SampleStreamCall: TypeAlias = "grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]"
+GetCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]"
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 import grpc
 
@@ -16,7 +17,7 @@ from replay_client.errors import DeadlineExceededError
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
-_Call = grpc.aio.StreamStreamCall[Frame[pb.InsertRequest], pb.InsertResponse]
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[Frame[pb.InsertRequest], pb.InsertResponse]"
 _MOST_IDLE = 16
 
 

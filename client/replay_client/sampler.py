@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeAlias
 
 import grpc
 
@@ -18,7 +18,7 @@ from replay_protos.framing import Frame
 
 _TAKE_SECONDS = 5.0
 """How long past its timeout a batch is waited for that has been asked for already."""
-_Call = grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]"
 
 
 class AsyncSampler:
