@@ -5,6 +5,7 @@ With one process everything here is the identity, and torch.distributed is never
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             distributed.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            # Its threads must end before the process does, or that ends now and then by SIGABRT.
+            atexit.register(_leave)
         self.size = distributed.get_world_size() if distributed.is_initialized() else 1
         self.index = distributed.get_rank() if distributed.is_initialized() else 0
 
@@ -114,3 +117,8 @@ def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, b
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that may be spread over the ranks, as a whole one on each of them."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
