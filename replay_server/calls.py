@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -106,19 +106,28 @@ async def _readable_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield readable(request)
 
 
+@asynccontextmanager
+async def _answering(calls: Calls, context: Context) -> AsyncIterator[None]:
+    """One more call is open; what ends it early is told to its client."""
+    try:
+        with calls.counted():
+            yield
+    except Refused as refusal:
+        await context.abort(refusal.code, refusal.message)
+    except asyncio.CancelledError as error:
+        if error.args == (REVOKED,):  # gRPC says nothing to the client of a call that is cancelled here
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)
+        raise
+
+
 def unary(method: Method[T]) -> Method[T]:
     """Answers a Refused with its code and message."""
 
     @functools.wraps(method)
     async def answer(self: HasCalls, request: Any, context: Context) -> T:
-        try:
-            with self.calls.counted():
-                return await method(self, readable(request), context)
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-        except asyncio.CancelledError as error:
-            await _tell_if_revoked(error, context)
-            raise
+        async with _answering(self.calls, context):
+            return await method(self, readable(request), context)
+        raise AssertionError("what ends a call early raises")
 
     return answer
 
@@ -128,15 +137,8 @@ def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[
 
     @functools.wraps(method)
     async def answer(self: HasCalls, request: Any, context: Context) -> None:
-        try:
-            with self.calls.counted():
-                async with aclosing(method(self, readable(request), context)) as responses:
-                    await self.calls.send(responses, context)
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-        except asyncio.CancelledError as error:
-            await _tell_if_revoked(error, context)
-            raise
+        async with _answering(self.calls, context), aclosing(method(self, readable(request), context)) as responses:
+            await self.calls.send(responses, context)
 
     return answer
 
@@ -153,13 +155,10 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         assert task is not None
         self.calls.endless.add(task)
         try:
-            with self.calls.counted():
+            async with _answering(self.calls, context):
                 async for response in method(self, readable(request), context):
                     yield response
-        except Refused as refusal:
-            await context.abort(refusal.code, refusal.message)
-        except asyncio.CancelledError as error:
-            await _tell_if_revoked(error, context)
+        except asyncio.CancelledError:
             if not self.calls.closing:
                 raise
             # Clients try again while a server comes back in time.
@@ -168,9 +167,3 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
             self.calls.endless.discard(task)
 
     return answer
-
-
-async def _tell_if_revoked(error: asyncio.CancelledError, context: Context) -> None:
-    """gRPC says nothing to the client of a call that is cancelled here."""
-    if error.args == (REVOKED,):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)
