@@ -36,15 +36,15 @@ test: setup-dev
 
 # Kills a server with SIGKILL under load N times and checks what it promised after each.
 crash-test: setup-dev
-	$(BIN)/python -m tests.faults.crash --kills $(N)
+	$(BIN)/python -m tests.system.crash --kills $(N)
 
 # Each target for FUZZ_SECONDS; what breaks one is left in runs/fuzz.
 fuzz: setup-dev
 	$(PIP) --editable ".[fuzz]"
-	for target in rollout frame service; do $(BIN)/python -m tests.faults.fuzz $$target --seconds $(FUZZ_SECONDS) || exit 1; done
+	for target in rollout frame service; do $(BIN)/python -m tests.system.fuzz $$target --seconds $(FUZZ_SECONDS) || exit 1; done
 
 soak: setup-dev
-	$(BIN)/python -m tests.faults.soak --minutes $(SOAK_MINUTES)
+	$(BIN)/python -m tests.system.soak --minutes $(SOAK_MINUTES)
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -13,29 +13,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 
-from replay_server.blocked_log import BlockedLog
-from replay_server.buffer import ReplayBuffer
-from replay_server.checkpoints import CheckpointDirectory, Checkpointer, OpenCheckpoint
-from replay_server.config import (
-    AdmissionConfig,
-    CheckpointsSection,
-    Config,
-    LimitsSection,
-    SecuritySection,
-    ServerSection,
-    TableConfig,
-)
+from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
-from replay_server.health import Health, add_health
-from replay_server.journal import Fsync, Journal
-from replay_server.latency import Latencies
 from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
-from replay_server.security import Security, TokenInterceptor
-from replay_server.service import ReplayService, add_service
+from replay_server.rpc.health import Health, add_health
+from replay_server.rpc.security import Security, TokenInterceptor
+from replay_server.rpc.service import ReplayService, add_service
+from replay_server.storage.checkpoints import CheckpointDirectory, Checkpointer, OpenCheckpoint
+from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.telemetry.blocked_log import BlockedLog
+from replay_server.telemetry.latency import Latencies
 
 if TYPE_CHECKING:
-    from replay_server.metrics_endpoint import MetricsEndpoint
+    from replay_server.telemetry.endpoint import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
 # What gRPC says, with a traceback, about a client that went away while an answer was being written to it.
@@ -80,7 +73,7 @@ async def _ended_before(server: grpc.aio.Server, stop: asyncio.Task[Any]) -> boo
 def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
     if address is None:
         return None, None
-    from replay_server.metrics_endpoint import MetricsEndpoint  # loads packages that nothing else needs
+    from replay_server.telemetry.endpoint import MetricsEndpoint  # loads packages that nothing else needs
 
     return MetricsEndpoint(address), Latencies()
 

@@ -29,7 +29,7 @@ assert not {"torch", "replay_server", "pydantic"} & set(sys.modules), sorted(sys
 """
 ALL = """
 import sys
-from replay_client.engines.transformers import TransformersEngine
+from replay_client.generator.engines.transformers import TransformersEngine
 from replay_trainer import GRPOConfig
 from replay_trainer.demo.task import make_model
 assert "vllm" not in sys.modules

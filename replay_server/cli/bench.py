@@ -44,7 +44,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure inserts, acknowledgements and samples of one client, on an own server or a spare table of yours."""
-    from replay_server.config import parse_bytes
+    from replay_server.tables.config import parse_bytes
 
     try:
         nbytes = parse_bytes(size)

@@ -18,7 +18,7 @@ from replay_server.cli.output import fail
 from replay_server.cli.tracing import set_up_tracing
 
 if TYPE_CHECKING:
-    from replay_client.engines import Engine
+    from replay_client.generator.engines import Engine
 
 
 @with_access
@@ -83,11 +83,11 @@ def generate(
 ) -> None:
     """Complete prompts with the newest policy, score them and insert the groups, until the prompts are told to end."""
     from replay_client import AsyncReplayClient
-    from replay_client.engines import SamplingConfig
     from replay_client.errors import ReplayError
     from replay_client.generator import GeneratorConfig, GeneratorStats, run_generator
-    from replay_client.prompts import chat_prompts, cycle_prompts, load_prompts
-    from replay_client.rewards import load_reward
+    from replay_client.generator.engines import SamplingConfig
+    from replay_client.generator.prompts import chat_prompts, cycle_prompts, load_prompts
+    from replay_client.generator.rewards import load_reward
     from replay_client.scoring import is_zero_variance
 
     log_to_stderr("warning", log_format)
@@ -170,11 +170,11 @@ def engine_args(given: list[str]) -> dict[str, Any]:
 
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
     if name == "vllm":
-        from replay_client.engines.vllm import VLLMEngine
+        from replay_client.generator.engines.vllm import VLLMEngine
 
         return VLLMEngine(model, **args)
     if name == "transformers":
-        from replay_client.engines.transformers import TransformersEngine
+        from replay_client.generator.engines.transformers import TransformersEngine
 
         return TransformersEngine(model, **args)
     raise ValueError(f"engine must be vllm or transformers, not {name!r}")

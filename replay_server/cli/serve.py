@@ -39,8 +39,9 @@ def serve(
     """Run the server until SIGTERM or Ctrl-C. Without --config: tables `rollouts` (a queue) and `replay` (its pool)."""
     from pydantic import ValidationError
 
-    from replay_server.config import DEFAULT_TABLES, Config, ServerSection, explain
+    from replay_server.config import DEFAULT_TABLES, Config, ServerSection
     from replay_server.server import ReplayServer
+    from replay_server.tables.config import explain
 
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")

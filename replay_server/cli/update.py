@@ -74,7 +74,7 @@ def reset(
 
 def _change(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    from replay_server.config import TableConfig
+    from replay_server.tables.config import TableConfig
 
     if not equals:
         misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
@@ -106,7 +106,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
 
 def _number(value: object) -> float | None:
     """A count or a size as a number; None where it is none, for the server to refuse."""
-    from replay_server.config import parse_bytes
+    from replay_server.tables.config import parse_bytes
 
     try:
         number = parse_bytes(value)

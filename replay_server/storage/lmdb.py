@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from replay_server.records import FORMAT, Damaged, Items, join_items, seal, unpack_items, unseal
-from replay_server.snapshot import Delta, State
-from replay_server.storage import DamagedPayloads, Payload, Reader
 from replay_server.storage.lmdb_check import problems_of
+from replay_server.storage.records import FORMAT, Damaged, Items, join_items, seal, unpack_items, unseal
+from replay_server.storage.snapshot import Delta, State
+from replay_server.tables.payloads import DamagedPayloads, Payload, Reader
 
 log = logging.getLogger("replay_server")
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from trainer_factories import FakeClient, make_batches, make_model, make_sample
 
 from replay_client import Sample
 from replay_trainer import Callback, GRPOTrainer, StepReport
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
+from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample
 
 
 class Death(Callback):

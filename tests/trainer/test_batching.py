@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_factories import make_group, make_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -28,6 +27,7 @@ from replay_client.rollout import RolloutGroup
 from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, packed_input, padded_input, to_batch
 from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
+from tests.trainer.factories import make_group, make_model
 
 RAGGED = [
     make_group(

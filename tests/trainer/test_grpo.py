@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_rank import main as run_rank
 from test_ranks import OPTIONS, write_options
-from trainer_factories import FakeClient, OnlineClient, make_batches, make_group, make_model, make_sample
 from transformers import AutoModelForCausalLM
 
 from replay_client import RolloutGroup, Sample
@@ -28,6 +26,8 @@ from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
+from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_group, make_model, make_sample
+from tests.trainer.run_rank import main as run_rank
 
 ALL_WRONG = [0.0] * 3
 
@@ -309,10 +309,13 @@ def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_p
 def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     options = OPTIONS | {"max_steps": 12, "sgd": False, "learning_rate": 1e-3, "save_every": 2}
     run_rank(write_options(tmp_path / "whole", options))
-    script = Path(__file__).parent / "run_rank.py"
     for die in ([3, 0.0], [5, 0.013], [7, 0.029], None):
         write_options(tmp_path / "killed", options | {"resume": True, "die": die})
-        process = subprocess.run([sys.executable, str(script), str(tmp_path / "killed")], timeout=500)
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.trainer.run_rank", str(tmp_path / "killed")],
+            cwd=Path(__file__).parents[2],
+            timeout=500,
+        )
         assert process.returncode == (0 if die is None else -signal.SIGKILL)
     assert [line["step"] for line in lines(tmp_path / "killed/out")] == list(range(1, 13))
     whole, killed = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("whole", "killed"))

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from run_rank import main
 from transformers import AutoModelForCausalLM
 
 from replay_trainer.weights import published
+from tests.trainer.run_rank import main
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1000)  # a guard against hanging; two processes start where others may be busy
 OPTIONS: dict[str, Any] = {
     "max_steps": 3,
@@ -48,7 +48,8 @@ def run(folder: Path, ranks: int, **options: Any) -> dict[str, torch.Tensor]:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "run_rank.py"), str(folder)],
+            [sys.executable, "-m", "tests.trainer.run_rank", str(folder)],
+            cwd=ROOT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_factories import FakeClient, make_group, make_sample
 
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.dynamic_sampling import DynamicSampler
 from replay_trainer.replacement import unreplaced
+from tests.trainer.factories import FakeClient, make_group, make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
 MIXED = [0.0, 1.0, 1.0, 0.0]

@@ -1,0 +1,18 @@
+"""The generator: it completes prompts with an engine, scores the completions, and inserts them as groups."""
+
+from replay_client.generator.config import GeneratorConfig
+from replay_client.generator.generator import RolloutGenerator, run_generator
+from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.policy_follower import WeightsMismatchError, WeightsNotAllowedError, WeightsNotFoundError
+from replay_client.generator.prompts import PromptError
+
+__all__ = [
+    "GeneratorConfig",
+    "GeneratorStats",
+    "PromptError",
+    "RolloutGenerator",
+    "WeightsMismatchError",
+    "WeightsNotAllowedError",
+    "WeightsNotFoundError",
+    "run_generator",
+]

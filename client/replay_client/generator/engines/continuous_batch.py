@@ -1,0 +1,296 @@
+"""ContinuousBatch: completions under way in a transformers model, which join and leave the batch at any token.
+
+    requests ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
+                 ▲                                            │
+                 └──────────── new weights: every row ────────┘
+
+A cohort is some rows over one cache, left-padded. Cohorts merge where the cache is plain keys and values; with any
+other (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower and just as right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from replay_client.generator.engines import SamplingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion."""
+
+    request: Request
+    uniforms: list[float]
+    """In [0, 1): one for each token that it may have."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its completions."""
+
+    prompt_ids: list[int]
+    sampling: SamplingConfig
+    n: int
+    cancelled: bool = False
+    """Set by anyone: its rows leave before the next token."""
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.rows) and all(row.finish_reason for row in self.rows)
+
+
+@dataclass
+class _Cohort:
+    """R rows, of which the cache holds all tokens but the last."""
+
+    rows: list[Row]
+    cache: Any
+    mask_RL: torch.Tensor
+    """1 where the cache holds a token, 0 where it holds padding."""
+
+
+class ContinuousBatch:
+    """Used from one thread at a time. Raises what the model raises; the requests under way are lost then."""
+
+    def __init__(self, model: Any, *, end_ids: Sequence[int], max_length: int, max_rows: int, seed: int | None) -> None:
+        """`end_ids` end a completion, prompt and completion have `max_length` tokens at most. A request that is larger
+        than `max_rows` runs alone. `seed` None draws a new one."""
+        import torch
+
+        self._max_length = max_length
+        self._max_rows = max_rows
+        self._end_ids = frozenset(end_ids)
+        self._random = torch.Generator()
+        if seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(seed)
+        self._waiting: deque[Request] = deque()
+        self._interrupted: list[Row] = []
+        self._cohorts: list[_Cohort] = []
+        self.set_model(model, 0)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self._waiting or self._interrupted or self._cohorts)
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def set_model(self, model: Any, version: int) -> None:
+        """Draw from `model` from the next token on; what was cached is computed anew."""
+        self._model = model
+        self._version = version
+        self._accepts = set(inspect.signature(model.forward).parameters)
+        self._interrupted += [row for cohort in self._cohorts for row in cohort.rows]
+        self._cohorts = []
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        self._waiting.clear()
+        self._interrupted, self._cohorts = [], []
+
+    def step(self) -> list[Request]:
+        """Draw one token of every row; returns the requests that are done with it."""
+        import torch
+
+        with torch.inference_mode():
+            self._drop_cancelled()
+            ended: list[Row] = []
+            for cohort in self._cohorts:
+                self._draw(cohort, self._decode(cohort))
+            for sequences in (self._resumed(), self._admitted()):
+                if sequences:
+                    self._prefill(sequences)
+            for cohort in self._cohorts:
+                ended += [row for row in cohort.rows if row.finish_reason]
+                self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.finish_reason])
+            self._cohorts = _merged([cohort for cohort in self._cohorts if cohort.rows])
+        return [request for request in dict.fromkeys(row.request for row in ended) if request.done]
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        self._interrupted = [row for row in self._interrupted if not row.request.cancelled]
+        for cohort in self._cohorts:
+            self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.request.cancelled])
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+
+    def _resumed(self) -> list[tuple[list[int], list[Row]]]:
+        """Rows whose cache was dropped, each with all the tokens it has."""
+        rows, self._interrupted = self._interrupted, []
+        return [([*row.request.prompt_ids, *row.token_ids], [row]) for row in rows]
+
+    def _admitted(self) -> list[tuple[list[int], list[Row]]]:
+        """The longest waiting requests for which there is room: a prompt with its rows each."""
+        taken = sum(len(cohort.rows) for cohort in self._cohorts)
+        admitted = []
+        while self._waiting and (taken == 0 or taken + self._waiting[0].n <= self._max_rows):
+            request = self._waiting.popleft()
+            limit = min(request.sampling.max_tokens, self._max_length - len(request.prompt_ids))
+            uniforms = _uniforms(request.n, limit, request.sampling.seed, self._random)
+            request.rows = [Row(request, row) for row in uniforms]
+            taken += request.n
+            admitted.append((request.prompt_ids, request.rows))
+        return admitted
+
+    def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
+        """A cohort of all rows; every sequence is read once, and its cache copied for each of its rows."""
+        import torch
+
+        device = self._model.device
+        longest = max(len(ids) for ids, _ in sequences)
+        ids_BL = torch.zeros(len(sequences), longest, dtype=torch.long, device=device)
+        mask_BL = torch.zeros_like(ids_BL)
+        for index, (ids, _) in enumerate(sequences):
+            ids_BL[index, longest - len(ids) :] = torch.tensor(ids, device=device)
+            mask_BL[index, longest - len(ids) :] = 1
+        logits_BV, cache = self._forward(ids_BL, mask_BL, None)
+        source = torch.tensor(
+            [index for index, (_, rows) in enumerate(sequences) for _ in rows], dtype=torch.long, device=device
+        )
+        cache.reorder_cache(source)
+        cohort = _Cohort([row for _, rows in sequences for row in rows], cache, mask_BL[source])
+        self._draw(cohort, logits_BV[source])
+        self._cohorts.append(cohort)
+
+    def _decode(self, cohort: _Cohort) -> torch.Tensor:
+        """Logits (R, V) after the last token of each row."""
+        import torch
+
+        ids_R1 = torch.tensor([[row.token_ids[-1]] for row in cohort.rows], device=self._model.device)
+        cohort.mask_RL = torch.cat([cohort.mask_RL, torch.ones_like(ids_R1)], dim=1)
+        logits_RV, cohort.cache = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
+        return logits_RV
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it."""
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        inputs |= {name: value for name, value in optional.items() if name in self._accepts}
+        output = self._model(**inputs)
+        return output.logits[:, -1].float(), output.past_key_values
+
+    def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
+        """Give each row its next token."""
+        import torch
+
+        device = logits_RV.device
+        samplings = [row.request.sampling for row in cohort.rows]
+        logprobs_RV = processed_logprobs(
+            logits_RV,
+            torch.tensor([sampling.temperature for sampling in samplings], device=device),
+            torch.tensor([sampling.top_p for sampling in samplings], device=device),
+            torch.tensor([sampling.top_k for sampling in samplings], device=device),
+        )
+        uniforms_R = torch.tensor(
+            [row.uniforms[len(row.token_ids)] for row in cohort.rows], dtype=torch.float64, device=device
+        )
+        tokens_R = _choose(logprobs_RV, uniforms_R)
+        chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
+        for row, token, logprob in zip(cohort.rows, tokens_R.tolist(), chosen_R.tolist(), strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.policy_versions.append(self._version)
+            if token in self._end_ids:
+                row.finish_reason = "stop"
+            elif len(row.token_ids) == len(row.uniforms):
+                row.finish_reason = "length"
+
+    def _select(self, cohort: _Cohort, keep: list[int]) -> None:
+        if len(keep) == len(cohort.rows):
+            return
+        import torch
+
+        cohort.rows = [cohort.rows[index] for index in keep]
+        indices = torch.tensor(keep, dtype=torch.long, device=cohort.mask_RL.device)
+        cohort.mask_RL = cohort.mask_RL[indices]
+        if keep:
+            cohort.cache.reorder_cache(indices)
+
+
+def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
+    """One cohort of all whose caches can be put together, and the others as they are."""
+    import torch
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    plain: list[_Cohort] = []
+    others: list[_Cohort] = []
+    for cohort in cohorts:
+        layers = cohort.cache.layers if isinstance(cohort.cache, DynamicCache) else [None]
+        (plain if all(type(layer) is DynamicLayer for layer in layers) else others).append(cohort)
+    if len(plain) < 2:
+        return cohorts
+    # As many columns as the longest row has tokens: padding that only rows needed which have left goes with them.
+    length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
+
+    def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """With `length` entries along `dim`, cut or zero-padded on the left."""
+        have = tensor.shape[dim]
+        if have >= length:
+            return tensor.narrow(dim, have - length, length)
+        shape = list(tensor.shape)
+        shape[dim] = length - have
+        return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+
+    first = plain[0]
+    for index, layer in enumerate(first.cache.layers):
+        layers = [cohort.cache.layers[index] for cohort in plain]
+        layer.keys, layer.values = (
+            torch.cat([fitted(getattr(each, name), -2) for each in layers]) for name in ("keys", "values")
+        )
+    mask = torch.cat([fitted(cohort.mask_RL, 1) for cohort in plain])
+    return [*others, _Cohort([row for cohort in plain for row in cohort.rows], first.cache, mask)]
+
+
+def processed_logprobs(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, top_p_R: torch.Tensor, top_k_R: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities (R, V) of the distribution that is drawn from; -inf for tokens left out.
+
+    In vLLM's order: logits / temperature, then the `top_k` largest (0: all; ties with the last are kept), then of those
+    the smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    """
+    logits = logits_RV / temperature_R[:, None]
+    vocabulary = logits.shape[-1]
+    if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
+        largest, order = logits.sort(dim=-1, descending=True)
+        k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
+        largest = largest.masked_fill(largest < largest.gather(-1, k[:, None] - 1), float("-inf"))
+        probabilities = largest.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # of the more likely tokens
+        outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
+        outside[:, 0] = False
+        logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
+    return logits.log_softmax(-1)
+
+
+def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
+    import torch
+
+    cumulative = logprobs_RV.double().exp().cumsum(-1)
+    target = uniforms_R[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
+
+
+def _uniforms(n: int, steps: int, seed: int | None, shared: torch.Generator) -> list[list[float]]:
+    """Numbers in [0, 1) for n completions of so many steps; from `shared` without a seed."""
+    import torch
+
+    generator = shared if seed is None else torch.Generator().manual_seed(seed)
+    numbers: list[list[float]] = torch.rand(n, steps, dtype=torch.float64, generator=generator).tolist()
+    return numbers

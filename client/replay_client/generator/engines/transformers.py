@@ -1,0 +1,201 @@
+"""TransformersEngine: completions from any causal LM of `transformers`, where vLLM does not install."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class _Call:
+    """Something to do between two tokens."""
+
+    work: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+
+class TransformersEngine:
+    """A transformers model behind the `Engine` interface.
+
+    Requests join the batch at the next token and leave it when they are done, so that a slow one holds up nothing else.
+    The model runs in one thread of its own, so that the event loop stays free.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_length: int | None = None,
+        max_concurrent_completions: int = 256,
+        seed: int | None = None,
+    ) -> None:
+        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+
+        `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and on a GPU what the
+        model says. `max_length` defaults to the model's. `seed` None draws a new one.
+        """
+        import torch
+        from transformers import AutoTokenizer
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
+        self._model = self._load(os.fspath(model))
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        text_config = self._model.config.get_text_config()
+        self.max_length: int = max_length or getattr(
+            text_config, "max_position_embeddings", self.tokenizer.model_max_length
+        )
+        self._batch = ContinuousBatch(
+            self._model,
+            end_ids=_end_ids(self._model, self.tokenizer),
+            max_length=self.max_length,
+            max_rows=max_concurrent_completions,
+            seed=seed,
+        )
+        self._futures: dict[Request, asyncio.Future[list[Completion]]] = {}  # of the thread alone, while it runs
+        self._orders: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        request = Request([int(token) for token in prompt_ids], sampling, n)
+        completions: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+
+        def add() -> None:
+            self._futures[request] = completions
+            self._batch.add(request)
+
+        await self._between_tokens(add)
+        try:
+            return await completions
+        finally:
+            request.cancelled = True
+
+    async def load_weights(self, path: str, version: int) -> None:
+        if not any(Path(path).glob("*.safetensors")):
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+
+        def load() -> None:
+            self._model = self._load(path)
+            self._batch.set_model(self._model, version)
+
+        try:
+            await self._between_tokens(load)
+        except OSError as error:
+            if not Path(path).is_dir():
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
+            raise
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._between_tokens(lambda: self._score([int(token) for token in token_ids]))
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._orders.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    async def _between_tokens(self, work: Callable[[], _T]) -> _T:
+        if self._thread is None:
+            # A daemon: a program that fails without closing the engine ends all the same.
+            self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
+            self._thread.start()
+        result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._orders.put(_Call(work, result))
+        return await result
+
+    def _run(self) -> None:
+        """The thread: orders as they come, else the next token."""
+        while True:
+            while not self._batch.active or not self._orders.empty():
+                if (order := self._orders.get()) is None:
+                    return
+                try:
+                    _answer(order.result, order.work())
+                except Exception as error:
+                    _answer(order.result, error=error)
+            try:
+                for request in self._batch.step():
+                    _answer(self._futures[request], self._completions(request))
+                    request.cancelled = True
+            except Exception as error:
+                self._batch.clear()
+                for future in self._futures.values():
+                    _answer(future, error=error)
+                self._futures.clear()
+            self._futures = {request: future for request, future in self._futures.items() if not request.cancelled}
+
+    def _completions(self, request: Request) -> list[Completion]:
+        return [
+            Completion(
+                row.token_ids,
+                row.logprobs,
+                self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+                row.finish_reason or "unknown",
+                row.policy_versions,
+            )
+            for row in request.rows
+        ]
+
+    def _load(self, path: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        with _no_progress_bars():
+            # Published weights are data: no code that comes with them runs.
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
+        return model.to(self._device).eval()
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=self._device)
+            logprobs = self._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        return scores
+
+
+def _answer(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
+    """Settle a future from the engine's thread, unless nobody waits for it any more."""
+
+    def settle() -> None:
+        if not future.done():
+            future.set_result(value) if error is None else future.set_exception(error)
+
+    with suppress(RuntimeError):  # the loop has been closed
+        future.get_loop().call_soon_threadsafe(settle)
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion, by the tokenizer and by the model's generation settings."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

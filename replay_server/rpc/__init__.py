@@ -1,0 +1,1 @@
+"""The wire: the gRPC methods, and who may call them."""

@@ -1,0 +1,107 @@
+"""Server info: everything worth knowing about a buffer, as the protobuf messages that clients get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from replay_protos import replay_pb2 as pb
+from replay_server.storage.checkpoint_file import Summary
+from replay_server.storage.checkpoints import Listed
+from replay_server.storage.lmdb import LmdbStorage
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.columns import FloatArray, IntArray
+from replay_server.tables.meters import Quantiles
+from replay_server.tables.table import Table
+from replay_server.tables.waiting import Line
+
+
+def policy(buffer: ReplayBuffer) -> pb.Policy:
+    current = buffer.policy
+    return pb.Policy(version=current.version, weights=current.weights, age=max(0.0, buffer.clock() - current.set_at))
+
+
+def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
+    """The buffer's part of ServerInfo; `names` chooses tables, none of them means all."""
+    tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
+    info = pb.ServerInfo(
+        policy=policy(buffer),
+        tables=[table_info(buffer, table) for table in tables],
+        items=len(buffer.items),
+        bytes=buffer.bytes,
+        max_bytes=int(buffer.max_bytes) if buffer.max_bytes < float("inf") else 0,
+        storage=buffer.storage.name,
+        damaged=buffer.damaged,
+    )
+    if isinstance(storage := buffer.storage, LmdbStorage):
+        info.disk_bytes, info.commits, info.commit_error = storage.disk_bytes, storage.commits, storage.error
+    if (admission := buffer.admission) is not None:
+        head = admission.line.head
+        info.admission.CopyFrom(
+            pb.AdmissionInfo(
+                groups_per_step=admission.config.groups_per_step,
+                max_staleness=admission.config.max_staleness,
+                accepted=admission.accepted,
+                running=admission.running,
+                capacity=admission.capacity,
+                acquiring=_waiting(buffer, admission.line, None if head is None else admission.why_not(head.count)),
+                expired=admission.expired,
+            )
+        )
+    return info
+
+
+def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
+    now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
+    slots = columns.occupied()
+    staleness = buffer.policy.version - columns.policy_version[slots]
+    np.maximum(staleness, 0, out=staleness)
+    insert, sample = lines.inserts.head, lines.samples.head
+    return pb.TableInfo(
+        name=table.name,
+        config=table.config.model_dump_json(),
+        size=table.size,
+        bytes=table.bytes,
+        reserved=table.in_hand,
+        inserting=_waiting(buffer, lines.inserts, None if insert is None else buffer.why_waiting(insert)),
+        sampling=_waiting(buffer, lines.samples, None if sample is None else buffer.why_waiting(sample)),
+        age=_quantiles(now - columns.inserted_at[slots]),
+        staleness=_quantiles(staleness),
+        priority=_quantiles(columns.priority[slots]),
+        inserts_per_second=table.inserted.per_second(now),
+        samples_per_second=table.sampled.per_second(now),
+        insert_blocked_share=table.insert_blocked.share(now),
+        sample_blocked_share=table.sample_blocked.share(now),
+        **table.counts(),
+    )
+
+
+def _waiting(buffer: ReplayBuffer, line: Line[Any], reason: str | None) -> pb.Waiting:
+    head = line.head
+    if head is None:
+        return pb.Waiting()
+    return pb.Waiting(count=len(line), reason=reason or "", seconds=buffer.clock() - head.since)
+
+
+def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:
+    return pb.Quantiles(**vars(Quantiles.of(values)))
+
+
+def checkpoint(summary: Summary) -> pb.CheckpointInfo:
+    return pb.CheckpointInfo(
+        name=summary.name,
+        created=summary.created,
+        items=summary.items,
+        bytes=summary.bytes,
+        intact=True,
+        policy_version=summary.policy_version,
+    )
+
+
+def listed_checkpoint(entry: Listed) -> pb.CheckpointInfo:
+    if entry.summary is None:
+        return pb.CheckpointInfo(name=entry.name, created=entry.created, problem=entry.problem)
+    return checkpoint(replace(entry.summary, name=entry.name))

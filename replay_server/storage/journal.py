@@ -1,0 +1,207 @@
+"""Journal: group commit. What one turn of the event loop changes, for all clients, is written in one transaction.
+
+    mark what changes ──▶ collect, as of now ──▶ commit (a thread) ──▶ everyone who waits goes on
+          ▲                                           │
+          └──────────── goes on meanwhile ────────────┘
+
+Nobody is told of a change before it is written. When a commit fails, the inserts in it that nobody has drawn yet are
+taken back and refused, and everything else is tried again until it is written. Who is told of an insert may have come
+to wait for a later commit than the one that failed with it; so what was taken back is kept, and asked for by key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import lmdb
+
+from replay_server.errors import broken
+from replay_server.storage.checkpoints import OpenCheckpoint
+from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
+from replay_server.storage.snapshot import Collector, restore
+from replay_server.tables.buffer import SEEN_KEYS, ReplayBuffer
+
+log = logging.getLogger("replay_server")
+
+_TICK = 0.1
+"""Seconds after which changes that nobody waits for are written."""
+_RETRY = 0.2
+"""Seconds between two attempts of a commit."""
+
+Fsync = Literal["always", "never"] | float
+
+
+class Journal:
+    def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: Collector, fsync: Fsync) -> None:
+        """`fsync` other than "always", which is the storage's affair, is how many seconds may pass between two."""
+        self._buffer = buffer
+        self._storage = storage
+        self._collector = collector
+        self._fsync = fsync
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-journal")
+        self._wanted = asyncio.Event()
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._taken_back: dict[int, None] = {}
+        """Keys of the last inserts that could not be written."""
+        self._stopping = False
+        self._task = asyncio.create_task(self._run())
+        self._syncing = asyncio.create_task(self._sync())
+
+    @classmethod
+    def start(
+        cls, buffer: ReplayBuffer, storage: LmdbStorage, fsync: Fsync, checkpoint: OpenCheckpoint | None = None
+    ) -> Journal:
+        """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
+
+        Raises UnusableDirectory, and ValueError where there is a checkpoint and the storage is not empty.
+        """
+        began = time.monotonic()
+        try:
+            state = storage.load()
+            collector = Collector(buffer, state)
+            buffer.watchers.append(collector)
+            if checkpoint is None:
+                restore(buffer, state)
+        except UnusableDirectory:
+            raise
+        except ValueError as error:
+            raise UnusableDirectory(storage.why_damaged(str(error))) from error
+        if checkpoint is not None:
+            if held := len(state.items) + len(state.skipped):
+                raise ValueError(
+                    f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
+                    f"without --restore to go on with them, or with --replace to put them aside"
+                )
+            try:
+                checkpoint.load(buffer, storage.write_payloads)
+            except lmdb.Error as error:
+                raise UnusableDirectory(
+                    f"data_dir {storage.directory} cannot take the {checkpoint.contents.summary.bytes} bytes of the "
+                    f"checkpoint: {error}; make room, and restore it again"
+                ) from error
+            collector.changed(buffer.items)
+            collector.inserted(checkpoint.contents.state.seen)
+        buffer.damaged += len(state.skipped)
+        log.info(
+            "%s: %d items with %d bytes, loaded in %.2f s",
+            storage.directory,
+            len(buffer.items),
+            buffer.bytes,
+            time.monotonic() - began,
+        )
+        if state.skipped or state.damaged:
+            log.error(
+                "%s: %d items and %d other records are damaged and were left out; the first items are %s",
+                storage.directory,
+                len(state.skipped),
+                state.damaged,
+                state.skipped[:10],
+            )
+        return cls(buffer, storage, collector, fsync)
+
+    @property
+    def backlog(self) -> int:
+        """Payload bytes that wait to be written."""
+        return self._storage.unwritten
+
+    def ticket(self) -> asyncio.Future[None]:
+        """Done when all that has changed until now is written, or taken back.
+
+        Fails with Refused where nothing can be written any more, for a reason that is not the disk's.
+        """
+        self._wanted.set()
+        return self._next
+
+    async def durable(self) -> None:
+        """Returns when all that has changed until now is written, or taken back."""
+        await asyncio.shield(self.ticket())
+
+    def taken_back(self, keys: Collection[int]) -> set[int]:
+        """Those of `keys` whose insert could not be written, and has not succeeded since."""
+        if not self._taken_back:
+            return set()
+        found = self._taken_back.keys() & set(keys)
+        return found - set(self._buffer.seen(found))
+
+    async def close(self) -> None:
+        """Writes what there is to write and ends."""
+        self._stopping = True
+        self._wanted.set()
+        await self._task
+        self._syncing.cancel()
+        await asyncio.gather(self._syncing, return_exceptions=True)
+        await asyncio.to_thread(self._storage.sync)
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._stopping and not self._next.done():
+            tick = loop.call_later(_TICK, self._wanted.set)
+            await self._wanted.wait()
+            tick.cancel()
+            self._wanted.clear()
+            await self._turn()
+        if not self._next.done():
+            await self._turn()
+
+    async def _turn(self) -> None:
+        """One commit, and what those who wait for it are told."""
+        done, self._next = self._next, asyncio.get_running_loop().create_future()
+        try:
+            await self._commit()
+            done.set_result(None)
+        except Exception as error:
+            log.exception("what has changed cannot be written any more: restart the server")
+            self._storage.error = f"writing failed ({error!r}); restart the server"
+            for waiting in (done, self._next):
+                waiting.set_exception(broken(self._storage.error))
+                waiting.exception()  # or asyncio would complain where nobody waits
+
+    async def _commit(self) -> None:
+        """Writes what has changed, but for inserts that have to be taken back."""
+        loop, storage = asyncio.get_running_loop(), self._storage
+        while True:
+            delta = self._collector.collect()
+            if not delta and not storage.changed:
+                break
+            new, gone = storage.begin_commit()
+            try:
+                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone)
+            except lmdb.Error as error:
+                if not storage.error:
+                    log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
+                unwritten = storage.end_commit(error)
+                self._collector.not_written(delta)
+                self._take_back(unwritten)
+                if self._stopping:
+                    raise
+                await asyncio.sleep(_RETRY)
+                continue
+            if storage.error:
+                log.warning("%s can be written again", storage.directory)
+            storage.end_commit(None)
+            self._collector.written(delta)
+            break
+
+    def _take_back(self, unwritten: list[int]) -> None:
+        for key in self._buffer.withdraw(unwritten):
+            self._taken_back.pop(key, None)  # to the end
+            self._taken_back[key] = None
+        while len(self._taken_back) > SEEN_KEYS:
+            del self._taken_back[next(iter(self._taken_back))]
+
+    async def _sync(self) -> None:
+        """Lets a crash of the machine cost the last seconds only."""
+        if not isinstance(self._fsync, float):
+            return
+        synced = 0
+        while True:
+            await asyncio.sleep(self._fsync)
+            if (commits := self._storage.commits) > synced:
+                await asyncio.to_thread(self._storage.sync)
+                synced = commits

@@ -1,0 +1,163 @@
+"""Records: how the state of a server is laid out in bytes, for the durable storage and for checkpoints alike.
+
+Every record has a checksum, so that damage is found where it is and costs what it hits. Times are wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from replay_server.tables.columns import IntArray
+
+FORMAT = 1
+"""Version of everything laid out here. A server reads its own only."""
+
+ITEM = np.dtype(
+    [
+        ("checksum", "<u8"),  # of all that follows, rows included
+        ("key", "<u8"),
+        ("policy_version", "<i8"),
+        ("nbytes", "<i8"),
+        ("inserted_at", "<f8"),
+        ("unused_permit", "<u8"),
+    ]
+)
+"""What all tables share of an item; its rows follow."""
+
+ROW = np.dtype(
+    [
+        ("table", "<u4"),  # number of the table, from its TableState
+        ("kind", "<u4"),  # IN_TABLE or FORWARDED
+        ("order", "<i8"),
+        ("times_sampled", "<i8"),
+        ("priority", "<f8"),
+        ("inserted_at", "<f8"),
+    ]
+)
+IN_TABLE, FORWARDED = 0, 1
+"""The item is in the table; or the table has passed it on, and then the other columns are 0."""
+
+_CHECKSUM = 8
+
+
+class Damaged(Exception):
+    """A record whose bytes are not those that were written."""
+
+
+@dataclass
+class Items:
+    """Items (n,) with their rows (m,); `owners` (m,) says whose each row is, ascending."""
+
+    items: npt.NDArray[np.void]
+    rows: npt.NDArray[np.void]
+    owners: IntArray
+
+    def __len__(self) -> int:
+        return int(self.items.size)
+
+    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Items:
+        """Some of the items, by a mask (n,) or their places."""
+        counts = np.bincount(self.owners, minlength=len(self))
+        starts = (np.cumsum(counts) - counts)[chosen]
+        counts = counts[chosen]
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts)
+        return Items(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts))
+
+
+class Piece(NamedTuple):
+    """A record under a name, or None where it is to be forgotten."""
+
+    name: bytes
+    record: bytes | None
+
+
+def pack_items(items: Items) -> list[tuple[int, bytes]]:
+    """(key, record) of each item, by ascending key."""
+    counts = np.bincount(items.owners, minlength=len(items))
+    starts = np.cumsum(counts) - counts
+    packed: list[tuple[int, bytes]] = []
+    for n in np.unique(counts).tolist():  # records with equally many rows are one array
+        chosen = np.flatnonzero(counts == n)
+        records = np.empty(chosen.size, dtype=_record(n))
+        records["item"] = items.items[chosen]
+        if n:
+            records["rows"] = items.rows[starts[chosen, None] + np.arange(n)]
+        size = records.itemsize
+        plain = memoryview(records.tobytes())
+        records["item"]["checksum"] = [
+            xxh3_64_intdigest(plain[start + _CHECKSUM : start + size]) for start in range(0, len(plain), size)
+        ]
+        data = records.tobytes()
+        keys = records["item"]["key"].tolist()
+        packed += [
+            (key, data[start : start + size]) for key, start in zip(keys, range(0, len(data), size), strict=True)
+        ]
+    packed.sort()
+    return packed
+
+
+def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> Items:
+    """The undamaged ones of the records that were found under `keys`, by ascending key."""
+    lengths = np.fromiter(map(len, records), dtype=np.int64, count=len(records))
+    found: list[Items] = []
+    for length in np.unique(lengths).tolist():
+        places = np.flatnonzero(lengths == length)
+        n, rest = divmod(length - ITEM.itemsize, ROW.itemsize)
+        if rest or n < 0:
+            continue
+        chosen = records if places.size == len(records) else [records[place] for place in places.tolist()]
+        checksums = [xxh3_64_intdigest(record[_CHECKSUM:]) for record in chosen]
+        block = np.frombuffer(b"".join(chosen), dtype=_record(n))
+        intact = (block["item"]["checksum"] == np.array(checksums, dtype=np.uint64)) & (
+            block["item"]["key"] == keys[places]
+        )
+        block = block[intact]
+        rows = block["rows"].reshape(-1) if n else np.empty(0, dtype=ROW)
+        found.append(Items(block["item"], rows, np.repeat(np.arange(block.size), n)))
+    joined = join_items(found)
+    return joined if len(found) == 1 else joined.select(np.argsort(joined.items["key"], kind="stable"))
+
+
+def join_items(parts: Iterable[Items]) -> Items:
+    """Several Items as one."""
+    parts = list(parts)
+    shifts = np.cumsum([0, *(len(part) for part in parts)])[:-1]
+    return Items(
+        np.concatenate([np.empty(0, dtype=ITEM), *(part.items for part in parts)]),
+        np.concatenate([np.empty(0, dtype=ROW), *(part.rows for part in parts)]),
+        np.concatenate(
+            [np.empty(0, np.int64), *(part.owners + shift for part, shift in zip(parts, shifts, strict=True))]
+        ),
+    )
+
+
+def _record(n: int) -> np.dtype[np.void]:
+    return np.dtype([("item", ITEM), ("rows", ROW, (n,))])
+
+
+def pack(value: Any) -> bytes:
+    """A msgpack value with its checksum before it."""
+    return seal(msgpack.packb(value))
+
+
+def unpack(record: bytes | memoryview) -> Any:
+    return msgpack.unpackb(unseal(record), strict_map_key=False)
+
+
+def seal(data: bytes) -> bytes:
+    return xxh3_64_digest(data) + data
+
+
+def unseal(record: bytes | memoryview) -> bytes | memoryview:
+    data = record[_CHECKSUM:]
+    if len(record) < _CHECKSUM or xxh3_64_digest(data) != bytes(record[:_CHECKSUM]):
+        raise Damaged
+    return data

@@ -1,0 +1,177 @@
+"""Admission: permits for generating groups, so that work which would be too stale is never started.
+
+Permits are granted while accepted + running + n <= (max_staleness + version + 1) * groups_per_step, the rule of AReaL
+(arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit ends by
+the insert (running -> accepted), by release, or by expiry of its lease (both lower running only).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from replay_server.errors import deadline, invalid
+from replay_server.limits import MAX_ROWS
+from replay_server.tables.config import AdmissionConfig
+from replay_server.tables.waiting import Line, Pending
+
+
+@dataclass
+class Lease:
+    id: int
+    count: int
+    """Permits left."""
+    expires: float
+
+
+class PendingPermits(Pending[Lease]):
+    def __init__(self, count: int, since: float, deadline: float) -> None:
+        super().__init__(since, deadline)
+        self.count = count
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease, once there is one."""
+        return self.value
+
+
+class Admission:
+    def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self._clock = clock
+        self._version = 0
+        self.accepted = 0
+        self.expired = 0
+        self._leases: dict[int, Lease] = {}
+        self.line: Line[PendingPermits] = Line()
+
+    @property
+    def running(self) -> int:
+        return sum(lease.count for lease in self._leases.values())
+
+    @property
+    def capacity(self) -> int:
+        """How many permits could be granted now."""
+        bound = (self.config.max_staleness + self._version + 1) * self.config.groups_per_step
+        return bound - self.accepted - self.running
+
+    def why_not(self, count: int) -> str:
+        config = self.config
+        bound = (config.max_staleness + self._version + 1) * config.groups_per_step
+        remedy = f"; ask for at most {self._most} at once" if count > self._most else ""
+        return (
+            f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
+            f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = "
+            f"{bound}{remedy}"
+        )
+
+    @property
+    def _most(self) -> int:
+        """How many permits are free when all accepted groups are trained on; more are free only where some are late."""
+        return (self.config.max_staleness + 1) * self.config.groups_per_step
+
+    def acquire(self, count: int, deadline_at: float) -> PendingPermits:
+        """Asks for `count` permits at once; the result is done when they are granted."""
+        if count < 1:
+            raise invalid(f"count must be at least 1, not {count}")
+        if count > MAX_ROWS:
+            raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
+        pending = PendingPermits(count, self._clock(), deadline_at)
+        self.line.join(pending)
+        self.progress()
+        return pending
+
+    def release(self, lease_id: int, count: int = 0) -> int:
+        """Gives permits back (0: all that are left). Returns how many."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return 0
+        if count > lease.count:
+            raise invalid(f"lease {lease_id:#x} has {lease.count} permits left, not {count}")
+        released = count or lease.count
+        self._use(lease, released)
+        self.progress()
+        return released
+
+    def accept(self, lease_id: int) -> None:
+        """A group was inserted with a permit. One whose lease has expired in the meantime is work done all the same."""
+        self.accepted += 1
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._use(lease, 1)
+
+    def forget(self) -> None:
+        """An accepted group is gone without ever having been sampled (stale, evicted, deleted): no step will use it.
+
+        Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
+        """
+        self.accepted -= 1
+        self.progress()
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        self.progress()
+
+    def restart(self, version: int) -> None:
+        """The trainer begins (again) at `version`: what it had taken beyond that is lost, so `accepted` starts anew."""
+        self.accepted = version * self.config.groups_per_step
+        self.set_version(version)
+
+    def expire(self) -> None:
+        """Takes back the permits whose time is up."""
+        now = self._clock()
+        for lease in [lease for lease in self._leases.values() if lease.expires <= now]:
+            self.expired += lease.count
+            del self._leases[lease.id]
+        self.progress()
+
+    def time_out(self, pending: PendingPermits) -> None:
+        """The deadline of `pending` has passed."""
+        if not pending.done:
+            pending.fail(deadline(f"permits: {self.why_not(pending.count)}"))
+            self.progress()
+
+    def abandon(self, pending: PendingPermits) -> None:
+        """The client of `pending` went away."""
+        if not pending.done:
+            pending.abandon()
+            self.progress()
+
+    def progress(self) -> None:
+        """Grants what can be granted, first come first served; who asks for very many holds nobody up."""
+        for pending in self.line:
+            if pending.count > self.capacity:
+                if pending.count > self._most:
+                    continue
+                break
+            lease = Lease(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
+            self._leases[lease.id] = lease
+            pending.finish(lease)
+
+    def _use(self, lease: Lease, count: int) -> None:
+        lease.count -= count
+        if lease.count == 0:
+            del self._leases[lease.id]
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self, offset: float) -> dict[str, Any]:
+        """Times of the clock, plus `offset`."""
+        return {
+            "accepted": self.accepted,
+            "expired": self.expired,
+            "leases": [(lease.id, lease.count, lease.expires + offset) for lease in self._leases.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], offset: float) -> None:
+        self.accepted, self.expired = state["accepted"], state["expired"]
+        latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
+        self._leases = {
+            lease: Lease(lease, count, min(expires - offset, latest)) for lease, count, expires in state["leases"]
+        }
+
+    def expiries(self) -> list[float]:
+        """When the leases that are out end."""
+        return [lease.expires for lease in self._leases.values()]

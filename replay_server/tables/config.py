@@ -1,0 +1,232 @@
+"""Configuration of tables: each value is checked once, here. `config.py` adds the sections of the process."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from replay_server.tables import rate_limiters, selectors
+from replay_server.tables.columns import Columns
+from replay_server.tables.rate_limiters import RateLimiter
+from replay_server.tables.selectors import Selector
+
+MAX_PRIORITY = 3.4e38
+"""The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
+MAX_EXPONENT = 7.0
+MAX_COUNT = 2**53
+"""The largest count that a limiter's arithmetic in float64 keeps exact."""
+TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"], _UNITS[f"{_letter}IB"] = 1000**_power, 1024**_power
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"32GiB"`, `"1.5 GB"` or a plain number, as bytes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write for example 4096, '512MiB' or '32GB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """Names what there is beside what there is not, which pydantic's own message does not."""
+        if isinstance(value, dict) and (unknown := [name for name in value if name not in cls.model_fields]):
+            near = difflib.get_close_matches(str(unknown[0]), cls.model_fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.model_fields)}"
+            raise ValueError(f"there is no {str(unknown[0])[:100]!r}; {hint}")
+        return value
+
+
+class _Tagged(Model):
+    """A variant named by `type`; its name alone is the short form."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+
+class SelectorConfig(_Tagged):
+    """How the next item is chosen."""
+
+    type: Literal["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
+    """The oldest, the newest, any, by priority at random, the lowest priority, the highest. Ties go to the older."""
+    exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
+    """`prioritized` draws in proportion to priority ** exponent."""
+
+    @model_validator(mode="after")
+    def _exponent_only_where_used(self) -> Self:
+        if "exponent" in self.model_fields_set and self.type != "prioritized":
+            raise ValueError(f"exponent belongs to 'prioritized', not to {self.type!r}")
+        return self
+
+    def build(self, columns: Columns) -> Selector:
+        """A selector over the items of `columns`."""
+        match self.type:
+            case "fifo" | "lifo":
+                return selectors.Fifo(columns, newest_first=self.type == "lifo")
+            case "min_heap" | "max_heap":
+                return selectors.Heap(columns, highest_first=self.type == "max_heap")
+            case "uniform":
+                return selectors.Uniform(columns)
+            case "prioritized":
+                return selectors.Prioritized(columns, self.exponent)
+
+
+class RateLimiterConfig(_Tagged):
+    """When inserting and sampling wait for each other; formulas in rate_limiters.py."""
+
+    type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
+    """What is kept: a least size, a ratio of samples to inserts, or that each item is sampled once, in order or the
+    newest first."""
+    min_size: int = Field(1, ge=1, le=MAX_COUNT)
+    """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
+    max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Inserting waits while this many items have not been sampled (`queue`, `stack`: needed)."""
+    samples_per_insert: float | None = Field(None, gt=0)
+    """The ratio to keep (`sample_to_insert_ratio`: needed)."""
+    error_buffer: float | tuple[float, float] | None = None
+    """How far the ratio may be off: e, or (min_diff, max_diff) (`sample_to_insert_ratio`)."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        allowed = {
+            "min_size": {"min_size"},
+            "sample_to_insert_ratio": {"min_size", "samples_per_insert", "error_buffer"},
+            "queue": {"max_size"},
+            "stack": {"max_size"},
+        }[self.type]
+        if extra := self.model_fields_set - allowed - {"type"}:
+            raise ValueError(f"{self.type!r} takes {', '.join(sorted(allowed))}; not {', '.join(sorted(extra))}")
+        if self.type in ("queue", "stack") and self.max_size is None:
+            raise ValueError(f"{self.type!r} needs max_size, for example {{ type = {self.type!r}, max_size = 512 }}")
+        if self.type == "sample_to_insert_ratio" and self.samples_per_insert is None:
+            raise ValueError("'sample_to_insert_ratio' needs samples_per_insert")
+        self.build()
+        return self
+
+    def build(self) -> RateLimiter:
+        """A limiter that has seen nothing yet. Raises ValueError for bounds that nothing could satisfy."""
+        if self.type == "sample_to_insert_ratio":
+            assert self.samples_per_insert is not None
+            return rate_limiters.sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
+        if self.type == "min_size":
+            return rate_limiters.min_size(self.min_size)
+        assert self.max_size is not None
+        return rate_limiters.queue(self.max_size)
+
+
+class TableConfig(Model):
+    """One table.
+
+    `rate_limiter = queue` also means `sampler = remover = "fifo"` and `max_times_sampled = 1`, and `stack` the same
+    with "lifo" as the sampler, unless they are set.
+    """
+
+    name: str
+    """What clients call it: letters, digits, '_', '-' and '.'."""
+    sampler: SelectorConfig = SelectorConfig(type="uniform")
+    """Which item comes next when sampling."""
+    remover: SelectorConfig = SelectorConfig(type="fifo")
+    """Which item goes first when the table is full."""
+    max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
+    """The most items."""
+    max_bytes: Bytes | None = None
+    """The most payload bytes; absent: no bound but the server's."""
+    max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
+    """An item leaves after it has been sampled this often; 0: never."""
+    rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
+    """When inserting and sampling wait for each other."""
+    max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """An item whose policy version lags by more is dropped and never delivered; absent: no limit."""
+    when_full: Literal["evict", "block", "reject"] = "evict"
+    """What an insert into a full table does: let the remover make room, wait, or fail."""
+    forward_to: str | None = None
+    """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
+    seed: int | None = Field(None, ge=0)
+    """Of the random selectors; absent: from the operating system."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _queue_defaults(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        limiter = value.get("rate_limiter")
+        kind = limiter.get("type") if isinstance(limiter, dict) else getattr(limiter, "type", limiter)
+        if kind not in ("queue", "stack"):
+            return value
+        sampler = "fifo" if kind == "queue" else "lifo"
+        return {"sampler": sampler, "remover": "fifo", "max_times_sampled": 1} | value
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if not TABLE_NAME.match(self.name):
+            raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
+        if self.forward_to == self.name:
+            raise ValueError(f"table {self.name!r} cannot forward to itself")
+        if self.max_size < self.rate_limiter.min_size:
+            raise ValueError(
+                f"table {self.name!r} could never be sampled: max_size {self.max_size} is below the rate limiter's "
+                f"min_size {self.rate_limiter.min_size}"
+            )
+        limit = self.rate_limiter.max_size
+        if limit is not None and self.max_times_sampled != 1:
+            warnings.warn(
+                f"table {self.name!r}: a {self.rate_limiter.type} with max_times_sampled = {self.max_times_sampled} "
+                f"keeps items that were sampled, yet admits only {limit} inserts more than samples",
+                stacklevel=2,
+            )
+        if self.remover.type in ("prioritized", "max_heap"):
+            warnings.warn(
+                f"table {self.name!r}: remover {self.remover.type!r} evicts high priorities first; to keep them use "
+                f"'min_heap', or 'fifo'",
+                stacklevel=2,
+            )
+        return self
+
+
+class AdmissionConfig(Model):
+    """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * groups_per_step."""
+
+    groups_per_step: int = Field(ge=1, le=MAX_COUNT)
+    """Fresh groups that the trainer uses for each policy version."""
+    max_staleness: int = Field(ge=0, le=MAX_COUNT)
+    """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
+    permit_ttl: float = Field(600.0, gt=0)
+    """Seconds until an unused permit goes back."""
+
+
+def explain(error: ValidationError) -> str:
+    """All that is wrong, a clause each: `tables.1.max_size: Input should be greater than or equal to 1, not 0`."""
+    clauses = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        value = str(problem["input"])[:100] if isinstance(problem["input"], str | float) else problem["input"]
+        shown = isinstance(value, str | float) or _is_small(value)
+        # A secret written where the name of its file belongs must not come out in a log.
+        given = f", not {value!r}" if shown and "security" not in problem["loc"] else ""
+        if repr(value) in message:
+            given = ""
+        clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
+    return "; ".join(clauses)
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value is a number that is worth showing (Python refuses to print very long ones)."""
+    return isinstance(value, int) and abs(value) < 10**20

@@ -1,0 +1,89 @@
+"""Meters: what happened over the last minute, and how a column of numbers is spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from replay_server.tables.columns import FloatArray, IntArray
+
+WINDOW = 60  # seconds
+MANY = 1 << 13
+"""Of more values than this, quantiles are estimated."""
+_rng = np.random.default_rng()
+
+
+class Meter:
+    """A sum over the last minute, in buckets of a second."""
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._second = int(now)
+        self._buckets = [0.0] * WINDOW
+
+    def add(self, amount: float, now: float) -> None:
+        self._advance(now)
+        self._buckets[self._second % WINDOW] += amount
+
+    def per_second(self, now: float) -> float:
+        """The mean over the last minute, or over the time since the start if that is less."""
+        self._advance(now)
+        return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
+
+    def _advance(self, now: float) -> None:
+        second = int(now)
+        for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
+            self._buckets[passed % WINDOW] = 0.0
+        self._second = max(self._second, second)
+
+
+class BlockedTime:
+    """Which share of the last minute something was blocked."""
+
+    def __init__(self, now: float) -> None:
+        self._meter = Meter(now)
+        self._since: float | None = None
+
+    @property
+    def blocked(self) -> bool:
+        return self._since is not None
+
+    def set(self, blocked: bool, now: float) -> None:
+        self._settle(now)
+        self._since = now if blocked else None
+
+    def share(self, now: float) -> float:
+        self._settle(now)
+        return min(1.0, self._meter.per_second(now))
+
+    def _settle(self, now: float) -> None:
+        if self._since is None:
+            return
+        start = max(self._since, now - WINDOW)
+        while start < now:  # a second at a time, so that every bucket holds at most a second
+            end = min(now, float(int(start) + 1))
+            self._meter.add(end - start, start)
+            start = end
+        self._since = now
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    min: float = 0.0
+    p10: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    max: float = 0.0
+    mean: float = 0.0
+
+    @classmethod
+    def of(cls, values: FloatArray | IntArray) -> Quantiles:
+        """Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would
+        hold up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a
+        percent at the median. All else is exact."""
+        if values.size == 0:
+            return cls()
+        drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
+        p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
+        return cls(float(values.min()), float(p10), float(p50), float(p90), float(values.max()), float(values.mean()))

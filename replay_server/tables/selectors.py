@@ -1,0 +1,255 @@
+"""Selectors: which item comes next, for sampling and for removal.
+
+A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` names the first n without
+taking them out: distinct slots in the order in which they come, together with each one's probability of coming first.
+Ties go to the older item.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from replay_server.tables.columns import Columns, FloatArray, IntArray
+from replay_server.tables.min_tree import MinTree
+from replay_server.tables.sum_tree import SumTree
+
+NONE = np.zeros(0, dtype=np.int64)
+
+
+class Selector(Protocol):
+    def insert(self, slots: IntArray) -> None:
+        """Slots whose columns have just been filled; none of them twice."""
+
+    def delete(self, slots: IntArray) -> None:
+        """Slots that are about to be freed."""
+
+    def update(self, slots: IntArray) -> None:
+        """Slots whose priorities have just changed."""
+
+    def selectable(self) -> int:
+        """How many distinct slots `select` can name."""
+
+    def holds(self, slot: int) -> bool:
+        """Whether `select` can name this slot of the table."""
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """Up to n distinct slots (n,) without the excluded ones (which it holds), and their probabilities (n,) of
+        coming first."""
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        """n draws, each from all slots again; empty if there is nothing to draw."""
+
+
+class Fifo:
+    """By age, oldest first (or newest first). O(1) an operation, amortised; O(size) to give back into the middle."""
+
+    def __init__(self, columns: Columns, newest_first: bool = False) -> None:
+        self._columns = columns
+        self._newest_first = newest_first
+        # (order, slot) by ascending order. Deleted ones stay until they reach an end or are too many.
+        self._entries: deque[tuple[int, int]] = deque()
+        self._live: dict[int, int] = {}  # slot -> order
+
+    def insert(self, slots: IntArray) -> None:
+        orders: list[int] = self._columns.order[slots].tolist()
+        names: list[int] = slots.tolist()
+        self._live.update(zip(names, orders, strict=True))
+        if len(orders) > 1 and (np.diff(self._columns.order[slots]) < 0).any():
+            orders, names = map(list, zip(*sorted(zip(orders, names, strict=True)), strict=True))  # given back
+        if not self._entries or orders[0] > self._entries[-1][0]:
+            self._entries.extend(zip(orders, names, strict=True))
+        elif orders[-1] < self._entries[0][0]:
+            self._entries.extendleft(zip(reversed(orders), reversed(names), strict=True))
+        else:
+            live = {(order, slot) for order, slot in self._entries if self._live.get(slot) == order}
+            self._entries = deque(sorted(live.union(zip(orders, names, strict=True))))
+
+    def delete(self, slots: IntArray) -> None:
+        entries, live = self._entries, self._live
+        for slot in slots.tolist():
+            del live[slot]
+        while entries and live.get(entries[0][1]) != entries[0][0]:
+            entries.popleft()
+        while entries and live.get(entries[-1][1]) != entries[-1][0]:
+            entries.pop()
+        if len(entries) > 2 * len(live) + 64:
+            self._entries = deque(entry for entry in entries if live.get(entry[1]) == entry[0])
+
+    def update(self, slots: IntArray) -> None:
+        pass
+
+    def selectable(self) -> int:
+        return len(self._live)
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._live
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        chosen: list[int] = []
+        left_out = set(excluded.tolist())
+        for order, slot in reversed(self._entries) if self._newest_first else self._entries:
+            if len(chosen) == n:
+                break
+            if self._live.get(slot) == order and slot not in left_out:
+                chosen.append(slot)
+        return _certain(np.array(chosen, dtype=np.int64))
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        return _repeat(self.select(1, rng), n)
+
+
+class Heap:
+    """By priority, lowest first (or highest first), then by age. O(log size) an operation."""
+
+    def __init__(self, columns: Columns, highest_first: bool = False) -> None:
+        self._columns = columns
+        self._sign = -1.0 if highest_first else 1.0
+        self._tree = MinTree()
+        self._count = 0
+
+    def insert(self, slots: IntArray) -> None:
+        self._count += slots.size
+        self.update(slots)
+
+    def delete(self, slots: IntArray) -> None:
+        self._count -= slots.size
+        self._tree.clear(slots)
+
+    def update(self, slots: IntArray) -> None:
+        self._tree.put(slots, self._sign * self._columns.priority[slots], self._columns.order[slots])
+
+    def selectable(self) -> int:
+        return self._count
+
+    def holds(self, slot: int) -> bool:
+        return self._tree.holds(slot)
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        slots = self._tree.first(n + excluded.size)
+        if excluded.size:
+            slots = slots[~np.isin(slots, excluded)]
+        return _certain(slots[:n])
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        return _repeat(self.select(1, rng), n)
+
+
+class Uniform:
+    """Every item with the same probability. O(1) an operation."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._slots = np.zeros(64, dtype=np.int64)  # the first `_count` are in use, in no order
+        self._count = 0
+        self._where: dict[int, int] = {}  # slot -> index in `_slots`
+
+    def insert(self, slots: IntArray) -> None:
+        start, self._count = self._count, self._count + slots.size
+        while self._count > self._slots.size:
+            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
+        self._slots[start : self._count] = slots
+        self._where.update(zip(slots.tolist(), range(start, self._count), strict=True))
+
+    def delete(self, slots: IntArray) -> None:
+        for slot in slots.tolist():
+            index = self._where.pop(slot)
+            self._count -= 1
+            last = int(self._slots[self._count])
+            if last != slot:
+                self._slots[index] = last
+                self._where[last] = index
+
+    def update(self, slots: IntArray) -> None:
+        pass
+
+    def selectable(self) -> int:
+        return self._count
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._where
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        # Leaving out some of a sequence of draws without replacement leaves such a sequence of the others.
+        wanted = min(n + excluded.size, self._count)
+        slots = self._slots[rng.choice(self._count, wanted, replace=False)] if wanted else NONE
+        if excluded.size:
+            slots = slots[~np.isin(slots, excluded)]
+        return slots[:n], np.full(min(n, slots.size), 1.0 / max(1, self._count - excluded.size))
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        if not self._count:
+            return NONE, _ZERO[:0]
+        return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
+
+
+class Prioritized:
+    """In proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). O(log size) an operation.
+
+    An item of priority 0 is never drawn. Distinct draws are successive: each from what the draws before have left.
+    """
+
+    def __init__(self, columns: Columns, exponent: float = 1.0) -> None:
+        self._columns = columns
+        self._exponent = exponent
+        self._tree = SumTree()
+
+    def insert(self, slots: IntArray) -> None:
+        self.update(slots)
+
+    def delete(self, slots: IntArray) -> None:
+        self._tree.set(slots, np.zeros(slots.size))
+
+    def update(self, slots: IntArray) -> None:
+        priorities = self._columns.priority[slots]
+        # Where the priority is 0 the weight is too, whatever the exponent: 0 ** 0 would be 1.
+        self._tree.set(slots, np.where(priorities > 0, priorities**self._exponent, 0.0))
+
+    def selectable(self) -> int:
+        return self._tree.positive
+
+    def holds(self, slot: int) -> bool:
+        return self._tree.is_positive(slot)
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        # The first appearances in a sequence of independent draws are a sequence of successive draws without
+        # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
+        n = min(n, self._tree.positive - excluded.size)
+        tree = self._tree
+        # What is set to 0 on the way, with its weights.
+        hidden = [(excluded, tree.get(excluded))]
+        tree.set(excluded, np.zeros(excluded.size))
+        total, missing = tree.total, n
+        while missing:
+            drawn = self._draw(missing, rng)
+            _, first = np.unique(drawn, return_index=True)
+            drawn = drawn[np.sort(first)]
+            hidden.append((drawn, tree.get(drawn)))
+            missing -= drawn.size
+            tree.set(drawn, np.zeros(drawn.size))
+        slots, weights = (np.concatenate(column) for column in zip(*hidden, strict=True))
+        tree.set(slots, weights)
+        return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        if not self._tree.positive:
+            return NONE, _ZERO[:0]
+        slots = self._draw(n, rng)
+        return slots, self._tree.get(slots) / self._tree.total
+
+    def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
+        return self._tree.find(rng.random(n) * self._tree.total)
+
+
+_ZERO = np.zeros(1)
+
+
+def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
+    probabilities = np.zeros(slots.size)
+    probabilities[:1] = 1.0
+    return slots, probabilities
+
+
+def _repeat(first: tuple[IntArray, FloatArray], n: int) -> tuple[IntArray, FloatArray]:
+    return np.repeat(first[0], n), np.repeat(first[1], n)

@@ -1,0 +1,1 @@
+"""How operators watch the server: metrics, traces and log lines."""

@@ -1,0 +1,54 @@
+"""Tracing: OpenTelemetry spans of calls that carry a trace context, where the SDK is loaded when the server starts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from replay_protos.framing import SERVICE
+from replay_server.telemetry.latency import code_name
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Method = Callable[[Any, Context], Awaitable[Any]]
+
+
+def available() -> bool:
+    return "opentelemetry.sdk.trace" in sys.modules
+
+
+def traced(name: str, method: Method) -> Method:
+    """`method`, a coroutine of one request, with a span under the client's; none where the client has none."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    tracer, propagator = trace.get_tracer("replay_server"), TraceContextTextMapPropagator()
+
+    @functools.wraps(method)
+    async def call(request: Any, context: Context) -> Any:
+        headers = {key: value for key, value in context.invocation_metadata() or () if key == "traceparent"}
+        if not headers:
+            return await method(request, context)
+        attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": name, "replay.table": _table(request)}
+        parent = propagator.extract(headers)
+        kind = trace.SpanKind.SERVER
+        with tracer.start_as_current_span(
+            f"{SERVICE}/{name}", parent, kind, attributes, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                return await method(request, context)
+            except grpc.aio.AbortError:
+                span.set_status(trace.StatusCode.ERROR, code_name(context.code()))
+                raise
+
+    return call
+
+
+def _table(request: Any) -> str:
+    """The table or tables that a request names, as a text."""
+    message = getattr(request, "head", request)
+    targets = getattr(message, "targets", ())
+    return ", ".join(target.table for target in targets) if targets else getattr(message, "table", "")

@@ -1,0 +1,250 @@
+"""Small models, probes and a client that records, for the tests of the generator and its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.prompts import Prompt
+from replay_client.records import PermitLease, Policy
+from replay_client.rollout import RolloutGroup
+
+CHARACTERS = "0123456789+=? abcdefghij"
+EOS = 1
+
+
+def make_model(folder: Path, *, seed: int = 0, tied: bool = False, sharpness: float = 8.0) -> Path:
+    """A Qwen2 of some 20,000 parameters with a character tokenizer, saved as `transformers` does.
+
+    `sharpness` scales the output head, so that its distributions are far from uniform.
+    """
+    vocabulary = {"<pad>": 0, "<eos>": EOS, "<unk>": 2}
+    vocabulary |= {character: index for index, character in enumerate(CHARACTERS, start=len(vocabulary))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharpness)
+    model.save_pretrained(folder)
+    return folder
+
+
+def scores(folder: Path, token_ids: Sequence[int]) -> list[float]:
+    """What transformers says: log-probabilities at temperature 1 of all tokens but the first."""
+    return recomputed(folder, token_ids[:1], token_ids[1:], SamplingConfig())
+
+
+def recomputed(
+    folder: Path, prompt_ids: Sequence[int], completion_ids: Sequence[int], sampling: SamplingConfig
+) -> list[float]:
+    """Log-probabilities of a completion by one forward pass, without cache, padding or batch."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    ids = torch.tensor([[*prompt_ids, *completion_ids]])
+    with torch.no_grad():
+        logits_TV = model(ids).logits[0, len(prompt_ids) - 1 : -1] / sampling.temperature
+    for row in logits_TV:
+        _restrict(row, sampling)
+    logprobs_TV = logits_TV.log_softmax(-1)
+    return [logprobs_TV[step, token].item() for step, token in enumerate(completion_ids)]
+
+
+def _restrict(logits_V: torch.Tensor, sampling: SamplingConfig) -> None:
+    """Leave out what top_k and then top_p leave out, token by token as their definitions read."""
+    ranked = logits_V.argsort(descending=True).tolist()
+    if sampling.top_k:
+        logits_V[ranked[sampling.top_k :]] = -torch.inf
+    reached, probabilities = 0.0, logits_V.softmax(-1).tolist()
+    for token in ranked:
+        if sampling.top_p < 1 and reached >= sampling.top_p:
+            logits_V[token] = -torch.inf
+        reached += probabilities[token]
+
+
+def make_version(
+    base: Path, folder: Path, *, seed: int = 1, probe: bool = True, probe_error: float = 0.0, drift: float = 0.05
+) -> Path:
+    """Weights some way off those of `base`, with the probe that a trainer would write (off by `probe_error` nats)."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * drift)
+    model.save_pretrained(folder)
+    if probe:
+        token_ids = [3, 9, 4, 13, 7, 5, 20, 11]
+        logprobs = [logprob + probe_error for logprob in scores(folder, token_ids)]
+        (folder / "probe.json").write_text(json.dumps({"token_ids": token_ids, "logprobs": logprobs}))
+    return folder
+
+
+def make_prompts(count: int = 10_000, *, text: str = "{}+1=") -> list[Prompt]:
+    return [Prompt.of({"prompt": text.format(index), "prompt_id": f"p{index}"}) for index in range(count)]
+
+
+@dataclass
+class RecordingClient:
+    """Stands where an AsyncReplayClient does, and remembers what it was asked."""
+
+    admission: bool = False
+    inserts: list[tuple[RolloutGroup, dict[str, float]]] = field(default_factory=list)
+    leases: list[PermitLease] = field(default_factory=list)
+    """Granted, and neither used nor released."""
+    granted: int = 0
+    released: int = 0
+    refuse: list[Exception] = field(default_factory=list)
+    """Raised by the next inserts, one each."""
+    gone: Exception | None = None
+    """What `policy` raises from the first refused insert on."""
+    insert_keys: list[int] = field(default_factory=list)
+    current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def publish(self, version: int, weights: Path | str) -> None:
+        async with self.changed:
+            self.current = Policy(version, str(weights), 0.0)
+            self.changed.notify_all()
+
+    async def inserted(self, count: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.inserts) >= count)
+
+    async def insert(
+        self,
+        group: RolloutGroup,
+        priorities: Mapping[str, float],
+        *,
+        key: int,
+        permits: PermitLease | None,
+        timeout: float | None,
+    ) -> int:
+        await asyncio.sleep(0)
+        self.insert_keys.append(key)
+        if self.refuse:
+            raise self.refuse.pop(0)
+        if permits is not None:
+            self.leases.remove(permits)
+        async with self.changed:
+            self.inserts.append((group, dict(priorities)))
+            self.changed.notify_all()
+        return key
+
+    async def policy(self) -> Policy:
+        if self.gone is not None and self.insert_keys:
+            raise self.gone
+        return self.current
+
+    async def watch_policy(self) -> AsyncIterator[Policy]:
+        yield (last := self.current)
+        while True:
+            async with self.changed:
+                while self.current == last:
+                    await self.changed.wait()
+                last = self.current
+            yield last
+
+    async def server_info(self) -> Any:
+        @dataclass
+        class Info:
+            admission: object | None
+
+        return Info(admission=object() if self.admission else None)
+
+    async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitLease:
+        self.granted += count
+        self.leases.append(PermitLease(self.granted, count, 600.0))
+        return self.leases[-1]
+
+    async def release_permits(self, lease: PermitLease) -> int:
+        self.leases.remove(lease)
+        self.released += lease.count
+        return lease.count
+
+    async def __aenter__(self) -> RecordingClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+class Letters:
+    """A tokenizer with a token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine whose completions are made up; `hold` keeps generations from ending."""
+
+    tokenizer: Any = field(default_factory=Letters)
+    max_length: int = 64
+    completions: Sequence[Completion] = (
+        Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
+        Completion([], [], "", "abort", []),
+        Completion([9], [float("nan")], "9", "length", []),
+    )
+    hold: asyncio.Event | None = None
+    generating: int = 0
+    most_generating: int = 0
+    seeds: list[int | None] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    version: int = 0
+    generating_at_load: list[int] = field(default_factory=list)
+    probe_scores: list[float] = field(default_factory=list)
+    closed: int = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        version = self.version
+        self.generating += 1
+        self.most_generating = max(self.most_generating, self.generating)
+        self.seeds.append(sampling.seed)
+        try:
+            await asyncio.sleep(0)
+            if self.hold is not None:
+                await self.hold.wait()
+        finally:
+            self.generating -= 1
+        drawn = [self.completions[index % len(self.completions)] for index in range(n)]
+        return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
+
+    async def load_weights(self, path: str, version: int) -> None:
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+        self.generating_at_load.append(self.generating)
+        await asyncio.sleep(0.01)
+        self.loaded.append(path)
+        self.version = version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return self.probe_scores
+
+    async def close(self) -> None:
+        self.closed += 1

@@ -1,0 +1,196 @@
+"""The generator against a real server: permits, refusals and restarts."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replay_client import AsyncReplayClient
+from replay_client.errors import ServerUnavailableError
+from replay_client.generator import GeneratorConfig, RolloutGenerator
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from tests.client.generator.factories import ScriptedEngine, make_prompts
+from tests.factories import server_process
+
+TABLES = [
+    TableConfig(name="rollouts", sampler="fifo", max_staleness=2),
+    TableConfig(name="small", sampler="fifo", max_size=2, when_full="reject"),
+]
+
+
+@contextmanager
+def serving(**admission: Any) -> Iterator[ReplayServer]:
+    config = AdmissionConfig(**admission) if admission else None
+    with ReplayServer(tables=TABLES, port=0, admission=config) as server:
+        yield server
+
+
+@asynccontextmanager
+async def generating(
+    address: str,
+    engine: ScriptedEngine,
+    *,
+    prompts: Any = None,
+    reward: Any = lambda row, text: float(len(text)),
+    keep: Any = None,
+    timeout: float = 10.0,
+    **config: Any,
+) -> AsyncIterator[tuple[RolloutGenerator, AsyncReplayClient, asyncio.Task[None]]]:
+    """A generator that runs until the end of the block."""
+    settings = {"group_size": 3, "max_concurrent_groups": 4, "stop_grace": 0.5, "permit_timeout": 5.0} | config
+    async with AsyncReplayClient(address, timeout) as client:
+        prompts = make_prompts() if prompts is None else prompts
+        generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**settings), keep=keep)
+        task = asyncio.create_task(generator.run())
+        try:
+            yield generator, client, task
+        finally:
+            generator.stop()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+FATES = ("insert", "filter", "fail", "stale", "fail to tokenize")
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(FATES), min_size=1, max_size=24))
+def test_every_permit_is_used_by_an_insert_or_given_back(fates: list[str]) -> None:
+    def reward(row: Any, text: str) -> float:
+        return float("nan") if row["fate"] == "fail" else float(len(text))
+
+    class Dated(ScriptedEngine):
+        async def generate(self, prompt_ids: Any, *args: Any) -> Any:
+            drawn = await super().generate(prompt_ids, *args)
+            version = 0 if fates[prompt_ids[0]] == "stale" else 5
+            for each in drawn:
+                each.policy_versions[:] = [version] * len(each.token_ids)
+            return drawn
+
+    class ByFate:
+        def encode(self, text: str) -> list[int]:
+            return [] if text.endswith("fail to tokenize") else [int(text.split()[0])]
+
+    async def run(address: str) -> None:
+        prompts = [{"prompt": f"{index} {fate}", "fate": fate, "prompt_id": fate} for index, fate in enumerate(fates)]
+        async with generating(
+            address,
+            Dated(tokenizer=ByFate()),
+            prompts=prompts,
+            reward=reward,
+            keep=lambda group: group.prompt_id != "filter",
+            on_prompt_error="skip",
+            max_concurrent_groups=None,
+        ) as (generator, client, task):
+            await task
+            info = await client.server_info()
+            stats = generator.stats
+        assert stats["groups"] == info.tables["rollouts"].size == fates.count("insert")
+        assert stats["filtered"] == fates.count("filter")
+        assert stats["stale_refused"] == fates.count("stale")
+        assert stats["skipped"] == fates.count("fail") + fates.count("fail to tokenize")
+        assert info.admission is not None
+        assert info.admission.running == 0
+        assert info.admission.accepted == 5 * 3 + fates.count("insert")  # the server counts from the version on
+        assert info.admission.expired == 0
+
+    with serving(groups_per_step=3, max_staleness=7) as server:
+
+        async def main() -> None:
+            async with AsyncReplayClient(server.address) as client:
+                await client.set_policy_version(5, rollback=True)
+            await run(server.address)
+
+        asyncio.run(main())
+
+
+async def test_as_many_groups_are_under_way_as_there_are_permits() -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving(groups_per_step=3, max_staleness=1) as server:
+        async with generating(server.address, engine, max_concurrent_groups=None) as (_, client, _task):
+            await until(lambda: engine.generating == 6)
+            await asyncio.sleep(0.1)
+            assert engine.generating == 6
+            await client.set_policy_version(1)
+            await until(lambda: engine.generating == 9)
+
+
+async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with (
+        caplog.at_level(logging.WARNING),
+        serving(groups_per_step=2, max_staleness=0, permit_ttl=0.2) as server,
+    ):
+        async with generating(server.address, engine, max_groups=3) as (generator, client, task):
+            # The server believes the first two dead, and lets the third begin.
+            await until(lambda: engine.generating == 3)
+            assert engine.hold is not None
+            engine.hold.set()
+            await task
+            info = await client.server_info()
+    assert generator.stats["groups"] == info.tables["rollouts"].size == 3
+    assert generator.stats["permits_expired"] >= 2
+    assert info.admission is not None
+    assert (info.admission.accepted, info.admission.running) == (3, 0)
+    assert info.admission.expired >= 2
+    assert sum("raise permit_ttl" in record.message for record in caplog.records) == 1
+
+
+async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine(), tables=("small",), max_groups=4) as (
+            generator,
+            client,
+            task,
+        ):
+            await until(lambda: generator.stats["full_refused"] > 0)
+            assert generator.stats["groups"] == 2
+            assert not task.done()
+            for sample in await client.sample("small", 2):
+                await client.delete("small", [sample.info.key])
+            await task
+            assert generator.stats["groups"] == 4
+
+
+@pytest.mark.parametrize("way", ["kill", "terminate"])
+async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path: Path, way: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = (
+        '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
+    )
+    with server_process(tmp_path, config, address) as server:
+        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (generator, _, task):
+            await until(lambda: generator.stats["groups"] > 5)
+            getattr(server.process, way)()
+            server.process.wait()
+            await asyncio.sleep(0.5)
+            groups = generator.stats["groups"]
+            assert not task.done()
+            with server_process(tmp_path, config, address):
+                await until(lambda: generator.stats["groups"] > groups + 20)
+            assert not task.done()
+
+
+async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with generating(server.address, ScriptedEngine(), timeout=1.0) as (generator, _, task):
+            await until(lambda: generator.stats["groups"] > 5)
+            server.kill()
+            with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
+                await asyncio.wait_for(task, 20)

@@ -1,0 +1,243 @@
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines.continuous_batch import processed_logprobs
+from replay_client.generator.engines.transformers import TransformersEngine
+from tests.client.generator.factories import EOS, make_model, make_version, recomputed, scores
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(model, seed=0)
+    yield engine
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(max_tokens=20),
+        SamplingConfig(temperature=0.7, max_tokens=20),
+        SamplingConfig(temperature=1.3, top_k=5, max_tokens=20),
+        SamplingConfig(top_p=0.8, max_tokens=20),
+        SamplingConfig(temperature=0.9, top_k=9, top_p=0.7, max_tokens=20),
+    ],
+)
+async def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(
+    model: Path, engine: TransformersEngine, sampling: SamplingConfig
+) -> None:
+    prompt_ids = [3, 9, 4]
+    for completion in await engine.generate(prompt_ids, sampling, 6):
+        expected = recomputed(model, prompt_ids, completion.token_ids, sampling)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
+    model: Path, engine: TransformersEngine
+) -> None:
+    requests = [
+        ([3], SamplingConfig(max_tokens=1), 2),
+        ([3, 4, 5, 6, 7, 8, 9, 10, 11], SamplingConfig(temperature=0.6, max_tokens=30), 5),
+        ([12, 13], SamplingConfig(top_k=4, max_tokens=9), 3),
+        ([14, 3, 3], SamplingConfig(top_p=0.5, temperature=1.4, max_tokens=17), 4),
+    ]
+    answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    for (prompt_ids, sampling, n), completions in zip(requests, answers, strict=True):
+        assert len(completions) == n
+        for completion in completions:
+            assert 1 <= len(completion.token_ids) <= sampling.max_tokens
+            expected = recomputed(model, prompt_ids, completion.token_ids, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
+    engine = TransformersEngine(make_model(tmp_path, sharpness=1.0), seed=0)
+    completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
+    for completion in completions:
+        ended = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert EOS not in completion.token_ids[:-1]
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
+    await engine.close()
+
+
+async def test_prompt_and_completion_fit_the_maximum_length(model: Path) -> None:
+    engine = TransformersEngine(model, max_length=10)
+    completions = await engine.generate([3] * 8, SamplingConfig(max_tokens=50), 16)
+    assert max(len(completion.token_ids) for completion in completions) == 2
+    await engine.close()
+
+
+async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine: TransformersEngine) -> None:
+    seeded, other = SamplingConfig(seed=7, max_tokens=10), SamplingConfig(max_tokens=10)
+    alone = await engine.generate([3, 4], seeded, 3)
+    together, _ = await asyncio.gather(engine.generate([3, 4], seeded, 3), engine.generate([5] * 9, other, 3))
+    assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in together]
+    assert alone[0].token_ids != alone[1].token_ids
+
+
+async def test_tokens_come_as_often_as_their_probabilities_say(engine: TransformersEngine, model: Path) -> None:
+    drawn = 4000
+    completions = await engine.generate([3, 4], SamplingConfig(max_tokens=1), drawn)
+    counts = Counter(completion.token_ids[0] for completion in completions)
+    for completion in completions[:50]:
+        probability = float(np.exp(completion.logprobs[0]))
+        deviation = (probability * (1 - probability) / drawn) ** 0.5
+        assert abs(counts[completion.token_ids[0]] / drawn - probability) < 5 * deviation
+
+
+async def test_new_weights_take_over_and_score_as_the_trainer_does(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    ids = [3, 9, 4, 13, 7]
+    np.testing.assert_allclose(await engine.score(ids), scores(model, ids), atol=1e-5)
+    version = make_version(model, tmp_path / "step-1")
+    await engine.load_weights(str(version), 1)
+    np.testing.assert_allclose(await engine.score(ids), scores(version, ids), atol=1e-5)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        await engine.load_weights(str(tmp_path / "gone"), 2)
+
+
+async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
+    tied = make_model(tmp_path / "tied", tied=True)
+    version = make_version(tied, tmp_path / "step-1")
+    engine = TransformersEngine(tied)
+    await engine.load_weights(str(version), 1)
+    np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-5)
+    await engine.close()
+
+
+async def test_a_long_request_does_not_hold_up_a_short_one(engine: TransformersEngine) -> None:
+    long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 16))
+    await asyncio.sleep(0.01)
+    await engine.generate([4], SamplingConfig(max_tokens=1), 1)
+    assert not long.done()
+    await long
+
+
+async def finished_while_loading(
+    engine: TransformersEngine, weights: Path, requests: list[tuple[list[int], SamplingConfig, int]]
+) -> list[list[Completion]]:
+    """The completions of requests that come one after the other, with `weights` loaded among them."""
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(engine.generate(*request)))
+        await asyncio.sleep(0.02)
+        if len(tasks) == len(requests) // 2:
+            await engine.load_weights(str(weights), 1)
+    return await asyncio.gather(*tasks)
+
+
+def check_versions(
+    completions: list[Completion], prompt_ids: list[int], sampling: SamplingConfig, weights: dict[int, Path]
+) -> None:
+    """Every token has the log-probability that the weights of its version give it after all tokens before it."""
+    for completion in completions:
+        expected_by_version = {
+            version: recomputed(folder, prompt_ids, completion.token_ids, sampling)
+            for version, folder in weights.items()
+        }
+        expected = [expected_by_version[version][step] for step, version in enumerate(completion.policy_versions)]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        assert completion.policy_versions == sorted(completion.policy_versions)
+
+
+async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    version = make_version(model, tmp_path / "step-1")
+    requests = [
+        ([3 + size] * size, SamplingConfig(temperature=0.6 + size / 10, max_tokens=4 + 8 * (size % 4)), 3)
+        for size in range(1, 11)
+    ]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        check_versions(completions, prompt_ids, sampling, {0: model, 1: version})
+    assert {version for completions in answers for each in completions for version in each.policy_versions} == {0, 1}
+
+
+async def test_a_completion_that_is_under_way_goes_on_with_new_weights(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    version, sampling = make_version(model, tmp_path / "step-1"), SamplingConfig(temperature=0.7, max_tokens=60, seed=3)
+    task = asyncio.create_task(engine.generate([5, 6], sampling, 32))
+    await asyncio.sleep(0.03)
+    await engine.load_weights(str(version), 1)
+    completions = await task
+    assert any(len(set(completion.policy_versions)) == 2 for completion in completions)
+    check_versions(completions, [5, 6], sampling, {0: model, 1: version})
+
+
+async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=5, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
+        bos_token_id=None,
+    )  # fmt: skip
+    sliding = make_model(tmp_path / "sliding")
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(sliding)
+    version = make_version(sliding, tmp_path / "step-1", drift=0.3)
+    engine = TransformersEngine(sliding, seed=0)
+    requests = [([3 + size] * size, SamplingConfig(max_tokens=20), 2) for size in range(1, 9)]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        check_versions(completions, prompt_ids, sampling, {0: sliding, 1: version})
+    await engine.close()
+
+
+async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model: Path) -> None:
+    engine = TransformersEngine(model, max_concurrent_completions=8)
+    answers = await asyncio.gather(*(engine.generate([3], SamplingConfig(max_tokens=8), n) for n in (5, 5, 20, 1)))
+    assert [len(completions) for completions in answers] == [5, 5, 20, 1]
+    await engine.close()
+
+
+async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine: TransformersEngine) -> None:
+    with pytest.raises(IndexError):
+        await engine.generate([10**6], SamplingConfig(max_tokens=4), 2)
+    assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
+
+
+async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
+    model: Path, engine: TransformersEngine
+) -> None:
+    sampling = SamplingConfig(max_tokens=40)
+    given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
+    kept = asyncio.create_task(engine.generate([6], sampling, 3))
+    await asyncio.sleep(0.03)
+    given_up.cancel()
+    check_versions(await kept, [6], sampling, {0: model})
+
+
+def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+    ones = torch.ones(2)
+    only = processed_logprobs(logits, ones, ones * 1e-6, torch.zeros(2))
+    assert only.exp().tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    everything = processed_logprobs(logits, ones, ones, torch.tensor([50, 3]))
+    torch.testing.assert_close(everything, logits.log_softmax(-1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": 0.0}, {"temperature": 2.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}],
+)
+def test_sampling_that_makes_no_sense_is_refused_by_name(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingConfig(**bad)  # type: ignore[arg-type]

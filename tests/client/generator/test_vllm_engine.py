@@ -1,0 +1,324 @@
+"""The real vLLM, on small models. Loading takes 15 to 25 s each time, so most tests share one engine and one loop."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
+from replay_client.generator.engines import SamplingConfig
+from replay_client.generator.engines.vllm import VLLMEngine
+from tests.client.generator.factories import (
+    EOS,
+    RecordingClient,
+    make_model,
+    make_prompts,
+    make_version,
+    recomputed,
+    scores,
+)
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.vllm
+on_the_engines_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def version(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_version(model, tmp_path_factory.mktemp("versions") / "step-1")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def loaded_engine(model: Path) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine(model, dtype="float32", seed=0)
+    yield engine
+    await engine.close()
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
+    """The engine with the model's own weights."""
+    await loaded_engine.load_weights(str(model), 0)
+    return loaded_engine
+
+
+@on_the_engines_loop
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_transformers_before_and_after_a_reload(
+    engine: VLLMEngine, model: Path, version: Path, temperature: float
+) -> None:
+    sampling, prompt_ids = SamplingConfig(temperature=temperature, max_tokens=16), [3, 9, 4, 13]
+    for weights in (model, version):
+        await engine.load_weights(str(weights), 1)
+        for completion in await engine.generate(prompt_ids, sampling, 4):
+            expected = recomputed(weights, prompt_ids, completion.token_ids, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(await engine.score(prompt_ids), scores(weights, prompt_ids), atol=1e-4)
+
+
+@on_the_engines_loop
+async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, model: Path) -> None:
+    sampling = SamplingConfig(temperature=0.9, top_k=6, top_p=0.8, max_tokens=12)
+    for completion in await engine.generate([3, 9], sampling, 4):
+        expected = recomputed(model, [3, 9], completion.token_ids, sampling)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@on_the_engines_loop
+async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLLMEngine) -> None:
+    requests = [
+        engine.generate([3, 9, 4][:size], SamplingConfig(temperature=2.0, max_tokens=12), 64) for size in (1, 2, 3)
+    ]
+    completions = [completion for group in await asyncio.gather(*requests) for completion in group]
+    assert len(completions) == 192
+    for completion in completions:
+        ended = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert "<eos>" not in completion.text
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
+
+
+@on_the_engines_loop
+async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine: VLLMEngine) -> None:
+    assert engine.max_length == 64
+    (completion,) = await engine.generate([3] * 63, SamplingConfig(max_tokens=10), 1)
+    assert len(completion.token_ids) == 1
+
+
+@on_the_engines_loop
+async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -> None:
+    long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 64))
+    await engine.generate([4], SamplingConfig(max_tokens=1), 1)
+    assert not long.done()
+    await long
+
+
+@on_the_engines_loop
+async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLLMEngine) -> None:
+    sampling = SamplingConfig(seed=7, max_tokens=10)
+    first, second = [await engine.generate([3, 4], sampling, 3) for _ in range(2)]
+    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
+    assert first[0].token_ids != first[1].token_ids
+
+
+@on_the_engines_loop
+async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
+    engine: VLLMEngine, model: Path, version: Path
+) -> None:
+    sampling = SamplingConfig(temperature=0.7, max_tokens=58)
+    prompts = [[3, 9, 4 + number] for number in range(8)]
+    tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
+    await asyncio.sleep(0.15)
+    await engine.load_weights(str(version), 1)
+    groups = await asyncio.gather(*tasks)
+    spanning = [
+        (prompt_ids, completion)
+        for prompt_ids, group in zip(prompts, groups, strict=True)
+        for completion in group
+        if set(completion.policy_versions) == {0, 1}
+    ]
+    assert spanning
+    for prompt_ids, completion in spanning[:4]:
+        old, new = (recomputed(folder, prompt_ids, completion.token_ids, sampling) for folder in (model, version))
+        expected = [new[step] if v else old[step] for step, v in enumerate(completion.policy_versions)]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    (fresh,) = await engine.generate([3, 9, 4], sampling, 1)  # a prompt whose old cache must not be used again
+    np.testing.assert_allclose(fresh.logprobs, recomputed(version, [3, 9, 4], fresh.token_ids, sampling), atol=1e-4)
+    assert set(fresh.policy_versions) == {1}
+
+
+@on_the_engines_loop
+async def test_a_failed_reload_holds_completions_until_one_succeeds(
+    engine: VLLMEngine, version: Path, tmp_path: Path
+) -> None:
+    task = asyncio.create_task(engine.generate([3, 9], SamplingConfig(max_tokens=60, seed=2), 32))
+    await asyncio.sleep(0.1)
+    (tmp_path / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(Exception, match="collective_rpc"):
+        await engine.load_weights(str(tmp_path), 1)
+    later = asyncio.create_task(engine.generate([4], SamplingConfig(max_tokens=2), 1))
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    assert not later.done()
+    await engine.load_weights(str(version), 2)
+    assert {v for completion in [*await task, *await later] for v in completion.policy_versions} == {0, 2}
+
+
+@on_the_engines_loop
+async def test_a_reload_that_fails_half_way_is_mended_by_the_next(
+    engine: VLLMEngine, version: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        await engine.load_weights(str(tmp_path / "gone"), 2)
+    (tmp_path / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(Exception, match="collective_rpc"):
+        await engine.load_weights(str(tmp_path), 2)
+    await engine.load_weights(str(version), 1)
+    np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-4)
+
+
+@on_the_engines_loop
+async def test_the_generator_inserts_exact_groups_of_each_version(
+    engine: VLLMEngine, model: Path, version: Path
+) -> None:
+    class Open(VLLMEngine):  # the module's engine, left open at the end of the run
+        def __init__(self) -> None:
+            self.__dict__ = engine.__dict__
+
+        async def close(self) -> None:
+            pass
+
+    client = RecordingClient()
+    sampling = SamplingConfig(temperature=0.8, max_tokens=12)
+    config = GeneratorConfig(group_size=4, sampling=sampling, max_concurrent_groups=4)
+    generator = RolloutGenerator(client, Open(), make_prompts(), lambda row, text: len(text), config)  # type: ignore[arg-type]
+    task = asyncio.create_task(generator.run())
+    await client.inserted(6)
+    await client.publish(1, version)
+    async with asyncio.timeout(30):
+        while not (client.inserts and client.inserts[-1][0].policy_version == 1):
+            await asyncio.sleep(0.01)
+    generator.stop()
+    await task
+    assert generator.stats["probe_max_difference"] < 1e-4
+    for weights, (group, _) in ((model, client.inserts[0]), (version, client.inserts[-1])):
+        expected = [
+            logprob
+            for completion in group.completions()
+            for logprob in recomputed(weights, group.prompt_ids.tolist(), completion.tolist(), sampling)
+        ]
+        np.testing.assert_allclose(group.rollout_logprobs, expected, atol=1e-4)
+
+
+@on_the_engines_loop
+async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(
+    tmp_path: Path,
+) -> None:
+    tied = make_model(tmp_path / "tied", tied=True)
+    step = make_version(tied, tmp_path / "step-1")
+    client = RecordingClient()
+    engine = VLLMEngine(tied, dtype="float32", seed=0)
+    sampling = SamplingConfig(max_tokens=40)
+    config = GeneratorConfig(group_size=2, max_groups=200, sampling=sampling, reload="at_once")
+    generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0, config)  # type: ignore[arg-type]
+    error = None
+    run = asyncio.create_task(generator.run())
+    await client.inserted(2)
+    await client.publish(1, step)
+    try:
+        await run
+    except WeightsMismatchError as raised:
+        error = raised
+    difference = generator.stats["probe_max_difference"]
+    print(f"tied embeddings after a reload: off by {difference:.3g} nats at most")
+    if error is None:
+        assert difference < 1e-3
+    else:
+        assert difference > config.probe_tolerance
+        assert "tied embeddings" in str(error)
+        assert {group.policy_version_end or group.policy_version for group, _ in client.inserts} == {0}
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+GENERATOR = """
+import sys
+from tests.client.generator.factories import RecordingClient, make_prompts
+from replay_client.generator.engines.vllm import VLLMEngine
+from replay_client.generator import run_generator
+
+def reward(row, text):
+    return 0.0
+
+def show(stats):
+    print(stats["groups"], flush=True)
+
+if __name__ == "__main__":
+    engine = VLLMEngine(sys.argv[1], dtype="float32")
+    print("loaded", flush=True)
+    run_generator(RecordingClient, engine, make_prompts(10**6), reward, on_group=show)
+    print("stopped", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def generators(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two generators in processes (and process groups) of their own, past their first group."""
+    script = tmp_path_factory.mktemp("script") / "generate.py"
+    script.write_text(GENERATOR)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(model)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loaded\n"
+            assert process.stdout.readline() == "1\n"
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert any("EngineCore" in " ".join(child.cmdline()) for child in processes)
+    return processes
+
+
+def expect_gone(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subprocess.Popen[str]]) -> None:
+    process = generators[0]
+    processes = processes_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert output.endswith("stopped\n")
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 3, errors
+    expect_gone(processes, seconds=5)
+
+
+def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subprocess.Popen[str]]) -> None:
+    process = generators[1]
+    assert (
+        "replay_client.generator.engines.vllm_process" not in sys.modules
+    )  # a forked engine process would not import it again
+    processes = processes_of(process)
+    process.kill()
+    expect_gone(processes, seconds=10)

@@ -1,0 +1,141 @@
+"""`doctor`: each trouble is named, with the remedy, and a healthy server has none."""
+
+import contextlib
+import json
+import subprocess
+import sys
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
+from replay_server import ReplayServer, SecuritySection, TableConfig
+from tests.factories import make_group
+from tests.server.cli.conftest import run_replay
+
+
+def findings_of(server, *options, status=0):
+    result = run_replay("doctor", "--json", *options, address=server.address)
+    assert result.returncode == status, result
+    return json.loads(result.stdout)["findings"]
+
+
+def trouble(findings, check):
+    return [(found["level"], found["message"]) for found in findings if found["check"] == check if found["remedy"]]
+
+
+def server_with(*tables, **options):
+    return ReplayServer(tables=[TableConfig(**table) for table in tables], port=0, **options)
+
+
+def test_a_healthy_server_has_no_finding(tmp_path):
+    with (
+        server_with({"name": "pool", "max_size": 100}, max_bytes="1MB") as server,
+        ReplayClient(server.address) as client,
+    ):
+        client.insert(make_group(), {"pool": 1.0})
+        findings = findings_of(server, "--strict")
+        assert {found["level"] for found in findings} == {"ok"}
+        assert {"access", "connection", "version", "clock", "memory", "policy", "pool"} == {
+            found["check"] for found in findings
+        }
+
+
+def test_without_a_server_that_is_the_one_failure():
+    result = run_replay("doctor", "--timeout", "0.2", address="127.0.0.1:1")
+    assert result.returncode == 1
+    access, connection = result.stdout.splitlines()
+    assert access == "ok       access: no token, not encrypted"
+    assert connection.startswith("failure  connection: no replay server answers at 127.0.0.1:1")
+    assert "replay serve" in connection
+
+
+def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_a_warning(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read-only:0123456789abcdef0123\n")
+    tokens.chmod(0o600)
+    security = SecuritySection(tokens_file=tokens)
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0, max_bytes="1MB", security=security) as server:
+        refused = run_replay("doctor", address=server.address)
+        assert refused.returncode == 1
+        assert (
+            "failure  connection: this server wants a token and the call has none: set REPLAY_TOKEN" in refused.stdout
+        )
+        allowed = run_replay("doctor", "--strict", address=server.address, REPLAY_TOKEN="0123456789abcdef0123")
+        assert allowed.returncode == 0, allowed.stdout
+        assert "access: a token, not encrypted\n" in allowed.stdout
+    far = run_replay("doctor", "--timeout", "0.2", "--json", address="192.0.2.1:7400")
+    assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "failure"]
+
+
+def test_unbounded_memory_and_tables_that_nobody_feeds_are_warnings():
+    with (
+        server_with({"name": "queue", "rate_limiter": {"type": "queue", "max_size": 8}, "forward_to": "pool"},
+                    {"name": "pool"}, {"name": "spare"}) as server,
+        ReplayClient(server.address) as client,
+    ):  # fmt: skip
+        client.insert(b"x", {"queue": 0.0})
+        findings = findings_of(server)
+        assert "nothing bounds the bytes of queue, pool, spare" in trouble(findings, "memory")[0][1]
+        assert trouble(findings, "spare") == [("warning", "nobody has ever inserted into it")]
+        assert "nobody has sampled queue, which feeds it" in trouble(findings, "pool")[0][1]
+        client.sample("queue")
+        findings = findings_of(server, "--strict", status=1)
+        assert "queue was sampled and has forwarded nothing" in trouble(findings, "pool")[0][1]
+        assert "no policy version was ever published" in trouble(findings, "policy")[0][1]
+
+
+def test_staleness_that_drops_most_of_what_is_generated_is_a_failure():
+    with (
+        server_with({"name": "pool", "max_staleness": 1}, max_bytes="1MB") as server,
+        ReplayClient(server.address) as client,
+    ):
+        client.set_policy_version(5)
+        client.insert(b"x", {"pool": 1.0}, policy_version=5)
+        for _ in range(3):
+            with contextlib.suppress(ReplayError):
+                client.insert(b"x", {"pool": 1.0}, policy_version=1)
+        level, message = trouble(findings_of(server, status=1), "pool")[0]
+        assert level == "failure"
+        assert message.startswith("75% of what was generated was dropped, older than max_staleness 1")
+
+
+def test_limiters_that_will_block_are_found_before_they_do():
+    tables = [
+        {
+            "name": "ratio",
+            "rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0},
+            "max_times_sampled": 2,
+        },
+        {"name": "stuck", "when_full": "block"},
+        {"name": "leaky", "rate_limiter": {"type": "queue", "max_size": 64}, "max_size": 4},
+        {"name": "narrow", "rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50},
+        {"name": "zero", "sampler": "prioritized"},
+    ]
+    with server_with(*tables) as server, ReplayClient(server.address) as client:
+        for _ in range(10):
+            client.insert(b"0123456789", {"narrow": 1.0, "zero": 0.0, "leaky": 1.0})
+        findings = findings_of(server, status=1)
+        level, message = trouble(findings, "ratio")[0]
+        assert (level, "inserting will block for ever" in message) == ("failure", True)
+        assert "full, it blocks inserting for ever" in trouble(findings, "stuck")[0][1]
+        level, message = trouble(findings, "narrow")[0]
+        assert (level, "never fit into max_bytes" in message) == ("failure", True)
+        assert "`prioritized` never samples" in trouble(findings, "zero")[0][1]
+        leaky = [message for _, message in trouble(findings, "leaky")]
+        assert "admits 64 items, and the table evicts beyond max_size 4" in leaky[0]
+        assert "6 items (60% of all) were evicted" in leaky[1]
+
+
+def test_each_finding_is_one_line_that_ends_with_its_remedy(server):
+    result = run_replay("doctor", address=server.address)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert all(line.startswith(("ok ", "warning ", "failure ")) for line in lines)
+    assert any(line.startswith("warning  memory:") and "; set [server] max_bytes" in line for line in lines)
+
+
+def test_module_and_script_are_the_same_command():
+    help_text = subprocess.run(
+        [sys.executable, "-m", "replay_server.cli", "--help"], capture_output=True, text=True
+    ).stdout
+    assert "Usage: replay " in help_text
+    assert "Exit status: 0 all is well, 1 it failed" in " ".join(help_text.split())

@@ -1,0 +1,56 @@
+"""A server that answers with what would take over a terminal, and what commands let through of it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayServicer, add_ReplayServicer_to_server
+from replay_server import TableConfig
+from tests.server.cli.conftest import run_replay
+
+EVIL = "\x1b]0;owned\x07\x9b2J\x9d0;owned\x9c\x7f\u202e"
+"""A title, a cleared screen, both in their 8-bit forms too, a rubbed out character, and writing from the right."""
+
+
+class Hostile(ReplayServicer):
+    def GetServerInfo(self, request, context):
+        waiting = pb.Waiting(count=1, reason=EVIL, seconds=60)
+        table = pb.TableInfo(name=EVIL, config=TableConfig(name="a").model_dump_json(), sampling=waiting)
+        return pb.ServerInfo(version=EVIL, storage=EVIL, commit_error=EVIL, tables=[table], server_id=1)
+
+    def GetPolicy(self, request, context):
+        return pb.Policy(version=1, weights=EVIL)
+
+    def ListCheckpoints(self, request, context):
+        return pb.ListCheckpointsResponse(checkpoints=[pb.CheckpointInfo(name=EVIL, problem=EVIL)])
+
+    def ListItems(self, request, context):
+        context.abort(grpc.StatusCode.NOT_FOUND, "no table é" + EVIL)
+
+
+@pytest.fixture(scope="module")
+def address():
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_ReplayServicer_to_server(Hostile(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("tables", "tables --json", "doctor", "doctor --json", "policy", "policy --json", "checkpoints", "items a"),
+        *("watch --count 2", "watch --count 2 --json"),
+    ],
+)
+def test_no_command_sends_the_terminal_what_the_server_made_up(address, command):
+    shown = run_replay(*command.split(), address=address)
+    text = shown.stdout + shown.stderr
+    assert "owned" in text  # the text is there, its commands are not
+    assert "Traceback" not in text
+    assert not {character for character in text if character != "\n" and not character.isprintable()} - {"\u202e"}
+    assert "--json" in command or "\u202e" not in text

@@ -1,0 +1,287 @@
+"""`tables`, `items`, `show`, `watch`: what a person and a program see of a server."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from replay_trainer.demo.task import make_tokenizer
+from tests.factories import make_group, server_process
+from tests.server.cli.conftest import run_replay
+
+
+def document(result):
+    assert (result.returncode, result.stderr) == (0, ""), result
+    return json.loads(result.stdout)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
+    client.insert(b"12345", {"replay": 1.0})
+    thread = threading.Thread(target=lambda: client.sample("replay", 2))
+    thread.start()
+    wait_until(lambda: client.server_info().tables["replay"].sampling.count)
+    shown = replay("tables")
+    assert shown.returncode == 0
+    assert "1 / 16" in shown.stdout
+    assert "waiting: 1 sampling, the first for 0." in shown.stdout or "waiting: 1 sampling" in shown.stdout
+    assert "replay: sampling blocked: 1 of 2 samples available (size 1)" in shown.stdout
+    data = document(replay("tables", "--json"))
+    table = data["tables"]["replay"]
+    assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
+    assert table["config"]["sampler"]["type"] == "prioritized"
+    assert (data["policy"], data["admission"]) == ({"version": 0, "weights": "", "age": data["policy"]["age"]}, None)
+    client.insert(b"x", {"replay": 1.0})
+    thread.join()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole(client, replay, columns):
+    client.insert(b"12345", {"replay": 1.0})
+    lines = on_a_terminal(columns, client.address).splitlines()
+    table = [line for line in lines if line.startswith(("table", "rollouts", "replay"))]
+    assert len(table) == 3
+    assert "1 / 16" in table[2]
+    assert "…" not in "".join(table)
+    assert ("oldest" in table[0]) == (columns >= 80)
+
+
+def on_a_terminal(columns, address):
+    """What `replay tables` writes to a terminal of so many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "replay_server.cli", "tables", "--address", address]
+    subprocess.run(command, stdout=slave, timeout=60, check=True, env=environment | {"TERM": "xterm", "NO_COLOR": "1"})
+    os.close(slave)
+    written = os.read(master, 65536).decode()
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+
+
+def test_what_json_says_has_the_same_fields_always(client, replay):
+    client.insert(make_group(), {"replay": 1.0})
+    data = document(replay("tables", "--json"))
+    assert sorted(data) == [
+        *("address", "admission", "bytes", "commit_error", "commits", "damaged", "disk_available", "disk_bytes"),
+        *(
+            "insert_streams",
+            "items",
+            "max_bytes",
+            "memory_available",
+            "policy",
+            "resident_bytes",
+            "sample_streams",
+            "server_id",
+            "storage",
+            "tables",
+        ),
+        *("time", "uptime", "version"),
+    ]
+    assert sorted(data["tables"]["replay"]) == [
+        *("age", "bytes", "config", "consumed", "deleted", "duplicates", "evicted", "evicted_unsampled"),
+        *("forward_refused", "forwarded", "insert_blocked_share", "inserting", "inserts", "inserts_per_second"),
+        *("name", "priority", "reserved", "sample_blocked_share", "samples", "samples_per_second", "sampling"),
+        *("size", "stale", "stale_refused", "staleness"),
+    ]
+    page = document(replay("items", "replay", "--json"))
+    assert sorted(page) == ["items", "matching", "next_page", "table"]
+    assert sorted(page["items"][0]) == [
+        *("age", "bytes", "key", "policy_version", "priority", "staleness", "times_sampled"),
+    ]
+
+
+def test_items_are_filtered_ordered_and_paged(client, replay):
+    keys = [client.insert(b"x", {"replay": priority}, policy_version=1) for priority in (3.0, 1.0, 2.0)]
+    client.insert(b"x", {"replay": 9.0}, policy_version=3)
+    client.set_policy_version(3)
+    first = document(
+        replay("items", "replay", "--json", "--order-by", "priority", "--min-staleness", "1", "--limit", "2")
+    )
+    assert [row["priority"] for row in first["items"]] == [1.0, 2.0]
+    assert [row["key"] for row in first["items"]] == [str(keys[1]), str(keys[2])]
+    assert (first["matching"], first["items"][0]["staleness"]) == (3, 2)
+    rest = document(
+        replay(
+            *("items", "replay", "--json", "--order-by", "priority", "--min-staleness", "1", "--limit", "2"),
+            *("--page", first["next_page"]),
+        )
+    )
+    assert ([row["priority"] for row in rest["items"]], rest["next_page"]) == ([3.0], None)
+    highest = replay("items", "replay", "--order-by", "priority", "-d", "--limit", "1")
+    assert "       9 " in highest.stdout
+    assert "1 of 4 items; for the next ones add --page 1" in highest.stdout
+
+
+def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("12+34=").input_ids
+    group = make_group(prompt=ids, lengths=(2, 0, 1), rewards=(1.0, 0.0, 0.0), version=2, prompt_id="sum-7")
+    group.rollout_logprobs[:] = [-0.5, -1.5, np.nan]
+    key = client.insert(group, {"rollouts": 0.7, "replay": 0.5})
+    shown = replay("show", hex(key), "--tokenizer", str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    for words in (
+        f"key {key}",
+        "in rollouts (priority 0.7, sampled 0 times), replay (priority 0.5, sampled 0 times)",
+        "prompt 'sum-7': 6 tokens\n12+34=",
+        "completion 0: 2 tokens  reward 1  advantage +1.15  mean log-prob -1.000",
+        "completion 1: 0 tokens  reward 0",
+        "completion 2: 1 token  reward 0  advantage -0.577  log-probabilities unknown",
+    ):
+        assert words in shown.stdout
+    data = document(replay("show", str(key), "--tokens", "--json"))
+    first, _, last = data["group"]["completions"]
+    assert first["ids"] == group.completion_ids[:2].tolist()
+    assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
+    assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
+    assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+
+
+def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):
+    key = client.insert(b"\x1b[31mred\x00" * 20, {"replay": 1.0})
+    shown = replay("show", str(key))
+    assert (shown.returncode, "\x1b" in shown.stdout) == (0, False)
+    assert "180 bytes" in shown.stdout
+    assert "not a rollout group" in shown.stdout
+    assert "1b 5b 33 31 6d 72 65 64 00" in shown.stdout
+    data = document(replay("show", str(key), "--json"))
+    assert (data["group"], data["bytes"], data["head"][:6]) == (None, 180, "1b5b33")
+    group_key = client.insert(make_group(prompt_id="\x1b]0;title\x07"), {"replay": 1.0})
+    assert "\x1b" not in replay("show", str(group_key)).stdout
+
+
+def test_a_key_that_is_not_there_or_none_at_all_is_told_apart(replay):
+    absent = replay("show", "5")
+    assert absent.returncode == 1
+    assert absent.stderr.startswith("replay: this server holds no item 5")
+    wrong = replay("show", "five")
+    assert wrong.returncode == 2
+    assert "'five' is not a key" in wrong.stderr
+
+
+def test_watch_writes_a_line_for_each_change(server, client, replay):
+    command = [sys.executable, "-m", "replay_server.cli", "watch", "--json", "--interval", "0.05"]
+    environment = os.environ | {"REPLAY_ADDRESS": server.address}
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # or a test that fails would wait for it
+        assert process.stdout is not None
+
+        def event(kind):
+            while (line := json.loads(process.stdout.readline()))["event"] != kind:
+                pass
+            return line
+
+        assert event("policy")["version"] == 0
+        client.set_policy_version(3, "weights/3")
+        assert event("policy")["weights"] == "weights/3"
+        thread = threading.Thread(target=lambda: client.sample("rollouts", 2, timeout=120.0))
+        thread.start()
+        begins = event("blocked")
+        assert (begins["state"], begins["table"], begins["verb"]) == ("begins", "rollouts", "sampling")
+        assert begins["reason"].startswith("rollouts: sampling blocked: size 0 < min_size 1")
+        for _ in range(2):
+            client.insert(b"x", {"rollouts": 1.0}, policy_version=3)
+        thread.join()
+        seen = [event("table")]
+        while seen[-1].get("samples", 0) == 0:
+            seen.append(event("table"))
+        assert sum(line.get("inserts", 0) for line in seen if line["table"] == "rollouts") == 2
+        server.stop()
+        assert event("server")["state"] == "gone"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+
+
+def test_watch_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read-only:0123456789abcdef\n")
+    config = f"[security]\ntokens_file = '{tokens}'\n[[tables]]\nname = 'a'\n"
+    command = [sys.executable, "-m", "replay_server.cli", "watch", "--interval", "0.2", "--timeout", "2"]
+    with server_process(tmp_path, config) as server, contextlib.ExitStack() as stack:
+        environment = os.environ | {"REPLAY_ADDRESS": server.address, "REPLAY_TOKEN": "0123456789abcdef"}
+        process = stack.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert "policy version 0" in process.stdout.readline()
+        server.process.send_signal(signal.SIGSTOP)
+        assert "the server is gone" in process.stdout.readline()
+        server.process.send_signal(signal.SIGCONT)
+        assert "the server is back" in process.stdout.readline()
+        tokens.write_text("read-only:fedcba9876543210\n")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("replay: the token is not one of this server's")
+    assert said.count("\n") == 1
+
+
+def test_watch_can_be_cut_to_one_kind_and_a_count(replay):
+    lines = replay("watch", "--only", "policy", "--count", "1").stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines] == ["policy version 0"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["tables"], ["items", "replay"], ["show", "1"], ["policy"], ["watch"], ["delete", "replay", "1", "-y"], ["reset"]],
+)
+def test_commands_fail_with_one_line_where_no_server_answers(command):
+    options = ["--timeout", "0.2", *(["--all", "-y"] if command == ["reset"] else [])]
+    result = run_replay(*command, *options, address="127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("replay: no replay server answers at 127.0.0.1:1")
+    assert result.stderr.count("\n") == 1
+
+
+def test_wrong_use_is_told_from_failure_by_the_status(replay):
+    wrong = replay("tables", "--nonsense")
+    assert (wrong.returncode, wrong.stderr) == (2, "replay: No such option: --nonsense; see `replay tables --help`\n")
+    assert replay("items").returncode == 2
+    assert replay().stderr.startswith("Usage: replay ")
+    assert replay("items", "nope").returncode == 1
+    assert "tables: rollouts, replay" in replay("items", "nope").stderr
+    assert replay("tables", "--address", "nonsense").returncode == 1
+
+
+def test_output_has_colours_on_a_terminal_only_and_not_with_no_color(client, replay, server):
+    client.insert(b"x", {"replay": 1.0})
+    assert "\x1b[" not in replay("tables").stdout
+    shell = f"{sys.executable} -m replay_server.cli tables --address {server.address}"
+    on_terminal = ["script", "-qec", shell, "/dev/null"]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    coloured = subprocess.run(on_terminal, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    plain = subprocess.run(
+        on_terminal, capture_output=True, text=True, env=environment | {"NO_COLOR": "1"}, stdin=subprocess.DEVNULL
+    )
+    assert "\x1b[" in coloured.stdout
+    assert not any(f"\x1b[{number}m" in plain.stdout for number in range(30, 38))
+
+
+def test_the_shell_completes_commands_and_tables(replay):
+    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay wat", COMP_CWORD="1").stdout.split()
+    assert words == ["watch"]
+    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay items re", COMP_CWORD="2").stdout.split()
+    assert words == ["replay"]

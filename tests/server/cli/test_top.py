@@ -1,0 +1,114 @@
+"""`top` on a terminal of its own: what it shows, its keys, and what it leaves behind."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from tests.server.cli.conftest import run_replay
+
+
+class Terminal:
+    """A pseudo-terminal with `replay top` in it."""
+
+    def __init__(self, address):
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "replay_server.cli", "top", "--interval", "0.2", "--address", address],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            # COLUMNS would go before the size of the terminal.
+            env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"},
+            start_new_session=True,
+        )
+        self.written = ""
+
+    def until(self, words):
+        """Reads until the words are shown; forgets what came before."""
+        end = time.monotonic() + 30
+        while (found := re.search(words, self.written)) is None:
+            assert time.monotonic() < end, self.written[-3000:]
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.written += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(self.master, 65536).decode())
+        self.written = self.written[found.end() :]
+        return found
+
+    def press(self, key):
+        os.write(self.master, key.encode())
+
+    def end(self):
+        """The exit status, and whether the terminal is as it was."""
+        end = time.monotonic() + 30
+        while self.process.poll() is None and time.monotonic() < end:
+            if select.select([self.master], [], [], 0.1)[0]:
+                os.read(self.master, 65536)
+        return self.process.poll(), termios.tcgetattr(self.slave) == self.before
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def terminal(server):
+    terminal = Terminal(server.address)
+    yield terminal
+    terminal.close()
+
+
+def test_top_shows_tables_with_sparklines_and_obeys_its_keys(terminal, client):
+    client.insert(b"x", {"replay": 1.0})
+    terminal.until(r"rollouts\s+0 / 8")
+    terminal.until(r"replay\s+1 / 16")
+    client.insert(b"x", {"replay": 1.0})
+    terminal.until("█")
+    terminal.press("s")
+    terminal.until("sorted by table")
+    terminal.until(r"replay\s+\d.*\n.*rollouts")
+    terminal.press("r")
+    terminal.until("sorted by table, reversed")
+    terminal.until(r"rollouts\s+\d.*\n.*replay")
+    terminal.press(" ")
+    terminal.until("PAUSED")
+    client.insert(b"x", {"replay": 1.0})
+    time.sleep(1.0)
+    assert re.search(r"3 / 16", terminal.written) is None
+    terminal.press("p")
+    terminal.until("3 / 16")
+    terminal.press("q")
+    assert terminal.end() == (0, True)
+
+
+def test_top_goes_on_without_the_server_and_says_so(terminal, server):
+    terminal.until("rollouts")
+    server.stop()
+    terminal.until("no replay server answers")
+    terminal.press("q")
+    assert terminal.end() == (0, True)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_top_leaves_the_terminal_as_it_was_after_a_signal(terminal, number, status):
+    terminal.until("rollouts")
+    terminal.process.send_signal(number)
+    assert terminal.end() == (status, True)
+
+
+def test_top_without_a_terminal_names_what_works_without_one(server):
+    result = run_replay("top", address=server.address)
+    assert result.returncode == 2
+    assert "replay tables" in result.stderr

@@ -1,0 +1,117 @@
+"""Budget: never more than there is, never over half to one, and everybody in turn."""
+
+import asyncio
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay_server.errors import Refused
+from replay_server.rpc.budget import Budget
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60)), max_size=30), st.data())
+def test_a_budget_never_gives_more_than_there_is_nor_half_of_it_to_one_who_has_some(wishes, data):
+    budget, held = Budget(100, "things"), []
+    for client, n in wishes:
+        mine = sum(amount for who, amount in held if who == client)
+        fits = sum(amount for _, amount in held) + n <= 100 and (not mine or mine + n <= 50)
+        if fits:
+            budget.take(client, n)
+            held.append((client, n))
+        else:
+            with pytest.raises(Refused, match="things"):
+                budget.take(client, n)
+        if held and data.draw(st.booleans()):
+            budget.give_back(*held.pop(data.draw(st.integers(0, len(held) - 1))))
+        assert budget.used == sum(amount for _, amount in held) <= 100
+    for client, n in held:
+        budget.give_back(client, n)
+    assert (budget.used, budget._held) == (0, {})
+
+
+def make_budget(total: int = 100) -> Budget:
+    return Budget(total, "things")
+
+
+async def holder(budget: Budget, client: str, n: int, order: list[str], release: asyncio.Event, timeout=None) -> None:
+    async with budget.held_in_turn(client, n, timeout):
+        order.append(client)
+        await release.wait()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_came_first_is_served_first_even_if_a_later_one_would_fit():
+    budget, order, first, rest = make_budget(), [], asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(holder(budget, "a", 90, order, first))]
+    await settle()
+    for client, n in (("b", 60), ("c", 5), ("d", 30)):
+        tasks.append(asyncio.create_task(holder(budget, client, n, order, rest)))
+    await settle()
+    assert order == ["a"]
+    first.set()
+    await settle()
+    assert order == ["a", "b", "c", "d"]
+    rest.set()
+    await asyncio.gather(*tasks)
+    assert budget.used == 0
+
+
+async def test_who_waits_for_its_own_half_lets_others_pass():
+    budget, order, release = make_budget(), [], asyncio.Event()
+    wishes = [("greedy", 50), ("greedy", 10), ("other", 50)]
+    tasks = [asyncio.create_task(holder(budget, client, n, order, release)) for client, n in wishes]
+    await settle()
+    assert order == ["greedy", "other"]
+    release.set()
+    await asyncio.gather(*tasks)
+    assert order == ["greedy", "other", "greedy"]
+
+
+async def test_who_gives_up_makes_way_for_those_behind():
+    budget, order, release = make_budget(), [], asyncio.Event()
+    tasks = [
+        asyncio.create_task(holder(budget, client, n, order, release))
+        for client, n in (("a", 60), ("b", 90), ("c", 40))
+    ]
+    await settle()
+    assert order == ["a"]
+    tasks[1].cancel()
+    await settle()
+    assert order == ["a", "c"]
+    release.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert budget.used == 0
+
+
+async def test_a_wait_ends_with_the_reason():
+    budget, order, release = make_budget(), [], asyncio.Event()
+    task = asyncio.create_task(holder(budget, "a", 60, order, release))
+    await settle()
+    with pytest.raises(Refused, match="60 of 100 things are in use, and 50 more were asked for") as caught:
+        await holder(budget, "b", 50, order, release, timeout=0.01)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    release.set()
+    await task
+    assert budget.used == 0
+
+
+async def test_what_is_granted_to_one_that_is_cancelled_just_then_goes_back():
+    budget, order, first, rest = make_budget(), [], asyncio.Event(), asyncio.Event()
+    one = asyncio.create_task(holder(budget, "a", 100, order, first))
+    two = asyncio.create_task(holder(budget, "b", 100, order, rest))
+    await settle()
+    budget.give_back("a", 100)  # grants to b, whose task has not run yet
+    two.cancel()
+    await asyncio.gather(two, return_exceptions=True)
+    assert (order, budget.used) == (["a"], 0)
+    budget.take("a", 100)
+    first.set()
+    await one
+    assert budget.used == 0

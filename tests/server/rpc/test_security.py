@@ -1,0 +1,666 @@
+"""Who gets in: tokens and their roles, TLS and mutual TLS, over real sockets, and what those hear who do not."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from replay_client import TLS, AsyncReplayClient, ReplayClient
+from replay_client.access import Access
+from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, UnsupportedError
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import SERVICE
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from replay_server.rpc.security import ROLES, Role, Tokens
+from tests.certificates import make_certificate
+from tests.factories import make_group
+
+METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
+TABLES = [TableConfig(name="plain", sampler="fifo")]
+TOKENS = {role: f"{role}-token-0123456789abcdef" for role in Role}
+WRONG = "wrong-token-0123456789abcdef"
+Code = grpc.StatusCode
+
+
+@contextmanager
+def server_with(**security):
+    section = SecuritySection(**security)
+    admission = AdmissionConfig(groups_per_step=100, max_staleness=1)
+    with ReplayServer(tables=TABLES, port=0, security=section, admission=admission) as server:
+        yield server
+
+
+@pytest.fixture
+def tokens_file(tmp_path):
+    path = tmp_path / "tokens"
+    write_tokens(path, TOKENS)
+    return path
+
+
+def write_tokens(path: Path, tokens: dict[Role, str]) -> None:
+    """As a rotation does it: written beside, renamed into place."""
+    beside = path.with_suffix(".new")
+    beside.write_text("# made by a test\n" + "".join(f"{role}:{token}\n" for role, token in tokens.items()))
+    beside.chmod(0o600)
+    beside.rename(path)
+
+
+@pytest.fixture
+def server(tokens_file):
+    with server_with(tokens_file=tokens_file) as server:
+        yield server
+
+
+def code_of(address: str, method: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
+    """The status of a call with an empty request; of a stream of requests, with none at all."""
+    with grpc.insecure_channel(address) as channel:
+        kind = pb.DESCRIPTOR.services_by_name["Replay"].methods_by_name[method]
+        path = f"/{SERVICE}/{method}"
+        try:
+            if not kind.server_streaming:
+                channel.unary_unary(path)(b"", timeout=10, metadata=metadata)
+            elif kind.client_streaming:
+                list(channel.stream_stream(path)(iter(()), timeout=10, metadata=metadata))
+            else:
+                next(channel.unary_stream(path)(b"", timeout=10, metadata=metadata))
+        except grpc.RpcError as error:
+            return error.code()
+        return Code.OK
+
+
+def bearer(token: str) -> tuple[str, str]:
+    return ("authorization", f"Bearer {token}")
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+def test_every_method_of_the_protocol_has_a_role():
+    assert ROLES.keys() == {method.name for method in METHODS}
+
+
+@pytest.mark.parametrize("method", [method.name for method in METHODS])
+def test_each_method_takes_its_role_and_those_above_it_and_no_other(server, method):
+    assert code_of(server.address, method) is Code.UNAUTHENTICATED
+    assert code_of(server.address, method, bearer(WRONG)) is Code.UNAUTHENTICATED
+    for role, token in TOKENS.items():
+        code = code_of(server.address, method, bearer(token))
+        if role < ROLES[method]:
+            assert code is Code.PERMISSION_DENIED, role
+        else:
+            assert code not in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED), role
+
+
+def test_a_method_that_nobody_thought_of_wants_the_role_above_all(server):
+    for path in (f"/{SERVICE}/Nothing", "/grpc.channelz.v1.Channelz/GetServers", "nonsense"):
+        with grpc.insecure_channel(server.address) as channel:
+            for role, expected in ((Role.READ_WRITE, Code.PERMISSION_DENIED), (Role.ADMIN, Code.UNIMPLEMENTED)):
+                with pytest.raises(grpc.RpcError) as caught:
+                    channel.unary_unary(path)(b"", timeout=10, metadata=[bearer(TOKENS[role])])
+                assert caught.value.code() is expected, path
+
+
+ADMIN = TOKENS[Role.ADMIN]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [("authorization", ADMIN)],
+        [("authorization", f"Basic {ADMIN}")],
+        [("authorization", f"Bearer {ADMIN}x")],
+        [("authorization", f"Bearer {ADMIN[:-1]}")],
+        [("authorization", f"Bearer {ADMIN.upper()}")],
+        [("authorization", "Bearer ")],
+        [("authorization", "")],
+        [("authorization", f"Bearer {Role.ADMIN}:{ADMIN}")],
+        [bearer(WRONG), bearer(ADMIN)],
+        [bearer(ADMIN), bearer(WRONG)],
+        [("x-authorization", f"Bearer {ADMIN}")],
+    ],
+    ids=str,
+)
+def test_what_is_nearly_a_token_is_none(server, metadata):
+    assert code_of(server.address, "GetPolicy", *metadata) is Code.UNAUTHENTICATED
+
+
+def test_the_scheme_of_the_header_may_be_in_any_case(server):
+    assert code_of(server.address, "GetPolicy", ("authorization", f"bearer {ADMIN}")) is Code.OK
+
+
+def test_a_refused_stream_ends_before_anything_of_it_is_read(server):
+    never = threading.Event()
+
+    def requests():
+        never.wait(20)
+        yield b""
+
+    with grpc.insecure_channel(server.address) as channel:
+        started = time.monotonic()
+        call = channel.stream_stream(f"/{SERVICE}/SampleStream")(requests(), timeout=15)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is Code.UNAUTHENTICATED
+        assert time.monotonic() - started < 10
+        never.set()
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        (None, ["wants a token", "REPLAY_TOKEN"]),
+        (WRONG, ["not one of this server's", "tokens_file"]),
+        (TOKENS[Role.READ_ONLY], ["Reset needs a token of the role admin", "this one is read-only"]),
+        (TOKENS[Role.READ_WRITE], ["Reset needs a token of the role admin", "this one is read-write"]),
+    ],
+)
+def test_a_refusal_says_what_to_do(server, token, words):
+    with ReplayClient(server.address, timeout=10.0, token=token) as client:
+        with pytest.raises(AuthenticationError) as caught:
+            client.reset("plain")
+        message = str(caught.value)
+        assert all(word in message for word in words), message
+        assert "\n" not in message
+        assert token is None or token not in message
+
+
+def test_a_writer_and_a_sampler_without_a_token_end_at_once_with_the_reason(server):
+    with ReplayClient(server.address, timeout=10.0) as client:
+        writer = client.writer()
+        writer.insert(b"x", {"plain": 1.0})
+        with pytest.raises(AuthenticationError, match="wants a token"):
+            writer.flush()
+        writer.close()
+        with pytest.raises(AuthenticationError, match="wants a token"):
+            next(client.sampler("plain"))
+        with pytest.raises(AuthenticationError, match="wants a token"):
+            next(client.watch_policy())
+
+
+def use_everything(client: ReplayClient) -> None:
+    """One of each kind of call."""
+    group = make_group()
+    key = client.insert(group, {"plain": 1.0})
+    assert client.sample("plain", 1)[0].group == group
+    with client.writer() as writer:
+        writer.insert(bytes(3 << 20), {"plain": 1.0})
+    with client.sampler("plain", batch_size=1) as sampler:
+        assert next(sampler)[0].info.key == key
+    assert client.get([key])[0].group == group
+    assert client.list_items("plain").matching == 2
+    client.update_priorities("plain", {key: 2.0})
+    client.release_permits(client.acquire_permits(1))
+    client.set_policy_version(3, "weights")
+    assert next(client.watch_policy()).version == 3
+    with pytest.raises(UnsupportedError):
+        client.checkpoint()
+    assert client.update_table("plain", max_size=10).size == 2
+    assert client.delete("plain", [key]).applied == 1
+    assert client.reset("plain") == 1
+
+
+def test_the_whole_client_works_with_a_token(server):
+    with ReplayClient(server.address, timeout=10.0, token=ADMIN) as client:
+        use_everything(client)
+
+
+def until_code(address: str, expected: grpc.StatusCode, token: str) -> None:
+    end = time.monotonic() + 10
+    while code_of(address, "GetPolicy", bearer(token)) is not expected:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_tokens_are_exchanged_while_the_server_runs(server, tokens_file, caplog):
+    write_tokens(tokens_file, {Role.ADMIN: "another-token-0123456789"})
+    until_code(server.address, Code.OK, "another-token-0123456789")
+    assert code_of(server.address, "GetPolicy", bearer(ADMIN)) is Code.UNAUTHENTICATED
+    tokens_file.write_text("nonsense-without-a-role\n")
+    time.sleep(1.1)
+    assert code_of(server.address, "GetPolicy", bearer("another-token-0123456789")) is Code.OK
+    assert f"{tokens_file}, line 1" in caplog.text
+    assert "nonsense" not in caplog.text
+
+
+def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(server, tokens_file):
+    with grpc.insecure_channel(server.address) as channel:
+        stub = ReplayStub(channel)
+        of_writer, of_reader = [bearer(TOKENS[Role.READ_WRITE])], [bearer(TOKENS[Role.READ_ONLY])]
+        table = TABLES[0].name
+        opened = pb.SampleStreamRequest(open=pb.SampleRequest(table=table, num_samples=1), credit=1)
+        never = threading.Event()
+
+        def requests(*messages):
+            yield from messages
+            never.wait(20)
+
+        calls = [
+            stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_writer),
+            stub.SampleStream(requests(opened), metadata=of_writer),
+            stub.InsertStream(requests(), metadata=of_writer),
+            stub.Sample(pb.SampleRequest(table=table, num_samples=1), metadata=of_writer),  # waits for ever
+        ]
+        watch = stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_reader)
+        next(watch)
+        time.sleep(0.3)
+        write_tokens(tokens_file, {Role.READ_ONLY: TOKENS[Role.READ_ONLY]})
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as refusal:
+                list(call)
+            assert refusal.value.code() is Code.UNAUTHENTICATED
+        assert watch.is_active()
+        never.set()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# only a comment\n", "secret-one\n", "root:secret-one\n", "admin:\n", "admin:secrét-one\n"]
+)
+def test_a_file_of_tokens_that_cannot_be_used_is_named_and_not_shown(tmp_path, text):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)) as caught:
+        ReplayServer(tables=TABLES, port=0, security=SecuritySection(tokens_file=path))
+    assert "secr" not in str(caught.value)
+
+
+def test_tokens_may_stand_in_one_line_and_are_found_whichever_comes_first():
+    tokens = Tokens("read-only:aaaaaaaaaaaaaaaa admin:bbbbbbbbbbbbbbbb\n\n# read-write:cccccccccccccccc", "test")
+    assert tokens.role_of("aaaaaaaaaaaaaaaa") is Role.READ_ONLY
+    assert tokens.role_of("bbbbbbbbbbbbbbbb") is Role.ADMIN
+    assert tokens.role_of("cccccccccccccccc") is None
+    assert tokens.role_of("") is None
+    assert tokens.role_of("ünïcode") is None
+    assert "aaaa" not in repr(vars(tokens))
+
+
+# ------------------------------------------------------------------------------------------------ TLS
+
+
+@pytest.fixture
+def pki(tmp_path):
+    """An authority, what it signed, and one that nobody trusts."""
+    ca, other = make_certificate(tmp_path, "ca"), make_certificate(tmp_path, "other-ca")
+    return {
+        "ca": ca,
+        "other ca": other,
+        "server": make_certificate(tmp_path, "server", ca),
+        "expired": make_certificate(tmp_path, "expired", ca, days=-1),
+        "elsewhere": make_certificate(tmp_path, "elsewhere", ca, names=("replay.example",)),
+        "client": make_certificate(tmp_path, "client", ca),
+        "stranger": make_certificate(tmp_path, "stranger", other),
+    }
+
+
+def tls_server(pki, name: str = "server", client_ca: str | None = None, **security):
+    files = {"tls_cert": pki[name].cert, "tls_key": pki[name].key}
+    if client_ca:
+        files["tls_client_ca"] = pki[client_ca].cert
+    return server_with(**files, **security)
+
+
+def client_tls(pki, ca: str | None, name: str | None = None, server_name: str | None = None) -> TLS:
+    return TLS(
+        ca=pki[ca].cert if ca else None,
+        cert=pki[name].cert if name else None,
+        key=pki[name].key if name else None,
+        server_name=server_name,
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_whole_client_works_over_tls_with_both_certificates_and_a_token(pki, tokens_file, host):
+    with tls_server(pki, client_ca="ca", tokens_file=tokens_file) as server:
+        address = f"{host}:{server.address.rpartition(':')[2]}"
+        with ReplayClient(address, timeout=10.0, token=ADMIN, tls=client_tls(pki, "ca", "client")) as client:
+            use_everything(client)
+        with (
+            ReplayClient(address, timeout=10.0, tls=client_tls(pki, "ca", "client")) as client,
+            pytest.raises(AuthenticationError, match="wants a token"),
+        ):
+            client.policy()
+
+
+def test_a_certificate_for_another_name_is_accepted_where_that_name_is_expected(pki):
+    with tls_server(pki, "elsewhere") as server:
+        tls = client_tls(pki, "ca", server_name="replay.example")
+        with ReplayClient(server.address, timeout=10.0, tls=tls) as client:
+            assert client.policy().version == 0
+
+
+@pytest.mark.parametrize(
+    ("cert", "tls", "words"),
+    [
+        ("server", {"ca": "other ca"}, ["not to be trusted", "other-ca.pem", "REPLAY_TLS_CA"]),
+        ("server", {"ca": None}, ["not to be trusted", "REPLAY_TLS_CA"]),
+        ("expired", {"ca": "ca"}, ["certificate has expired", "renew the server's"]),
+        ("elsewhere", {"ca": "ca"}, ["another name", "REPLAY_TLS_SERVER_NAME"]),
+        (None, {"ca": "ca"}, ["does not use TLS", "leave out tls"]),
+    ],
+    ids=["wrong authority", "public authorities", "expired", "other name", "server without TLS"],
+)
+def test_a_server_that_cannot_be_trusted_is_an_error_at_once(pki, cert, tls, words):
+    with tls_server(pki, cert) if cert else server_with() as server:
+        started = time.monotonic()
+        with (
+            ReplayClient(server.address, timeout=60.0, tls=client_tls(pki, **tls)) as client,
+            pytest.raises(AuthenticationError) as caught,
+        ):
+            client.policy()
+        assert time.monotonic() - started < 30
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("client_ca", "tls", "words"),
+    [
+        (None, None, "try tls=... (REPLAY_TLS_CA, --tls-ca)"),
+        ("ca", {"ca": "ca"}, "try tls_cert and tls_key (REPLAY_TLS_CERT, REPLAY_TLS_KEY)"),
+        ("ca", {"ca": "ca", "name": "stranger"}, "tls_client_ca must be the authority that signed that one"),
+    ],
+    ids=["client without TLS", "no client certificate", "client certificate of a stranger"],
+)
+def test_a_server_that_hangs_up_leads_to_what_it_may_want(pki, client_ca, tls, words):
+    with (
+        tls_server(pki, client_ca=client_ca) as server,
+        ReplayClient(server.address, timeout=3.0, tls=client_tls(pki, **tls) if tls else False) as client,
+        pytest.raises(ServerUnavailableError) as caught,
+    ):
+        client.policy()
+    assert words in str(caught.value)
+
+
+def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
+    current = make_certificate(tmp_path, "current", pki["ca"])
+    pki["current"] = current
+    with tls_server(pki, "current") as server:
+
+        def works(ca: str) -> bool:
+            with ReplayClient(server.address, timeout=5.0, tls=client_tls(pki, ca)) as client:
+                try:
+                    return client.policy().version == 0
+                except AuthenticationError:
+                    return False
+
+        assert works("ca")
+        make_certificate(tmp_path, "current", pki["other ca"])
+        end = time.monotonic() + 10
+        while not works("other ca"):
+            assert time.monotonic() < end
+        current.cert.write_text("nonsense")
+        time.sleep(1.1)
+        assert works("other ca")
+
+
+def break_file(pki, tmp_path, what: str) -> dict[str, Path | None]:
+    garbage = tmp_path / "garbage"
+    garbage.write_text("-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n")
+    good = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key, "tls_client_ca": pki["ca"].cert}
+    return (
+        good
+        | {
+            "no cert file": {"tls_cert": tmp_path / "nowhere"},
+            "no key file": {"tls_key": tmp_path / "nowhere"},
+            "no ca file": {"tls_client_ca": tmp_path / "nowhere"},
+            "cert is a key": {"tls_cert": garbage},
+            "key is a cert": {"tls_key": pki["server"].cert},
+            "key is damaged": {"tls_key": garbage},
+            "key of another": {"tls_key": pki["client"].key},
+            "ca is a key": {"tls_client_ca": garbage},
+            "folder": {"tls_cert": tmp_path},
+        }[what]
+    )
+
+
+BROKEN = {
+    "no cert file": "tls_cert .*nowhere cannot be read: No such file",
+    "no key file": "tls_key .*nowhere cannot be read: No such file",
+    "no ca file": "ca .*nowhere cannot be read: No such file",
+    "cert is a key": "tls_cert .*garbage holds no certificate",
+    "key is a cert": "tls_key .*server.pem holds no private key",
+    "key is damaged": "tls_key .*garbage holds no private key",
+    "key of another": "tls_key .*client.key is not the key of tls_cert .*server.pem",
+    "ca is a key": "ca .*garbage holds no certificate",
+    "folder": "tls_cert .* cannot be read: Is a directory",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_path, what):
+    files = break_file(pki, tmp_path, what)
+    with pytest.raises(ValueError, match=BROKEN[what]) as at_server:
+        ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))
+    with pytest.raises(ValueError, match=BROKEN[what]) as at_client:
+        ReplayClient("h:1", tls=TLS(ca=files["tls_client_ca"], cert=files["tls_cert"], key=files["tls_key"]))
+    for caught in (at_server, at_client):
+        assert "\n" not in str(caught.value)
+        assert "c2VjcmV0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("security", "words"),
+    [
+        ({"tls_cert": "server.pem"}, "tls_cert is set and tls_key is not"),
+        ({"tls_key": "server.key"}, "tls_key is set and tls_cert is not"),
+        ({"tls_client_ca": "ca.pem"}, "needs tls_cert and tls_key"),
+    ],
+)
+def test_half_a_configuration_is_refused(pki, tmp_path, security, words):
+    files = {name: tmp_path / value for name, value in security.items()}
+    with pytest.raises(ValueError, match=words):
+        ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))
+
+
+# ------------------------------------------------------------------------------------------------ the client's settings
+
+
+def test_a_token_goes_to_other_machines_only_over_tls(pki):
+    with pytest.raises(ValueError, match=r"unencrypted.*allow_insecure_token") as caught:
+        ReplayClient("replay.example:7400", token=ADMIN)
+    assert ADMIN not in str(caught.value)
+    ReplayClient("replay.example:7400", token=ADMIN, allow_insecure_token=True).close()
+    ReplayClient("replay.example:7400", token=ADMIN, tls=client_tls(pki, "ca")).close()
+    for loopback in ("127.0.0.1:1", "127.8.8.8:1", "localhost:1", "[::1]:1"):
+        ReplayClient(loopback, token=ADMIN).close()
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "ünï", "tab\there"])
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token):
+    with pytest.raises(ValueError, match="token must hold one token") as caught:
+        ReplayClient("127.0.0.1:1", token=token)
+    assert not token or token not in str(caught.value)
+
+
+def test_settings_come_from_arguments_then_the_environment_then_the_file(tmp_path):
+    (tmp_path / "token").write_text("from-the-file\n")
+    config = tmp_path / "client.toml"
+    config.write_text(f'address = "c:1"\ntoken_file = "{tmp_path / "token"}"\nallow_insecure_token = true\n')
+    file = {"REPLAY_CLIENT_CONFIG": str(config)}
+    found = Access.find(environment=file)
+    assert (found.address, found.token, found.tls) == ("c:1", "from-the-file", None)
+    found = Access.find(environment=file | {"REPLAY_ADDRESS": "e:2", "REPLAY_TOKEN": "from-the-environment"})
+    assert (found.address, found.token) == ("e:2", "from-the-environment")
+    found = Access.find(environment=file | {"REPLAY_ADDRESS": "e:2", "REPLAY_TOKEN": "x"}, address="a:3", token="given")
+    assert (found.address, found.token) == ("a:3", "given")
+    assert Access.find(environment={}) == Access("127.0.0.1:7400")
+    assert Access.find(environment={"REPLAY_TLS": "1"}).tls == TLS()
+    assert Access.find(environment={"REPLAY_TLS": "0", "REPLAY_TLS_CA": "nowhere"}).tls is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "words"),
+    [
+        ({"REPLAY_TOKEN": "a", "REPLAY_TOKEN_FILE": "b"}, "", "both REPLAY_TOKEN and REPLAY_TOKEN_FILE are set"),
+        ({"REPLAY_TOKEN_FILE": "/nowhere"}, "", "REPLAY_TOKEN_FILE /nowhere cannot be read: No such file"),
+        ({"REPLAY_TOKEN": "se cret"}, "", "REPLAY_TOKEN must hold one token"),
+        ({"REPLAY_TLS_CA": "/nowhere"}, "", "tls_ca /nowhere cannot be read"),
+        ({"REPLAY_TLS": "maybe"}, "", "REPLAY_TLS must be 1 or 0, not 'maybe'"),
+        ({"REPLAY_ADDRESS": "nowhere"}, "", "address must be host:port"),
+        ({}, "tokn = 'secret'", "no setting tokn"),
+        ({}, "token = 5", "token has a value of the wrong type"),
+        ({}, "token = ", "client.toml"),
+    ],
+)
+def test_a_bad_setting_is_named_and_no_secret_is_shown(tmp_path, environment, config, words):
+    path = tmp_path / "client.toml"
+    path.write_text(config)
+    with pytest.raises(ValueError, match=words) as caught:
+        Access.find(environment=environment, client_config=str(path))
+    assert "secret" not in str(caught.value)
+    assert "se cret" not in str(caught.value)
+
+
+def test_both_clients_are_made_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("REPLAY_ADDRESS", server.address)
+    monkeypatch.setenv("REPLAY_TOKEN", ADMIN)
+    with ReplayClient.from_env(timeout=10.0) as client:
+        assert client.policy().version == 0
+
+    async def ask() -> int:
+        async with AsyncReplayClient.from_env(timeout=10.0) as client:
+            return (await client.policy()).version
+
+    assert asyncio.run(ask()) == 0
+
+
+def test_no_representation_shows_the_token():
+    client = ReplayClient("127.0.0.1:1", token=ADMIN)
+    try:
+        access = client._aio._connection.access
+        shown = [repr(client), repr(access), repr(client._aio._connection), repr(vars(client._aio._connection))]
+        assert not any(ADMIN in text for text in shown)
+    finally:
+        client.close()
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+@contextmanager
+def serve(folder: Path, config: str, **environment: str):
+    """`replay serve` with this configuration; gives its process, address and (at the end complete) log file."""
+    (folder / "replay.toml").write_text("[[tables]]\nname = 'plain'\n" + config)
+    log = folder / "log"
+    command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(folder / "replay.toml")]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--address", "127.0.0.1:0", "--log-level", "debug"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=os.environ | environment,
+        )
+    try:
+        yield process, process.stdout.readline().removeprefix("listening on ").strip(), log
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def replay(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "replay_server.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_environment(tmp_path):
+    tokens = " ".join(f"{role}:{token}" for role, token in TOKENS.items())
+    with serve(tmp_path, "", REPLAY_TOKENS=tokens) as (process, address, log):
+        for token in (ADMIN, WRONG):
+            with ReplayClient(address, timeout=10.0, token=token) as client:
+                for call in (client.policy, lambda: client.reset("nope"), lambda: client.update_table("plain", a=1)):
+                    with suppress(ReplayError):
+                        call()
+        shown = replay("tables", "--address", address, REPLAY_TOKEN=TOKENS[Role.READ_ONLY])
+        assert (shown.returncode, shown.stderr) == (0, "")
+        refused = replay("tables", "--address", address)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("replay: this server wants a token")
+        assert refused.stderr.count("\n") == 1
+        command_line = Path(f"/proc/{process.pid}/cmdline").read_text()
+    text = log.read_text() + command_line + shown.stdout + refused.stderr
+    assert "refused 1 calls" in text
+    for secret in (*TOKENS.values(), WRONG):
+        assert secret not in text
+
+
+def test_a_process_serves_tls_from_its_file_and_commands_find_it_by_their_options(tmp_path, pki, tokens_file):
+    (tmp_path / "token").write_text(TOKENS[Role.READ_ONLY])
+    config = f"""
+[security]
+tls_cert = "{pki["server"].cert}"
+tls_key = "{pki["server"].key}"
+tokens_file = "{tokens_file}"
+"""
+    with serve(tmp_path, config) as (_, address, _):
+        flags = ("--address", address, "--tls-ca", str(pki["ca"].cert), "--token-file", str(tmp_path / "token"))
+        shown = replay("tables", *flags)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert "plain" in shown.stdout
+        wrong = replay("tables", *flags[:2], "--tls-ca", str(pki["other ca"].cert), *flags[4:])
+        assert wrong.returncode == 1
+        assert "not to be trusted" in wrong.stderr
+        assert wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[security]\ntokens_file = '/nowhere/tokens'", "tokens_file /nowhere/tokens cannot be read"),
+        ("[security]\ntls_cert = '/nowhere/cert'\ntls_key = '/nowhere/key'", "tls_cert /nowhere/cert cannot be read"),
+        ("[security]\ntoken = 'hush-hush'", "security: there is no 'token'; did you mean 'tokens_file'?"),
+        ("[security]\ntokens_file = 7", "security.tokens_file"),
+        ("max_size = 'many'", "replay.toml: tables.0.max_size: Input should be a valid integer"),
+        ("[server]\nfsync = 'sometimes'", "server.fsync: must be 'always', 'never' or a number of seconds above 0"),
+        ("[server]\ndata_dir = '/etc/passwd'", "data_dir /etc/passwd cannot be written: File exists"),
+        ("[server]\nmax_bytes = '32XB'", "server.max_bytes: '32XB' is not a size; write for example"),
+    ],
+)
+def test_serve_with_a_bad_file_fails_with_one_line(tmp_path, config, words):
+    path = tmp_path / "replay.toml"
+    path.write_text("[[tables]]\nname = 'plain'\n" + config)
+    result = replay("serve", "--config", str(path), "--address", "127.0.0.1:0")
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "hush" not in result.stderr
+
+
+def test_files_that_everybody_can_read_are_warned_about(pki, tokens_file, caplog):
+    with tls_server(pki, tokens_file=tokens_file):
+        assert "can be read by every user" not in caplog.text
+    tokens_file.chmod(0o644)
+    pki["server"].key.chmod(0o644)
+    with tls_server(pki, tokens_file=tokens_file):
+        assert f"tokens_file {tokens_file} can be read by every user" in caplog.text
+        assert f"tls_key {pki['server'].key} can be read by every user" in caplog.text
+
+
+def test_an_address_that_others_reach_is_warned_about_as_far_as_it_is_open(pki, tokens_file, caplog):
+    def warnings(host: str, **security) -> list[str]:
+        caplog.clear()
+        with ReplayServer(tables=TABLES, port=0, host=host, security=SecuritySection(**security)):
+            words = ("without tokens", "without TLS", "tokens included")
+            return [word for word in words if word in caplog.text]
+
+    tls = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key}
+    assert warnings("127.0.0.1") == []
+    assert warnings("0.0.0.0") == ["without tokens", "without TLS"]
+    assert warnings("0.0.0.0", tokens_file=tokens_file) == ["without TLS", "tokens included"]
+    assert warnings("0.0.0.0", **tls) == ["without tokens"]
+    assert warnings("0.0.0.0", **tls, tls_client_ca=pki["ca"].cert) == []
+    assert warnings("0.0.0.0", **tls, tokens_file=tokens_file) == []
+
+
+@pytest.mark.parametrize(("address", "warned"), [("127.0.0.1:0", False), ("localhost:0", False), ("0.0.0.0:0", True)])
+def test_metrics_that_others_reach_are_warned_about_since_they_want_no_token(address, warned, tokens_file, caplog):
+    security = SecuritySection(tokens_file=tokens_file)
+    with ReplayServer(tables=TABLES, port=0, security=security, metrics_address=address) as server:
+        assert (f"{server.metrics_address}/metrics, without tokens" in caplog.text) == warned

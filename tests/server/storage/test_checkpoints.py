@@ -1,0 +1,383 @@
+"""Checkpoints: written while a server goes on, listed, verified, kept, and restored from."""
+
+import os
+import random
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.errors import InvalidRequestError, ReplayError
+from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
+from replay_server.storage import checkpoints
+from replay_server.storage.checkpoint_file import DamagedCheckpoint, read_contents
+from replay_server.storage.checkpoints import CheckpointDirectory
+from tests.system.ledger import payload_of
+
+TABLES = (
+    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
+    TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=1000),
+)
+
+
+@contextmanager
+def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
+    section = CheckpointsSection(dir=tmp_path / "checkpoints", **settings)
+    data_dir = tmp_path / "data" if durable else None
+    admission = AdmissionConfig(groups_per_step=100, max_staleness=5)
+    server = ReplayServer(tables, port=0, data_dir=data_dir, checkpoints=section, admission=admission)
+    if restore is not None:
+        server.restore(restore, replace=replace)
+    server.start()
+    try:
+        with ReplayClient(server.address, timeout=20.0) as client:
+            yield client
+    finally:
+        server.stop(grace=2.0)
+
+
+def keys_in(client, table):
+    return sorted(item.key for item in client.list_items(table, limit=5000).items)
+
+
+def fill(client, n=40):
+    keys = [client.insert(payload_of(key), {"queue": 1.0, "pool": float(key)}, key=key) for key in range(1, n + 1)]
+    client.set_policy_version(4, weights="step-4")
+    client.sample("queue", 10)
+    client.acquire_permits(3)
+    return keys
+
+
+def facts(client):
+    info = client.server_info()
+    tables = {
+        name: (table.size, table.inserts, table.samples, table.consumed, table.forwarded, table.bytes)
+        for name, table in info.tables.items()
+    }
+    return tables, info.policy.version, info.policy.weights, info.admission.running, info.items, info.bytes
+
+
+@pytest.mark.parametrize("restored_durable", [False, True])
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path, durable, restored_durable):
+    with serving(tmp_path, durable=durable) as client:
+        keys = fill(client)
+        assert client.checkpoint("here") == "here"
+        before, queue = facts(client), keys_in(client, "queue")
+        client.delete("pool", keys[:5])  # is not part of it
+    aside = tmp_path / "elsewhere"
+    aside.mkdir()
+    (tmp_path / "checkpoints").rename(aside / "checkpoints")
+    for restore in ("here", None) if restored_durable else ("here",):
+        with serving(aside, durable=restored_durable, restore=restore) as client:
+            assert facts(client) == before
+            assert keys_in(client, "queue") == queue
+            assert keys_in(client, "pool") == keys
+            assert all(bytes(item.payload) == payload_of(item.key) for item in client.get(keys))
+            assert client.insert(b"again", {"pool": 1.0}, key=keys[0]) == keys[0]  # recognised as a retry
+            assert client.server_info().items == 40
+            before = facts(client)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
+    """A writer moves through two tables in step; at any one moment they differ by one item at most."""
+    tables = (TableConfig(name="first"), TableConfig(name="second"))
+    with serving(tmp_path, durable=durable, tables=tables) as client:
+        stop = threading.Event()
+        with client.writer() as writer:
+            for key in range(1, 2000):
+                writer.insert(payload_of(key), {"first": 1.0, "second": 1.0})
+
+        def work():
+            key = 10_000
+            with ReplayClient(client.address) as other:
+                while not stop.is_set():
+                    key += 1
+                    other.insert(payload_of(key), {"first": 1.0}, key=key)
+                    other.insert(payload_of(key), {"second": 1.0}, key=key + (1 << 32))
+                    if key % 3 == 0:
+                        other.delete("first", [key - 1])
+                        other.delete("second", [key - 1 + (1 << 32)])
+
+        workers = [threading.Thread(target=work)]
+        for worker in workers:
+            worker.start()
+        names = [client.checkpoint(f"under-load-{n}") for n in range(4)]
+        stop.set()
+        for worker in workers:
+            worker.join()
+    grew = []
+    for name in names:
+        with serving(tmp_path, restore=name, tables=tables) as client:
+            first, second = keys_in(client, "first"), keys_in(client, "second")
+            mine = {key for key in first if 10_000 < key < 1 << 32}
+            other = {key - (1 << 32) for key in second if 1 << 32 < key < 1 << 33}
+            assert len(mine ^ other) <= 1
+            assert max(mine) - max(other) in (0, 1)
+            assert all(bytes(item.payload) == payload_of(item.key) for item in client.get(mine))
+            grew.append(len(mine))
+    assert grew == sorted(grew)
+
+
+def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path, caplog):
+    with serving(tmp_path) as client:
+        for n in range(3):
+            client.insert(payload_of(n), {"pool": 1.0})
+            client.checkpoint(f"c{n}")
+        assert [entry.name for entry in client.checkpoints()] == ["c2", "c1", "c0"]
+        damaged = tmp_path / "checkpoints" / "c2.checkpoint"
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+        listed = client.checkpoints(verify=True)
+        assert {entry.name: (entry.intact, entry.items) for entry in listed} == {
+            "c2": (False, 0),
+            "c1": (True, 2),
+            "c0": (True, 1),
+        }
+    with serving(tmp_path, restore="latest") as client:
+        assert client.server_info().items == 2
+    assert "c2.checkpoint is damaged" in caplog.text
+    assert "falling back to checkpoint" in caplog.text
+    with pytest.raises(ValueError, match=r"no checkpoint 'c9'.*c2, c1, c0"), serving(tmp_path, restore="c9"):
+        pass
+
+
+def test_a_restore_into_a_directory_with_items_needs_a_word(tmp_path):
+    with serving(tmp_path, durable=True) as client:
+        client.insert(b"old", {"pool": 1.0}, key=1)
+        client.checkpoint("old")
+        client.insert(b"new", {"pool": 1.0}, key=2)
+    with pytest.raises(ValueError, match=r"holds 2 items.*--replace"), serving(tmp_path, durable=True, restore="old"):
+        pass
+    with serving(tmp_path, durable=True) as client:  # nothing has happened to it
+        assert keys_in(client, "pool") == [1, 2]
+    with serving(tmp_path, durable=True, restore="old", replace=True) as client:
+        assert keys_in(client, "pool") == [1]
+    assert len(list((tmp_path / "data").glob("replaced-*.mdb"))) == 1
+    with serving(tmp_path, durable=True) as client:
+        assert keys_in(client, "pool") == [1]
+
+
+def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    foreign = ["notes.txt", "auto-mine.checkpoint", "other.checkpoint", "auto-20200101T000000.000Z.checkpoint"]
+    for name in foreign:
+        (folder / name).write_text("mine")
+    left_over = folder / "auto-20200101T000000.000Z.checkpoint.partial"
+    left_over.write_text("from a crash")
+    with serving(tmp_path, keep=2) as client:
+        client.insert(b"x", {"pool": 1.0})
+        client.checkpoint("named")
+        own = [client.checkpoint() for _ in range(4)]
+        names = {path.name for path in folder.iterdir()}
+    assert names == {*foreign, "named.checkpoint", *(f"{name}.checkpoint" for name in own[2:])}
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "-x", "x" * 101, "a\0b", "a b", "é"])
+def test_a_name_is_never_a_path(tmp_path, name):
+    with serving(tmp_path) as client:
+        if not name:
+            assert client.checkpoint(name).startswith("auto-")
+            return
+        with pytest.raises(InvalidRequestError, match="checkpoint name"):
+            client.checkpoint(name)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_are_made_at_intervals_and_at_the_end(tmp_path):
+    with serving(tmp_path, every_minutes=0.01, on_stop=True) as client:
+        client.insert(b"x", {"pool": 1.0})
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not client.checkpoints():
+            time.sleep(0.1)
+        assert client.checkpoints()
+        client.insert(b"y", {"pool": 1.0})
+    with serving(tmp_path, restore="latest") as client:
+        assert client.server_info().items == 2
+
+
+def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        with serving(tmp_path) as client:
+            small = client.insert(b"x", {"pool": 1.0})
+            client.checkpoint("fits")
+            client.insert(bytes(3 << 20), {"pool": 1.0})
+            with pytest.raises(ReplayError, match=r"could not be written.*No space left"):
+                client.checkpoint("large")
+            assert [path.name for path in disk.iterdir()] == ["fits.checkpoint"]
+            assert client.checkpoints(verify=True)[0].intact
+            assert client.get([small])
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
+    with serving(tmp_path) as client:
+        keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]
+        client.checkpoint("large")
+    disk = tmp_path / "data"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        with (
+            pytest.raises(ValueError, match=r"cannot take the 20971520 bytes of the checkpoint.*make room"),
+            serving(tmp_path, durable=True, restore="latest"),
+        ):
+            pass
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        with serving(tmp_path, durable=True, restore="latest") as client:
+            assert keys_in(client, "pool") == sorted(keys)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize(("when_full", "left"), [("evict", 10), ("block", 40)])
+def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path, caplog, when_full, left):
+    table = TableConfig(name="pool", remover="fifo", when_full=when_full)
+    section = CheckpointsSection(dir=tmp_path / "checkpoints")
+    with serving(tmp_path, tables=[table]) as client:
+        keys = [client.insert(bytes(100), {"pool": 1.0}) for _ in range(40)]
+        client.checkpoint("forty")
+    server = ReplayServer([table], port=0, checkpoints=section, max_bytes=1000).restore("forty")
+    with server, ReplayClient(server.address) as client:
+        assert keys_in(client, "pool") == sorted(keys[-left:])
+    assert f"4000 bytes + 0 > max_bytes 1000: {40 - left} items evicted" in caplog.text
+
+
+def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
+    with serving(tmp_path) as client:
+        fill(client)
+        client.checkpoint("whole")
+    path = tmp_path / "checkpoints" / "whole.checkpoint"
+    data = path.read_bytes()
+    assert len(read_contents(path).state.items) == 40
+    rng, copy = random.Random(0), tmp_path / "copy"
+    for _ in range(1500):
+        damaged = bytearray(data)
+        at = rng.choice([rng.randrange(len(data)), rng.randrange(2000), len(data) - 1 - rng.randrange(200)])
+        if rng.random() < 0.2:
+            del damaged[at:]
+        else:
+            damaged[at] ^= 1 << rng.randrange(8)
+        copy.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint):
+            read_contents(copy)
+
+
+def test_a_checkpoint_that_names_its_end_as_its_foot_does_not_hide_the_others(tmp_path):
+    with serving(tmp_path) as client:
+        client.insert(b"x", {"pool": 1.0})
+        client.checkpoint("whole")
+        client.checkpoint("bad")
+    path = tmp_path / "checkpoints" / "bad.checkpoint"
+    data = path.read_bytes()
+    for at in range(len(data) - 40, len(data) + 2):
+        path.write_bytes(data[:-16] + at.to_bytes(8, "little") + data[-8:])
+        directory = CheckpointDirectory(path.parent)
+        if at != int.from_bytes(data[-16:-8], "little"):
+            assert [(entry.name, entry.summary is None) for entry in directory.list()] == [
+                ("bad", True),
+                ("whole", False),
+            ]
+            assert directory.open("latest").path.name == "whole.checkpoint"
+
+
+def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / "folder.checkpoint").mkdir(parents=True)
+    (folder / "dangling.checkpoint").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe.checkpoint")  # reading it would wait for a writer
+    with serving(tmp_path) as client:
+        client.insert(b"x", {"pool": 1.0})
+        name = client.checkpoint()
+        assert [entry.name for entry in client.checkpoints(verify=True)] == [name]
+        with pytest.raises(ReplayError, match="could not be written"):
+            client.checkpoint("folder")
+        assert not list(folder.glob("*.partial"))
+
+
+def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    put_in_place = checkpoints._put_in_place
+
+    def slowly(*paths):
+        begun.set()
+        assert go_on.wait(20)
+        put_in_place(*paths)
+
+    monkeypatch.setattr(checkpoints, "_put_in_place", slowly)
+    with serving(tmp_path) as client:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(client.checkpoint, "first")
+            assert begun.wait(10)
+            with ReplayClient(client.address) as impatient:
+                waiting = [pool.submit(impatient.checkpoint, f"waits-{n}") for n in range(5)]
+                wait(waiting, timeout=0.5)
+            go_on.set()
+            assert first.result() == "first"
+        client.checkpoint("last")
+        assert [entry.name for entry in client.checkpoints()] == ["last", "first"]
+
+
+def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    with serving(tmp_path) as client:
+        client.checkpoint("first")
+        read = checkpoints.read_contents
+        monkeypatch.setattr(checkpoints, "read_contents", lambda path: (go_on.wait(20), read(path))[1])
+        with ThreadPoolExecutor(40) as pool:
+            verified = [pool.submit(client.checkpoints, verify=True) for _ in range(40)]
+            client.checkpoint("second", timeout=10.0)
+            assert len(client.checkpoints(timeout=10.0)) == 2
+            go_on.set()
+            assert all(entry.intact for future in verified for entry in future.result())
+
+
+def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_path, monkeypatch):
+    with serving(tmp_path, keep=2) as client:
+        names = [client.checkpoint()]
+        clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() - 3600})
+        monkeypatch.setattr(checkpoints, "time", clock)
+        for n in range(4):
+            client.insert(bytes([n]), {"pool": 1.0})
+            names.append(client.checkpoint())
+        assert [entry.name for entry in client.checkpoints()] == [names[-1], names[-2]]
+    with serving(tmp_path, restore="latest") as client:
+        assert client.server_info().items == 4
+
+
+def test_memory_of_a_checkpoint_on_its_way_is_bounded(tmp_path):
+    """It goes through the items in portions, whatever they are together."""
+    with serving(tmp_path) as client:
+        for _ in range(60):
+            client.insert(os.urandom(1 << 20), {"pool": 1.0})
+        before = client.server_info().resident_bytes
+        most = [before]
+        stop = threading.Event()
+
+        def watch():
+            with ReplayClient(client.address) as other:
+                while not stop.is_set():
+                    most.append(other.server_info().resident_bytes)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        client.checkpoint()
+        stop.set()
+        thread.join()
+        assert max(most) - before < 40 << 20

@@ -1,0 +1,20 @@
+"""Any byte of a data directory may be flipped and its file cut anywhere: never a crash, never a wrong payload."""
+
+import json
+import os
+import subprocess
+import sys
+
+SECONDS = float(os.environ.get("REPLAY_DAMAGE_SECONDS", "15"))
+
+
+def test_damage_anywhere_costs_the_item_that_it_hits_or_is_refused(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.server.storage.damage", str(tmp_path), str(SECONDS)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(result.stdout)
+    assert found["broken"] == []
+    assert found["outcomes"].keys() >= {"flip: whole", "flip: without one", "flip: refused", "cut: refused"}

@@ -1,0 +1,133 @@
+"""ReplayBuffer on LMDB against the reference: any operations in any order, and a kill between any two of them.
+
+A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
+gives back what was in hand. Moving writes a checkpoint, and begins with it in an empty directory.
+
+REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
+"""
+
+import asyncio
+import copy
+import os
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from replay_server.storage import lmdb, snapshot
+from replay_server.storage.checkpoints import CheckpointDirectory, Checkpointer
+from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.snapshot import Collector, restore
+from replay_server.tables.buffer import ReplayBuffer
+from tests.server.tables import test_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def many_small_pieces(monkeypatch):
+    monkeypatch.setattr(lmdb, "PIECE", 7)
+    monkeypatch.setattr(lmdb, "RESERVE", 0)
+    monkeypatch.setattr(snapshot, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
+
+
+class DurableMachine(test_model.ModelMachine):
+    def make_buffer(self, tables, admission, max_bytes):
+        self.folder = tempfile.TemporaryDirectory()
+        self.kept = None
+        self.rest = {"admission": admission, "max_bytes": max_bytes}
+        return self.open(tables)
+
+    def open(self, tables):
+        self.storage = LmdbStorage(Path(self.folder.name))
+        buffer = ReplayBuffer(tables, lambda: self.now, storage=self.storage, **self.rest)
+        state = self.storage.load()
+        assert (state.skipped, state.damaged) == ([], 0)
+        self.collector = Collector(buffer, state)
+        buffer.watchers.append(self.collector)
+        self.loading = buffer, state
+        return buffer
+
+    @rule()
+    def commit(self):
+        delta = self.collector.collect()
+        self.storage.commit(delta, *self.storage.begin_commit())
+        self.storage.end_commit(None)
+        self.collector.written(delta)
+        self.kept = copy.deepcopy((self.model, self.leases, self.next_key))
+
+    @precondition(lambda self: getattr(self, "kept", None))
+    @rule(commit_first=st.booleans())
+    def kill(self, commit_first):
+        if commit_first:
+            self.commit()
+        self.storage.close()
+        self.model, self.leases, self.next_key = self.kept
+        self.start_again(lambda: restore(*self.loading))
+
+    @precondition(lambda self: hasattr(self, "model"))
+    @rule()
+    def move(self):
+        directory = CheckpointDirectory(Path(self.folder.name) / "checkpoints")
+
+        async def write():
+            checkpointer = Checkpointer(self.buffer, directory, keep=1)
+            await checkpointer.write("here")
+            await checkpointer.close()
+
+        asyncio.run(write())
+        checkpoint = directory.open("here")
+        self.storage.close()
+        (Path(self.folder.name) / "data.mdb").unlink()
+        (Path(self.folder.name) / "server.lock").unlink()
+
+        def begin():
+            checkpoint.load(self.buffer, self.storage.write_payloads)
+            self.collector.changed(self.buffer.items)
+            self.collector.inserted(checkpoint.contents.state.seen)
+
+        self.start_again(begin)
+
+    def start_again(self, fill):
+        self.model.now = self.now
+        self.pendings, self.hands, self.log = {}, [], deque()
+        self.model.restart()
+        tables = [table.config for table in self.model.tables.values()]
+        self.buffer = self.open(tables)
+        for table in self.buffer.tables.values():
+            self.listen(table)
+        fill()
+        if self.buffer.admission is not None:
+            self.model.admission_version = self.model.version
+            self.model.expire_leases()
+        for table in self.model.tables.values():
+            if table.config.when_full == "evict":
+                self.model.drop_used_up(table)
+            self.shrink(table)
+        self.follow()
+        self.kept = None
+        self.commit()
+
+    def teardown(self):
+        if hasattr(self, "model"):
+            super().teardown()
+            self.storage.close()
+            self.folder.cleanup()
+
+    def nothing_is_stored(self):
+        self.commit()
+        state = self.storage.load()
+        assert len(state.items) == 0
+        with self.storage._env.begin() as txn:
+            assert txn.stat(self.storage._payloads)["entries"] == 0
+
+
+TestDurableModel = DurableMachine.TestCase
+TestDurableModel.settings = settings(
+    test_model.TestModel.settings,
+    max_examples=int(os.environ.get("REPLAY_MODEL_EXAMPLES", "150")),
+)

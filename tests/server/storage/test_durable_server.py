@@ -1,0 +1,267 @@
+"""A server with a data_dir, over gRPC: what a restart brings back, what a start refuses, and a full disk."""
+
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import lmdb
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError, TableFullError
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server.storage import lmdb as lmdb_storage
+from replay_server.storage import snapshot
+from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
+from replay_server.storage.snapshot import Delta
+
+TABLES = (
+    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
+    TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=1000),
+)
+
+
+@contextmanager
+def serving(data_dir, tables=TABLES, **options):
+    server = ReplayServer(tables, port=0, data_dir=data_dir, **options)
+    server.start()
+    try:
+        with ReplayClient(server.address, timeout=10.0) as client:
+            yield client
+    finally:
+        server.stop(grace=2.0)
+
+
+def write_many(client, payload):
+    with client.writer(max_in_flight=16) as writer:
+        for _ in range(400):
+            writer.insert(payload, {"pool": 1.0})
+
+
+def keys_in(client, table):
+    return sorted(item.key for item in client.list_items(table, limit=1000).items)
+
+
+def test_a_restart_brings_back_items_policy_permits_and_counters(tmp_path):
+    admission = AdmissionConfig(groups_per_step=8, max_staleness=1)
+    with serving(tmp_path, admission=admission) as client:
+        keys = [client.insert(bytes([n]) * n, {"queue": 1.0 + n}) for n in range(10)]
+        client.set_policy_version(3, weights="step-3")
+        taken = [sample.info.key for sample in client.sample("queue", 4)]
+        client.update_priorities("pool", {taken[0]: 7.5})
+        lease = client.acquire_permits(5)
+        client.release_permits(lease, 2)
+        before = client.server_info()
+    with serving(tmp_path, admission=admission) as client:
+        after = client.server_info()
+        assert (after.storage, after.commit_error, after.damaged) == ("lmdb", "", 0)
+        assert before.commits > 10
+        assert after.disk_bytes > 0
+        assert keys_in(client, "queue") == sorted(set(keys) - set(taken))
+        assert keys_in(client, "pool") == sorted(taken)
+        assert client.get([keys[9]])[0].payload == bytes([9]) * 9
+        assert (after.policy.version, after.policy.weights) == (3, "step-3")
+        assert after.admission.running == 3
+        for name in ("queue", "pool"):
+            for counter in ("inserts", "samples", "consumed", "size", "bytes", "forwarded"):
+                assert getattr(after.tables[name], counter) == getattr(before.tables[name], counter), (name, counter)
+        assert client.release_permits(lease) == 3
+        duplicate = client.insert(b"again", {"queue": 1.0}, key=taken[0])
+        assert duplicate == taken[0]
+        assert client.server_info().tables["queue"].duplicates == 1
+
+
+def test_what_was_in_hand_and_not_taken_is_back_after_a_kill(tmp_path):
+    server = ReplayServer(TABLES, port=0, data_dir=tmp_path)
+    server.start()
+    copy = tmp_path.parent / "as-after-a-kill"
+    with ReplayClient(server.address) as client:
+        for n in range(6):
+            client.insert(bytes([n]), {"queue": 1.0})
+        sampler = client.sampler("queue", batch_size=1, prefetch=2)
+        taken = next(sampler)[0].info.key
+        client.sample("queue", 1, lease=60.0)
+        client.delete("pool", [taken])  # so that a commit follows on the draws
+        subprocess.run(["cp", "-r", tmp_path, copy], check=True)
+    with serving(copy) as client:
+        info = client.server_info().tables["queue"]
+        assert (info.size, info.samples, info.consumed) == (5, 1, 1)
+        assert taken not in keys_in(client, "queue")
+    server.stop()
+
+
+def test_a_second_server_on_the_directory_is_refused(tmp_path):
+    with serving(tmp_path), pytest.raises(UnusableDirectory, match="in use by another server"):
+        ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
+
+
+def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("replay_server.storage.lmdb.FORMAT", 99)
+        with serving(tmp_path) as client:
+            client.insert(b"x", {"pool": 1.0})
+    with pytest.raises(UnusableDirectory, match="has format 99, and this version of the software reads 1"):
+        ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
+
+
+def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
+    with serving(tmp_path) as client:
+        client.insert(b"x", {"pool": 1.0})
+    os.truncate(tmp_path / "data.mdb", 0)
+    with pytest.raises(UnusableDirectory, match=r"data.mdb is gone or empty.*--restore latest"):
+        ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
+
+
+def test_a_kill_in_the_middle_of_a_large_commit_costs_nothing_but_that_commit(tmp_path, monkeypatch):
+    with serving(tmp_path) as client:
+        first = client.insert(b"first", {"pool": 1.0})
+    monkeypatch.setattr(lmdb_storage, "PORTION", 10_000)
+    storage = LmdbStorage(tmp_path)
+    storage.load()
+    storage.put(list(range(100, 200)), [(bytes(1000),)] * 100)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_write_records", die)
+        with pytest.raises(KeyboardInterrupt):
+            storage.commit(Delta([], [], [], []), *storage.begin_commit())
+    storage.close()
+    with serving(tmp_path) as client:
+        assert keys_in(client, "pool") == [first]
+        client.insert(b"more", {"pool": 1.0})  # with a commit that removes what was left behind
+    storage = LmdbStorage(tmp_path)
+    with storage._env.begin() as txn:
+        assert txn.stat(storage._payloads)["entries"] == 2
+    storage.close()
+
+
+def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, caplog):
+    with serving(tmp_path) as client:
+        both = [client.insert(bytes([n]), {"queue": 1.0, "pool": float(n)}) for n in range(6)]
+        only = client.insert(b"x", {"queue": 1.0})
+    smaller = (TableConfig(name="pool", remover="min_heap", max_size=4),)
+    for _ in range(2):  # and stays dropped
+        with serving(tmp_path, tables=smaller) as client:
+            assert keys_in(client, "pool") == sorted(both[2:])
+            assert client.get([only, *both[:2]]) == []
+            assert client.server_info().items == 4
+    assert "table 'queue' is not configured any more: its 7 items are dropped" in caplog.text
+    assert "table 'pool': 2 items evicted, for its bounds are lower now" in caplog.text
+
+
+def test_permits_from_before_a_restart_expire_in_their_time(tmp_path):
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
+    with serving(tmp_path, admission=admission) as client:
+        client.acquire_permits(1)
+    with serving(tmp_path, admission=admission) as client:
+        assert client.server_info().admission.running == 1
+        client.acquire_permits(1, timeout=5.0)
+        assert client.server_info().admission.expired == 1
+
+
+def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(tmp_path, monkeypatch):
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
+    with serving(tmp_path, admission=admission) as client:
+        client.acquire_permits(1)
+    wall_offset = snapshot.wall_offset
+    monkeypatch.setattr(snapshot, "wall_offset", lambda clock: wall_offset(clock) - 3600)
+    with serving(tmp_path, admission=admission) as client:
+        client.acquire_permits(1, timeout=5.0)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("reserve", [0, 64 << 20])
+def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk, monkeypatch, reserve):
+    monkeypatch.setattr("replay_server.storage.lmdb.RESERVE", reserve)  # 0: the commits themselves hit the end
+    payload = os.urandom(200_000)
+    kept = []
+    with serving(small_disk) as client:
+        with pytest.raises(TableFullError, match=r"data_dir .*bytes (are )?free|could not be written"):
+            kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
+        assert len(kept) > 60
+        assert keys_in(client, "pool") == sorted(kept)
+        client.set_policy_version(5)  # all else goes on
+        client.delete("pool", kept[:30])
+        del kept[:30]
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and len(kept) < 30:
+            try:
+                kept.append(client.insert(payload, {"pool": 1.0}))
+            except ReplayError:
+                time.sleep(0.05)
+        assert len(kept) >= 30
+    with serving(small_disk) as client:
+        assert keys_in(client, "pool") == sorted(kept)
+        assert all(bytes(item.payload) == payload for item in client.get(kept))
+        assert client.policy().version == 5
+
+
+def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(small_disk, monkeypatch):
+    monkeypatch.setattr(
+        "replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (1 << 40, 0)
+    )  # it seems free
+    payload = os.urandom(100_000)
+    with serving(small_disk) as client:
+        with pytest.raises(TableFullError):
+            write_many(client, payload)
+        there = keys_in(client, "pool")
+        assert client.server_info().tables["pool"].inserts == len(there)
+    with serving(small_disk) as client:
+        assert keys_in(client, "pool") == there
+
+
+@pytest.mark.parametrize("second", ["another", "a retry"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_one(
+    tmp_path, monkeypatch, second, streamed
+):
+    failures = [lmdb.DiskError("full")] * (2 if second == "another" else 1)  # one for each payload
+    begun, go_on = threading.Event(), threading.Event()
+    commit = LmdbStorage.commit
+
+    def failing(self, delta, new, gone):
+        if new and failures:
+            begun.set()
+            assert go_on.wait(10)
+            raise failures.pop()
+        commit(self, delta, new, gone)
+
+    def insert(client, key):
+        if not streamed:
+            client.insert(b"x", {"pool": 1.0}, key=key)
+            return
+        with client.writer() as writer:
+            writer._writer._keys = iter([key])
+            writer.insert(b"x", {"pool": 1.0})
+
+    monkeypatch.setattr(LmdbStorage, "commit", failing)
+    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+        first = pool.submit(insert, client, 1)
+        assert begun.wait(10)
+        other = pool.submit(insert, client, 2 if second == "another" else 1)
+        info = client.server_info().tables["pool"]
+        while info.inserts + info.duplicates < 2:
+            time.sleep(0.01)
+            info = client.server_info().tables["pool"]
+        go_on.set()
+        for future in (first, other):
+            with pytest.raises(TableFullError, match="could not be written"):
+                future.result(10)
+        assert keys_in(client, "pool") == []
+        client.insert(b"x", {"pool": 1.0}, key=1)
+        assert keys_in(client, "pool") == [1]

@@ -1,0 +1,39 @@
+"""What a Collector makes of changes, where writing them fails."""
+
+import time
+
+import numpy as np
+
+from replay_server.storage.records import unpack_items
+from replay_server.storage.snapshot import Collector, State, restore
+from replay_server.tables.batch import SampleRequest
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import TableConfig
+from replay_server.tables.inserts import Inserts
+
+
+def test_what_could_not_be_written_comes_again():
+    tables = [TableConfig(name="a")]
+    buffer = ReplayBuffer(tables, time.monotonic)
+    collector = Collector(buffer)
+    buffer.watchers.append(collector)
+    buffer.insert(Inserts([7, 8], {"a": np.ones(2)}, np.zeros(2, np.int64), np.ones(2, np.int64), [(b"x",), (b"y",)]))
+    batch, _ = buffer.sample("a", SampleRequest(1, 1, scope="step-1")).result()
+    buffer.take(batch)
+    collector.not_written(collector.collect())
+    delta = collector.collect()
+    collector.written(delta)
+    assert not collector.collect()
+    keys, records = zip(*delta.items, strict=True)
+    state = State(
+        pieces={name: record for name, record in delta.pieces if record is not None},
+        items=unpack_items(np.array(keys, dtype=np.uint64), records),
+        seen=delta.seen,
+    )
+    again = ReplayBuffer(tables, time.monotonic)
+    again.storage.put([7, 8], [(b"x",), (b"y",)])
+    restore(again, state)
+    assert again.tables["a"].scopes == buffer.tables["a"].scopes != {}
+    assert again.tables["a"].counters == buffer.tables["a"].counters
+    assert again.seen() == [7, 8]
+    assert again.tables["a"].rng.random() == buffer.tables["a"].rng.random()

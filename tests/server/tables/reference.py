@@ -1,0 +1,643 @@
+"""Reference: what a ReplayBuffer must do, by brute force over lists.
+
+It chooses nothing itself. It follows the log of what the buffer did (an item inserted, evicted, drawn, a wait ended),
+checks that each step was right at that moment, and in the end that nobody waits who could go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from replay_server.tables.batch import Batch, SampleRequest
+from replay_server.tables.config import AdmissionConfig, TableConfig
+
+Code = grpc.StatusCode
+
+
+@dataclass(eq=False)
+class Row:
+    key: int
+    priority: float
+    version: int
+    nbytes: int
+    inserted_at: float
+    order: int
+    sampled: int = 0
+    forwarded: bool = False
+
+
+@dataclass(eq=False)
+class Item:
+    nbytes: int
+    version: int
+    unused_permit: bool
+
+
+@dataclass(eq=False)
+class Hand:
+    """A batch that is neither taken nor given back."""
+
+    table: RefTable
+    rows: list[Row]
+    priorities: list[float]
+    consumed: list[bool]
+    scope: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Insert:
+    """One item on its way in."""
+
+    key: int
+    priorities: dict[str, float]
+    policy_version: int
+    nbytes: int
+    permits: int
+
+
+@dataclass(eq=False)
+class Waiting:
+    what: Any
+    """Insert, SampleRequest, or a count of permits."""
+    tables: list[RefTable]
+    deadline: float
+    served: Any = None
+
+
+@dataclass(eq=False)
+class RefTable:
+    config: TableConfig
+    epoch: int = 0
+    orders: int = 0
+    inserting: list[Waiting] = field(default_factory=list)
+    sampling: list[Waiting] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: list[Row] = []
+        self.counts: Counter[str] = Counter()
+        self.inserts = self.samples = self.deletes = self.in_hand = 0
+        self.scopes: dict[str, set[int]] = {}
+        self.epoch += 1
+
+    def find(self, key: int) -> Row | None:
+        return next((row for row in self.rows if row.key == key), None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    def limits(self) -> tuple[float, int, float, float]:
+        """spi, min_size, min_diff, max_diff: the table of facts §1."""
+        limiter = self.config.rate_limiter
+        if limiter.type == "min_size":
+            return 1.0, limiter.min_size, -math.inf, math.inf
+        if limiter.type in ("queue", "stack"):
+            return 1.0, 1, 0.0, float(limiter.max_size)
+        spi, error = limiter.samples_per_insert, limiter.error_buffer
+        low, high = (
+            error if isinstance(error, tuple) else (spi * limiter.min_size - error, spi * limiter.min_size + error)
+        )
+        return spi, limiter.min_size, low, high
+
+    def admits(self, n: int) -> bool:
+        spi, min_size, _, high = self.limits()
+        return self.inserts + n - self.deletes <= min_size or (self.inserts + n) * spi - self.samples <= high
+
+    def allows(self, n: int) -> bool:
+        spi, min_size, low, _ = self.limits()
+        return self.inserts - self.deletes >= min_size and self.inserts * spi - self.samples - n >= low
+
+    def never(self, request: SampleRequest) -> bool:
+        """Whether no batch can ever be drawn for `request`, as the table is configured."""
+        spi, min_size, low, high = self.limits()
+        if not request.distinct and self.config.max_times_sampled:
+            return True
+        too_many = request.distinct and request.min_samples > self.config.max_size
+        return too_many or request.min_samples > max(high, spi * min_size) - low
+
+    def full(self, *sizes: int) -> bool:
+        """Whether items of these sizes do not fit."""
+        config = self.config
+        too_many = len(self.rows) + len(sizes) > config.max_size
+        return too_many or self.bytes + sum(sizes) > (config.max_bytes or math.inf)
+
+    def stale(self, version: int, current: int) -> bool:
+        return self.config.max_staleness is not None and current - version > self.config.max_staleness
+
+    def weight(self, row: Row, selector: Any) -> float:
+        if selector.type != "prioritized":
+            return 1.0
+        return row.priority**selector.exponent if row.priority > 0 else 0.0
+
+    def ordered(self, rows: list[Row], selector: Any) -> list[Row] | None:
+        """The order in which a selector that is not random names the rows."""
+        rank = {
+            "fifo": lambda row: row.order,
+            "lifo": lambda row: -row.order,
+            "min_heap": lambda row: (row.priority, row.order),
+            "max_heap": lambda row: (-row.priority, row.order),
+        }.get(selector.type)
+        return None if rank is None else sorted(rows, key=rank)
+
+    def candidates(self, request: SampleRequest) -> list[Row]:
+        out = self.scopes.get(request.scope, set()) | request.exclude
+        return [row for row in self.rows if row.key not in out and self.weight(row, self.config.sampler) > 0]
+
+    def drawable(self, request: SampleRequest, n: int) -> bool:
+        there = len(self.candidates(request))
+        return self.allows(n) and (there >= n if request.distinct else there > 0)
+
+    def most(self, request: SampleRequest) -> int:
+        return max((n for n in range(1, request.num_samples + 1) if self.drawable(request, n)), default=0)
+
+
+class Reference:
+    def __init__(self, tables: list[TableConfig], admission: AdmissionConfig | None, max_bytes: int | None) -> None:
+        self.tables = {config.name: RefTable(config) for config in tables}
+        self.max_bytes = max_bytes or math.inf
+        self.admission = admission
+        self.now, self.version = 0.0, 0
+        self.items: dict[int, Item] = {}
+        self.seen: set[int] = set()
+        self.hands: dict[int, Hand] = {}
+        self.accepted = self.expired = self.admission_version = 0
+        self.leases: dict[int, list[float]] = {}  # [permits left, expires]
+        self.acquiring: list[Waiting] = []
+        self.entering: set[int] = set()
+        """Keys that are not in all of their tables yet."""
+
+    # --------------------------------------------------------------------------------------------- what may happen
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.nbytes for item in self.items.values())
+
+    @property
+    def capacity(self) -> int:
+        config = self.admission
+        bound = (config.max_staleness + self.admission_version + 1) * config.groups_per_step
+        return bound - self.accepted - int(sum(left for left, _ in self.leases.values()))
+
+    def holders(self, key: int) -> int:
+        in_tables = sum(table.find(key) is not None for table in self.tables.values())
+        return in_tables + sum(row.key == key for hand in self.hands.values() for row in hand.rows)
+
+    def refusal(self, insert: Insert, tables: list[RefTable]) -> Code | None:
+        """What the state says against an insert, the server's bound apart."""
+        for table in tables:
+            if table.stale(insert.policy_version, self.version):
+                return Code.FAILED_PRECONDITION
+            if table.config.when_full == "reject" and table.full(insert.nbytes):
+                return Code.RESOURCE_EXHAUSTED
+        return None
+
+    def blocked(self, waiting: Waiting, before: int = 0) -> str:
+        """Why an insert waits, `before` others having come in: a word of the reason; empty: it does not."""
+        insert = waiting.what
+        for table in waiting.tables:
+            if not table.admits(before + 1):
+                return "max_diff"
+            if table.config.when_full == "block":
+                if table.full(insert.nbytes):
+                    many = len(table.rows) >= table.config.max_size
+                    return f"{table.config.name}: inserting blocked: {'size' if many else ''}"
+                if self.bytes + insert.nbytes > self.max_bytes:
+                    return "server"
+        return ""
+
+    def hopeless(self, insert: Insert, tables: list[RefTable]) -> bool:
+        """Whether evicting everything that may be evicted for it would still leave no room in the server."""
+        evicting = [table for table in tables if table.config.when_full == "evict"]
+        free = sum(
+            item.nbytes
+            for key, item in self.items.items()
+            if self.holders(key) == sum(table.find(key) is not None for table in evicting)
+        )
+        return self.bytes - free + insert.nbytes > self.max_bytes
+
+    # --------------------------------------------------------------------------------------------- operations
+
+    def offer_insert(self, insert: Insert, deadline: float) -> Code | str | Waiting:
+        tables = [self.tables[name] for name in insert.priorities]
+        if any(insert.nbytes > (table.config.max_bytes or self.max_bytes) for table in tables):
+            return Code.OUT_OF_RANGE
+        if insert.nbytes > self.max_bytes:
+            return Code.OUT_OF_RANGE
+        if insert.key in self.seen:
+            self._count(tables, "duplicates")
+            return "duplicate"
+        if code := self.refusal(insert, tables):
+            self._count_refusal(code, insert, tables)
+            return code
+        waiting = Waiting(insert, tables, deadline)
+        for table in tables:
+            table.inserting.append(waiting)
+        return waiting
+
+    def offer_sample(self, name: str, request: SampleRequest, deadline: float) -> Code | Waiting:
+        table = self.tables[name]
+        spi, min_size, low, high = table.limits()
+        impossible = (
+            not 1 <= request.min_samples <= request.num_samples
+            or (request.distinct and request.min_samples > table.config.max_size)
+            or request.min_samples > max(high, spi * min_size) - low
+            or (not request.distinct and (request.scope or request.exclude or table.config.max_times_sampled))
+        )
+        if impossible:
+            return Code.INVALID_ARGUMENT
+        waiting = Waiting(request, [table], deadline)
+        table.sampling.append(waiting)
+        return waiting
+
+    def take(self, batch_id: int, sent: bool, events: deque[Any]) -> bool:
+        hand = self.hands[batch_id]
+        table = hand.table
+        if not sent and any(table.stale(row.version, self.version) for row in hand.rows):
+            self.give_back(batch_id)
+            return False
+        for row in hand.rows:
+            self.items[row.key].unused_permit = False
+        if hand.epoch == table.epoch:
+            table.in_hand -= len(hand.rows)
+            if table.config.forward_to is not None:
+                for row, priority in zip(hand.rows, hand.priorities, strict=True):
+                    if not row.forwarded and priority > 0:
+                        row.forwarded = True
+                        joined = self._forward(row, priority, self.tables[table.config.forward_to], events)
+                        table.counts["forwarded" if joined else "forward_refused"] += 1
+        del self.hands[batch_id]
+        self._sweep()
+        return True
+
+    def _forward(self, row: Row, priority: float, target: RefTable, events: deque[Any]) -> bool:
+        if target.find(row.key) is not None or self._lent_out(target, row.key):
+            return True
+        if target.stale(row.version, self.version):
+            target.counts["stale_refused"] += 1
+            return False
+        if target.config.when_full != "evict" and target.full(row.nbytes):
+            return False
+        if row.nbytes > (target.config.max_bytes or math.inf):
+            return False
+        while events and events[0][0] == "evict":
+            self._evict(events.popleft(), target.full(row.nbytes))
+        assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
+        self._add(target, row.key, priority, row.version, row.nbytes)
+        return True
+
+    def _lent_out(self, table: RefTable, key: int) -> bool:
+        """Whether the item left with a batch that may still give it back."""
+        hands = [hand for hand in self.hands.values() if hand.table is table and hand.epoch == table.epoch]
+        return any(
+            row.key == key and consumed
+            for hand in hands
+            for row, consumed in zip(hand.rows, hand.consumed, strict=True)
+        )
+
+    def give_back(self, batch_id: int) -> None:
+        hand = self.hands.pop(batch_id)
+        table = hand.table
+        if hand.epoch == table.epoch:
+            self._undo(hand)
+        self._drop_stale(table)
+        self._sweep()
+
+    def _undo(self, hand: Hand) -> None:
+        table, n, consumed = hand.table, len(hand.rows), sum(hand.consumed)
+        table.in_hand -= n
+        table.samples -= n
+        table.deletes -= consumed
+        table.counts["samples"] -= n
+        table.counts["consumed"] -= consumed
+        table.scopes.get(hand.scope, set()).difference_update(row.key for row in hand.rows)
+        for row, gone in zip(hand.rows, hand.consumed, strict=True):
+            row.sampled -= 1
+            if gone:
+                table.rows.append(row)
+        table.rows.sort(key=lambda row: row.order)
+
+    def restart(self) -> None:
+        """All clients are gone, and what they had in hand and in line with them."""
+        for hand in self.hands.values():
+            table = hand.table
+            if hand.epoch == table.epoch:
+                self._undo(hand)
+        self.hands.clear()
+        self.acquiring.clear()
+        for table in self.tables.values():
+            table.inserting.clear()
+            table.sampling.clear()
+        self._sweep()
+
+    def delete(self, name: str, keys: list[int]) -> list[int]:
+        table = self.tables[name]
+        missing = [key for key in dict.fromkeys(keys) if table.find(key) is None]
+        gone = [row for row in table.rows if row.key in keys]
+        table.rows = [row for row in table.rows if row not in gone]
+        table.deletes += len(gone)
+        table.counts["deleted"] += len(gone)
+        self._sweep()
+        return missing
+
+    def reset(self, name: str) -> int:
+        removed = 0
+        for table in [self.tables[name]] if name else self.tables.values():
+            removed += len(table.rows)
+            table.clear()
+        self._sweep()
+        return removed
+
+    def update_priorities(self, name: str, priorities: dict[int, float]) -> list[int]:
+        table = self.tables[name]
+        for key, priority in priorities.items():
+            if (row := table.find(key)) is not None:
+                row.priority = priority
+        return [key for key in priorities if table.find(key) is None]
+
+    def set_policy_version(self, version: int, rollback: bool) -> None:
+        self.version = version
+        for table in self.tables.values():
+            self._drop_stale(table)
+        self._sweep()
+        if self.admission is not None:
+            self.admission_version = version
+            if rollback:
+                self.accepted = version * self.admission.groups_per_step
+                for item in self.items.values():  # what is counted no more cannot be taken off again
+                    item.unused_permit = False
+
+    def expire_leases(self) -> None:
+        for lease in [lease for lease, (_, expires) in self.leases.items() if expires <= self.now]:
+            self.expired += int(self.leases.pop(lease)[0])
+
+    # --------------------------------------------------------------------------------------------- the log
+
+    def follow(self, events: deque[Any]) -> None:
+        """Checks and repeats what the buffer did; afterwards nobody waits who could go on."""
+        while events:
+            self.follow_one(events)
+        for table in self.tables.values():
+            for waiting in table.sampling[:1]:
+                n = waiting.what.num_samples
+                assert not table.drawable(waiting.what, n), f"{waiting} could be drawn and waits"
+            for waiting in table.inserting[:1]:
+                if all(other.inserting[0] is waiting for other in waiting.tables):
+                    assert self.blocked(waiting), f"{waiting.what} could come in and waits"
+        for waiting in self.next_to_acquire():
+            assert waiting.what > self.capacity, f"{waiting.what} permits could be granted and wait"
+
+    def next_to_acquire(self) -> list[Waiting]:
+        """The first in line, and those behind others that ask for more than is usually free."""
+        usual = (self.admission.max_staleness + 1) * self.admission.groups_per_step if self.admission else 0
+        first = next((at for at, waiting in enumerate(self.acquiring) if waiting.what <= usual), len(self.acquiring))
+        return self.acquiring[: first + 1]
+
+    def follow_one(self, events: deque[Any]) -> None:
+        event = events.popleft()
+        match event[0]:
+            case "evict":
+                following = next((other for other in events if other[0] == "insert"), None)
+                self._evict(event, self._needed(event[1], following))
+            case "insert":
+                self._insert(*event[1:])
+            case "draw":
+                self._draw(*event[1:])
+            case "end":
+                self._end(*event[1:])
+
+    def _needed(self, name: str, following: Any) -> bool:
+        table = self.tables[name]
+        if len(table.rows) > table.config.max_size or table.bytes > (table.config.max_bytes or math.inf):
+            return True  # the table was made smaller
+        if following is None:
+            return False
+        _, target, keys, sizes = following
+        waiting = next((w for w in self.tables[target].inserting if w.what.key == keys[0]), None)
+        assert waiting is not None, f"evicted for {keys}, which do not wait"
+        server = keys[0] not in self.items and self.bytes + sum(sizes) > self.max_bytes and table in waiting.tables
+        if target == name and len(keys) > 1 and table.sampling:
+            assert not self._could_serve(table, sizes), f"{name} evicted what a sample that waits would have got"
+        return server or (target == name and table.full(*sizes))
+
+    def _could_serve(self, table: RefTable, sizes: list[int]) -> bool:
+        """Whether the first sample in line could be drawn once those of the new items are in that fit."""
+        kept, inserts = list(table.rows), table.inserts
+        while sizes and not table.full(sizes[0]):
+            table.rows.append(Row(-len(sizes), 1.0, self.version, sizes[0], self.now, table.orders + 1))
+            table.inserts += 1
+            sizes = sizes[1:]
+        request = table.sampling[0].what
+        could = table.drawable(request, request.num_samples)
+        table.rows, table.inserts = kept, inserts
+        return could
+
+    def _evict(self, event: Any, needed: bool) -> None:
+        _, name, key = event
+        table = self.tables[name]
+        assert needed, f"{key} was evicted from {name} without need"
+        row = table.find(key)
+        assert row is not None
+        ordered = table.ordered(table.rows, table.config.remover)
+        if ordered is not None:
+            assert row is ordered[0], f"{name} evicted {key}, not {ordered[0].key}"
+        elif any(table.weight(other, table.config.remover) > 0 for other in table.rows):
+            assert table.weight(row, table.config.remover) > 0
+        else:
+            assert row is table.rows[0]
+        table.counts["evicted"] += 1
+        table.counts["evicted_unsampled"] += row.sampled == 0
+        table.deletes += 1
+        table.rows.remove(row)
+        self._sweep()
+
+    def _insert(self, name: str, keys: list[int], sizes: list[int]) -> None:
+        """Rows of one message enter a table; at the first of their tables all of them must admit all, now."""
+        table = self.tables[name]
+        rows = [next(w for w in table.inserting if w.what.key == key) for key in keys]
+        tables = rows[0].tables
+        if keys[0] not in self.items:
+            assert self.bytes + sum(sizes) <= self.max_bytes
+            for other in tables:
+                assert other.inserting[: len(rows)] == rows, f"{keys} came before their turn"
+            for place, waiting in enumerate(rows):
+                insert = waiting.what
+                assert insert.key not in self.seen, f"{insert.key} came in twice"
+                assert not self.blocked(waiting, place), f"{keys} came in in spite of {self.blocked(waiting, place)}"
+                assert self.refusal(insert, tables) is None
+                self.items[insert.key] = Item(insert.nbytes, insert.policy_version, False)
+                self.seen.add(insert.key)
+                self.entering.add(insert.key)
+        for waiting in rows:
+            insert = waiting.what
+            self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
+            if table is tables[-1]:
+                if insert.permits and self.admission is not None:
+                    self.items[insert.key].unused_permit = True
+                    self.accepted += 1
+                    if lease := self.leases.get(insert.permits):
+                        self._use(insert.permits, lease, 1)
+                waiting.served = True
+                self.entering.remove(insert.key)
+                self._leave_lines(waiting)
+
+    def _add(self, table: RefTable, key: int, priority: float, version: int, nbytes: int) -> None:
+        assert not table.full(nbytes), f"{table.config.name} took {nbytes} bytes more than fit"
+        table.orders += 1
+        table.rows.append(Row(key, priority, version, nbytes, self.now, table.orders))
+        table.inserts += 1
+        table.counts["inserts"] += 1
+
+    def _draw(self, name: str, request: SampleRequest, batch: Batch) -> None:
+        table = self.tables[name]
+        waiting = table.sampling[0]
+        n = len(batch)
+        assert waiting.what is request, "a sample came before its turn"
+        timed_out = waiting.deadline <= self.now and n == table.most(request) >= request.min_samples
+        assert (n == request.num_samples and table.drawable(request, n)) or timed_out
+        candidates = table.candidates(request)
+        ordered = table.ordered(candidates, table.config.sampler)
+        rows = [table.find(key) for key in batch.keys.tolist()]
+        assert all(row in candidates for row in rows)
+        if request.distinct:
+            assert len(set(rows)) == n
+        if ordered is not None:
+            assert rows == (ordered[:n] if request.distinct else ordered[:1] * n)
+        total = sum(table.weight(row, table.config.sampler) for row in candidates)
+        for index, row in enumerate(rows):
+            if ordered is None:
+                probability = table.weight(row, table.config.sampler) / total
+            else:
+                probability = float(index == 0 or not request.distinct)
+            assert math.isclose(batch.probabilities[index], probability, rel_tol=1e-9), (
+                f"row {index} of {name}: probability {batch.probabilities[index]}, not {probability}"
+            )
+            row.sampled += 1
+        limit = table.config.max_times_sampled
+        consumed = [bool(limit) and row.sampled >= limit for row in rows]
+        assert batch.keys.tolist() == [row.key for row in rows]
+        assert batch.priorities.tolist() == [row.priority for row in rows]
+        assert batch.policy_versions.tolist() == [row.version for row in rows]
+        assert batch.inserted_at.tolist() == [row.inserted_at for row in rows]
+        assert batch.times_sampled.tolist() == [row.sampled for row in rows]
+        assert batch.sizes.tolist() == [row.nbytes for row in rows]
+        assert batch.consumed.tolist() == consumed
+        assert batch.table_size == len(table.rows)
+        if request.scope:
+            table.scopes.setdefault(request.scope, set()).update(row.key for row in rows)
+        table.rows = [row for row in table.rows if row not in rows or not consumed[rows.index(row)]]
+        table.samples += n
+        table.deletes += sum(consumed)
+        table.counts["samples"] += n
+        table.counts["consumed"] += sum(consumed)
+        table.in_hand += n
+        waiting.served = Hand(table, rows, [row.priority for row in rows], consumed, request.scope, table.epoch)
+        self._leave_lines(waiting)
+        self.hands[id(batch)] = waiting.served
+
+    def _end(self, waiting: Waiting, code: Code | None, value: Any) -> None:
+        """A wait ended: `value` is the id and batch of a sample, or the lease of permits."""
+        first = waiting.deadline <= self.now
+        match waiting.what:
+            case Insert() as insert:
+                if code is Code.DEADLINE_EXCEEDED:
+                    assert first
+                elif code is not None:
+                    full = self.bytes + insert.nbytes > self.max_bytes and self.hopeless(insert, waiting.tables)
+                    too_large = any(insert.nbytes > (table.config.max_bytes or math.inf) for table in waiting.tables)
+                    assert (
+                        code is self.refusal(insert, waiting.tables)
+                        or (code is Code.RESOURCE_EXHAUSTED and full)
+                        or (code is Code.OUT_OF_RANGE and too_large)  # since the table was changed
+                    )
+                    self._count_refusal(code, insert, waiting.tables)
+                elif not waiting.served:
+                    assert insert.key in self.seen, f"{insert.key} was acknowledged and is not there"
+                    self._count(waiting.tables, "duplicates")
+            case SampleRequest() as request:
+                if code is None:
+                    self.hands[value[0]] = self.hands.pop(id(value[1]))
+                elif code is Code.INVALID_ARGUMENT:
+                    assert waiting.tables[0].never(request), f"{request} could still be drawn one day"
+                else:
+                    assert code is Code.DEADLINE_EXCEEDED
+                    assert first
+                    (table,) = waiting.tables
+                    assert table.sampling[0] is not waiting or table.most(request) < request.min_samples
+            case count:
+                if code is None:
+                    assert waiting in self.next_to_acquire()
+                    assert count <= self.capacity
+                    self.leases[value.id] = [count, value.expires]
+                else:
+                    assert first
+                self.acquiring.remove(waiting)
+        self._leave_lines(waiting)
+
+    # --------------------------------------------------------------------------------------------- small steps
+
+    def abandon(self, waiting: Waiting) -> None:
+        self._leave_lines(waiting)
+        if waiting in self.acquiring:
+            self.acquiring.remove(waiting)
+
+    def release(self, lease_id: int, count: int) -> int:
+        if (lease := self.leases.get(lease_id)) is None:
+            return 0
+        released = count or int(lease[0])
+        self._use(lease_id, lease, released)
+        return released
+
+    def _use(self, lease_id: int, lease: list[float], count: int) -> None:
+        lease[0] -= count
+        if not lease[0]:
+            del self.leases[lease_id]
+
+    def _leave_lines(self, waiting: Waiting) -> None:
+        for table in waiting.tables:
+            for line in (table.inserting, table.sampling):
+                if waiting in line:
+                    line.remove(waiting)
+
+    def _count(self, tables: list[RefTable], name: str) -> None:
+        for table in tables:
+            table.counts[name] += 1
+
+    def _count_refusal(self, code: Code, insert: Insert, tables: list[RefTable]) -> None:
+        if code is Code.FAILED_PRECONDITION:
+            stale = next(table for table in tables if table.stale(insert.policy_version, self.version))
+            stale.counts["stale_refused"] += 1
+
+    def _drop_stale(self, table: RefTable) -> None:
+        """To the limiter a delete, after the samples that the item still owed."""
+        gone = [row for row in table.rows if table.stale(row.version, self.version)]
+        table.rows = [row for row in table.rows if row not in gone]
+        table.deletes += len(gone)
+        table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
+        table.counts["stale"] += len(gone)
+
+    def drop_used_up(self, table: RefTable) -> None:
+        """After max_times_sampled was lowered."""
+        limit = table.config.max_times_sampled
+        used_up = [row for row in table.rows if limit and row.sampled >= limit]
+        table.rows = [row for row in table.rows if row not in used_up]
+        table.deletes += len(used_up)
+        table.counts["consumed"] += len(used_up)
+        self._sweep()
+
+    def drop_stale(self, table: RefTable) -> None:
+        self._drop_stale(table)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for key in [key for key in self.items if key not in self.entering and not self.holders(key)]:
+            if self.items.pop(key).unused_permit:
+                self.accepted -= 1

@@ -1,0 +1,467 @@
+"""ReplayBuffer against the reference: any operations in any order, on any configuration.
+
+REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
+"""
+
+import math
+import os
+import warnings
+from collections import deque
+from functools import partial
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replay_server.errors import Refused
+from replay_server.tables.batch import SampleRequest
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.inserts import Inserts
+from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
+
+EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))
+STEPS = 60
+
+# Odd configurations are the point here; what warns of them is tested elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+names = st.sampled_from("abc")
+selectors = st.one_of(
+    st.sampled_from(["fifo", "lifo", "uniform", "min_heap", "max_heap"]),
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]).map(lambda exponent: {"type": "prioritized", "exponent": exponent}),
+)
+limiters = st.one_of(
+    st.integers(1, 3).map(lambda n: {"type": "min_size", "min_size": n}),
+    st.integers(1, 5).map(lambda n: {"type": "queue", "max_size": n}),
+    st.integers(1, 5).map(lambda n: {"type": "stack", "max_size": n}),
+    st.builds(
+        lambda spi, min_size, error: {
+            "type": "sample_to_insert_ratio",
+            "samples_per_insert": spi,
+            "min_size": min_size,
+            "error_buffer": error * max(1.0, spi),
+        },
+        st.sampled_from([0.5, 1.0, 2.0]),
+        st.integers(1, 3),
+        st.sampled_from([1.0, 1.5, 4.0]),
+    ),
+)
+limits = {
+    "sampler": selectors,
+    "remover": selectors,
+    "max_size": st.integers(3, 8),
+    "max_bytes": st.sampled_from([None, 20, 60]),
+    "max_times_sampled": st.integers(0, 3),
+    "rate_limiter": limiters,
+    "max_staleness": st.sampled_from([None, 0, 1, 2]),
+    "when_full": st.sampled_from(["evict", "block", "reject"]),
+}
+tables = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits)
+forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b": "c"}])
+priorities = st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1.0, 2.0, 1e6])
+timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
+picks = st.integers(0, 2**16)
+
+
+def columns_of(rows: list[Insert]) -> Inserts:
+    return Inserts(
+        [row.key for row in rows],
+        {name: np.array([row.priorities[name] for row in rows]) for name in rows[0].priorities},
+        np.array([row.policy_version for row in rows]),
+        np.array([row.nbytes for row in rows]),
+        [(b"x" * row.nbytes,) for row in rows],
+        rows[0].permits,
+    )
+
+
+class ModelMachine(RuleBasedStateMachine):
+    @initialize(
+        configs=st.tuples(tables, tables, tables),
+        forwards=forwards,
+        max_bytes=st.sampled_from([None, None, 40, 80]),
+        admission=st.sampled_from([None, (2, 1), (3, 0)]),
+    )
+    def start(self, configs, forwards, max_bytes, admission):
+        tables = [
+            TableConfig(name=name, forward_to=forwards.get(name), **config)
+            for name, config in zip("abc", configs, strict=True)
+        ]
+        groups = admission and AdmissionConfig(groups_per_step=admission[0], max_staleness=admission[1], permit_ttl=5.0)
+        self.now = 0.0
+        self.log: deque[tuple] = deque()
+        self.buffer = self.make_buffer(tables, groups, max_bytes)
+        self.model = Reference(tables, groups, max_bytes)
+        self.pendings: dict[Waiting, object] = {}
+        self.hands: list[int] = []
+        self.leases: list[int] = [77]  # an unknown one
+        self.next_key = 0
+        for table in self.buffer.tables.values():
+            self.listen(table)
+
+    def make_buffer(self, tables, admission, max_bytes):
+        return ReplayBuffer(tables, lambda: self.now, admission=admission, max_bytes=max_bytes)
+
+    def listen(self, table):
+        """Logs what the table does, in the order in which it does it."""
+        insert, evict, draw = table.insert, table.evict, table.draw
+
+        def logged_insert(keys, priorities, versions, sizes):
+            insert(keys, priorities, versions, sizes)
+            self.log.append(("insert", table.name, list(keys), sizes.tolist()))
+
+        def logged_evict(n=1):
+            columns, ranks = table.columns, {}
+            for key, slot in columns.slots.items():
+                age, priority = int(columns.order[slot]), float(columns.priority[slot])
+                ranks[key] = {"lifo": (-age,), "min_heap": (priority, age), "max_heap": (-priority, age)}.get(
+                    table.config.remover.type, (age,)
+                )
+            at = len(self.log)
+            evict(n)
+            gone = sorted(ranks.keys() - columns.slots.keys(), key=ranks.__getitem__)
+            assert len(gone) == n
+            for place, key in enumerate(gone, at):
+                self.log.insert(place, ("evict", table.name, key))  # before what came of it: permits were granted
+
+        def logged_draw(request, n):
+            batch = draw(request, n)
+            self.log.append(("draw", table.name, request, batch))
+            return batch
+
+        table.insert, table.evict, table.draw = logged_insert, logged_evict, logged_draw
+
+    def refused(self, operation, *args):
+        """The result of an operation, or the code with which it was refused."""
+        try:
+            return operation(*args), None
+        except Refused as refusal:
+            return None, refusal.code
+
+    def ended(self, waiting, pending):
+        value, code = self.refused(pending.result)
+        self.log.append(("end", waiting, code, value))
+        self.pendings.pop(waiting, None)
+        if code is None and isinstance(waiting.what, SampleRequest):
+            self.hands.append(value[0])
+        elif code is None and isinstance(waiting.what, int):
+            self.leases.append(value.id)
+
+    def settle(self, waiting, pending):
+        """What an operation that may wait came to, so far."""
+        if pending.done:
+            self.ended(waiting, pending)
+        else:
+            self.pendings[waiting] = pending
+            pending.on_done = partial(self.ended, waiting, pending)
+        self.follow()
+
+    def follow(self):
+        self.model.follow(self.log)
+
+    # ------------------------------------------------------------------------------------------------ rules
+
+    @rule(
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        tables=st.sets(names, min_size=1, max_size=2),
+        priority=priorities,
+        lag=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        nbytes=st.sampled_from([0, 5, 10, 10, 15, 30]),
+        wait=timeouts,
+        retry=st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
+        permit=st.one_of(st.just(-1), picks),
+    )
+    def insert(self, n, tables, priority, lag, nbytes, wait, retry, permit):
+        lease = self.leases[permit % len(self.leases)] if permit >= 0 else 0
+        rows = []
+        for index in range(n):
+            self.next_key += 1
+            key = max(1, self.next_key - (0 if index else retry))
+            each = {name: priority + place + index for place, name in enumerate(sorted(tables))}
+            rows.append(Insert(key, each, max(0, self.model.version - lag), nbytes, lease))
+        deadline = self.now + wait
+        while rows:  # as the service does it: those that may, enter at once; the first that may not waits
+            result, code = self.refused(self.buffer.insert, columns_of(rows), deadline)
+            taken, pending = result or (1, None)
+            offers = [self.model.offer_insert(row, deadline) for row in rows[: max(1, taken)]]
+            if pending is not None:
+                assert taken == 0
+                self.settle(offers[0], pending)
+                return
+            for offer in offers:
+                if isinstance(offer, Waiting):
+                    self.log.append(("end", offer, code, None))
+                else:
+                    assert len(offers) == 1
+                    assert code == (None if offer == "duplicate" else offer)
+            self.follow()
+            rows = rows[taken:]
+
+    @rule(
+        table=names,
+        n=st.sampled_from([1, 1, 2, 3, 5]),
+        fewer=st.sampled_from([0, 0, 1, 2]),
+        distinct=st.sampled_from([True, True, True, False]),
+        scope=st.sampled_from(["", "", "s", "t"]),
+        exclude=st.frozensets(st.integers(1, 30), max_size=3),
+        wait=timeouts,
+    )
+    def sample(self, table, n, fewer, distinct, scope, exclude, wait):
+        if not distinct:
+            scope, exclude = "", frozenset()
+        request = SampleRequest(n, n - fewer, distinct, scope, exclude)
+        expected = self.model.offer_sample(table, request, self.now + wait)
+        pending, code = self.refused(self.buffer.sample, table, request, self.now + wait)
+        if isinstance(expected, Waiting):
+            assert code is None
+            self.settle(expected, pending)
+        else:
+            assert code is expected
+
+    @precondition(lambda self: self.hands)
+    @rule(pick=picks, sent=st.booleans())
+    def take(self, pick, sent):
+        batch_id = self.hands.pop(pick % len(self.hands))
+        taken = self.buffer.take(batch_id, sent=sent)
+        assert taken == self.model.take(batch_id, sent, self.log)
+        self.follow()
+
+    @precondition(lambda self: self.hands)
+    @rule(pick=picks)
+    def give_back(self, pick):
+        batch_id = self.hands.pop(pick % len(self.hands))
+        self.buffer.give_back(batch_id)
+        self.model.give_back(batch_id)
+        self.follow()
+
+    @rule(
+        table=names,
+        keys=st.dictionaries(st.integers(1, 30), priorities, max_size=4),
+        bad=st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e39]),
+    )
+    def update_priorities(self, table, keys, bad):
+        poisoned = np.array([*keys, 1], dtype=np.uint64), np.array([0.25] * len(keys) + [bad])
+        _, code = self.refused(self.buffer.update_priorities, table, *poisoned)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT  # and nothing has changed
+        _, missing = self.buffer.update_priorities(
+            table, np.array(list(keys), dtype=np.uint64), np.array(list(keys.values()), dtype=np.float64)
+        )
+        assert missing == self.model.update_priorities(table, keys)
+        self.follow()
+
+    @rule(table=names, keys=st.lists(st.integers(1, 30), max_size=4))
+    def delete(self, table, keys):
+        assert self.buffer.delete(table, keys) == self.model.delete(table, keys)
+        self.follow()
+
+    @rule(table=st.sampled_from(["a", "b", "c", "", "a"]), really=st.sampled_from([False, False, True]))
+    def reset(self, table, really):
+        if really:
+            assert self.buffer.reset(table) == self.model.reset(table)
+            self.follow()
+
+    @rule(step=st.sampled_from([1, 1, 1, 2, 0, -1]))
+    def set_policy_version(self, step):
+        version = max(0, self.model.version + step)
+        if version < self.model.version:
+            _, code = self.refused(self.buffer.set_policy_version, version, "w")
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        self.buffer.set_policy_version(version, "w", rollback=step < 0)
+        self.model.set_policy_version(version, rollback=step < 0)
+        self.follow()
+        for waiting in self.pendings:
+            if isinstance(waiting.what, Insert):
+                assert not any(table.stale(waiting.what.policy_version, version) for table in waiting.tables)
+
+    @rule(
+        table=names, change=st.sampled_from(sorted(limits)).flatmap(lambda name: limits[name].map(lambda v: {name: v}))
+    )
+    def update_table(self, table, change):
+        reference = self.model.tables[table]
+        changed, _ = self.refused(self.buffer.update_table, table, change)
+        if changed is not None:
+            reference.config = changed.config
+            self.model.drop_used_up(reference)
+            self.shrink(reference)
+        self.follow()
+
+    def shrink(self, table: RefTable):
+        while self.log and self.log[0][0] == "evict":
+            self.model.follow_one(self.log)
+        self.model.drop_stale(table)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 6.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.model.now = self.now
+        for waiting, pending in sorted(self.pendings.items(), key=lambda item: item[0].deadline):
+            if waiting.deadline <= self.now and not pending.done:
+                owner = self.buffer.admission if isinstance(waiting.what, int) else self.buffer
+                owner.time_out(pending)
+                assert pending.done
+                self.follow()
+        if self.buffer.admission is not None:
+            self.buffer.admission.expire()
+            self.model.expire_leases()
+            self.follow()
+
+    @precondition(lambda self: self.pendings)
+    @rule(pick=picks)
+    def abandon(self, pick):
+        waiting = list(self.pendings)[pick % len(self.pendings)]
+        owner = self.buffer.admission if isinstance(waiting.what, int) else self.buffer
+        self.model.abandon(waiting)
+        owner.abandon(self.pendings.pop(waiting))
+        self.follow()
+
+    @precondition(lambda self: self.buffer.admission is not None)
+    @rule(count=st.sampled_from([1, 2, 3, 5, 8]), wait=timeouts)
+    def acquire_permits(self, count, wait):
+        waiting = Waiting(count, [], self.now + wait)
+        self.model.acquiring.append(waiting)
+        self.settle(waiting, self.buffer.admission.acquire(count, self.now + wait))
+
+    @precondition(lambda self: self.buffer.admission is not None)
+    @rule(pick=picks, count=st.integers(0, 2))
+    def release_permits(self, pick, count):
+        lease = self.leases[pick % len(self.leases)]
+        left = self.model.leases.get(lease, [math.inf])[0]
+        released, code = self.refused(self.buffer.admission.release, lease, count)
+        if count > left:
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        else:
+            assert released == self.model.release(lease, count)
+        self.follow()
+
+    # ------------------------------------------------------------------------------------------------ invariants
+
+    @invariant()
+    def tables_agree(self):
+        for name, reference in getattr(self, "model", Reference([], None, None)).tables.items():
+            table = self.buffer.tables[name]
+            columns, slots = table.columns, table.columns.used()
+            facts = zip(
+                columns.key[slots].tolist(),
+                columns.priority[slots].tolist(),
+                columns.policy_version[slots].tolist(),
+                columns.size[slots].tolist(),
+                columns.inserted_at[slots].tolist(),
+                columns.times_sampled[slots].tolist(),
+                [name in self.buffer.items[key].forwarded for key in columns.key[slots].tolist()],
+                strict=True,
+            )
+            expected = [
+                (row.key, row.priority, row.version, row.nbytes, row.inserted_at, row.sampled, row.forwarded)
+                for row in reference.rows
+            ]
+            assert list(facts) == expected
+            assert (table.size, table.bytes, table.in_hand) == (len(expected), reference.bytes, reference.in_hand)
+            assert table.counts() == {counter: reference.counts[counter] for counter in table.counts()}
+            limiter = table.limiter
+            assert (limiter.inserts, limiter.samples, limiter.deletes) == (
+                reference.inserts,
+                reference.samples,
+                reference.deletes,
+            )
+            assert table.sampler.selectable() == sum(
+                reference.weight(row, table.config.sampler) > 0 for row in reference.rows
+            )
+
+    @invariant()
+    def payloads_agree(self):
+        if not hasattr(self, "model"):
+            return
+        model, buffer = self.model, self.buffer
+        assert {key: item.holders for key, item in buffer.items.items()} == {
+            key: model.holders(key) for key in model.items
+        }
+        payloads = list(buffer.payloads(list(model.items)))
+        assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
+        assert buffer.bytes == model.bytes
+        assert buffer.bytes <= buffer.max_bytes
+        assert set(self.hands) == set(model.hands) == set(buffer._batches)
+
+    @invariant()
+    def lines_agree(self):
+        if not hasattr(self, "model"):
+            return
+        for name, reference in self.model.tables.items():
+            table, lines = self.buffer.tables[name], self.buffer.lines[name]
+            for line, expected, blocked in (
+                (lines.inserts, reference.inserting, table.insert_blocked),
+                (lines.samples, reference.sampling, table.sample_blocked),
+            ):
+                assert list(line) == [self.pendings[waiting] for waiting in expected]
+                assert (len(line), bool(line)) == (len(expected), bool(expected))
+                assert (blocked._since is not None) == bool(expected), f"{name}: blocked is not what it says"
+            for place, waiting in enumerate(reference.inserting):
+                why = self.buffer.why_waiting(self.pendings[waiting])
+                own = self.model.blocked(waiting)
+                assert (own or f"{place} requests came first") in why or "requests came first" in why
+                assert "inserting blocked" in why
+            for waiting in reference.sampling:
+                why = self.buffer.why_waiting(self.pendings[waiting])
+                assert why.startswith(f"{name}: sampling blocked: ")
+                _, min_size, _, _ = reference.limits()
+                if reference.inserts - reference.deletes < min_size:
+                    assert f"< min_size {min_size}" in why
+                elif not reference.allows(waiting.what.num_samples):
+                    assert "min_diff" in why
+                elif not reference.drawable(waiting.what, waiting.what.num_samples):
+                    there = len(reference.candidates(waiting.what))
+                    there = there if waiting.what.distinct else 0
+                    assert f"{there} of {waiting.what.num_samples} samples available" in why
+                else:
+                    assert "requests came first" in why
+
+    @invariant()
+    def permits_agree(self):
+        if not hasattr(self, "model") or self.buffer.admission is None:
+            return
+        admission, model = self.buffer.admission, self.model
+        assert (admission.accepted, admission.running, admission.expired, admission.capacity) == (
+            model.accepted,
+            sum(left for left, _ in model.leases.values()),
+            model.expired,
+            model.capacity,
+        )
+        assert list(admission.line) == [self.pendings[waiting] for waiting in model.acquiring]
+
+    def teardown(self):
+        """When everything in hand is given back and everything is removed, nothing is left."""
+        if not hasattr(self, "model"):
+            return
+        for waiting in list(self.pendings):
+            if waiting in self.pendings:
+                pending = self.pendings.pop(waiting)
+                pending.on_done = None
+                (self.buffer.admission if isinstance(waiting.what, int) else self.buffer).abandon(pending)
+        for batch_id in list(self.buffer._batches):
+            self.buffer.give_back(batch_id)
+        self.buffer.reset()
+        assert self.buffer.items == {}
+        assert self.buffer.bytes == 0
+        self.nothing_is_stored()
+        assert self.buffer._batches == {}
+        assert all(table.in_hand == 0 for table in self.buffer.tables.values())
+
+    def nothing_is_stored(self):
+        assert self.buffer.storage._payloads == {}
+
+
+warnings.filterwarnings("ignore", module="replay_server")
+TestModel = ModelMachine.TestCase
+TestModel.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=STEPS,
+    derandomize="REPLAY_MODEL_EXAMPLES" not in os.environ,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+    report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink],  # explaining a failure takes minutes
+)

@@ -1,0 +1,199 @@
+"""Selectors: exact orders, ties by age, and distributions by chi-square."""
+
+import numpy as np
+import pytest
+
+from replay_server.tables.columns import Columns
+from replay_server.tables.config import SelectorConfig
+
+KINDS = ["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
+
+
+class Pool:
+    """A selector over items named by their key, as a table drives it."""
+
+    def __init__(self, kind: str, **options):
+        self.columns = Columns()
+        self.selector = SelectorConfig(type=kind, **options).build(self.columns)
+        self.rng = np.random.default_rng(7)
+        self.order = 0
+
+    def insert(self, key: int, priority: float = 1.0, order: int | None = None) -> None:
+        self.order += 1
+        slots = self.columns.add([key])
+        self.columns.priority[slots] = priority
+        self.columns.order[slots] = self.order if order is None else order
+        self.selector.insert(slots)
+
+    def delete(self, key: int) -> None:
+        slots = np.array([self.columns.slots[key]])
+        self.selector.delete(slots)
+        self.columns.remove(slots)
+
+    def update(self, **priorities: float) -> None:
+        slots = np.array([self.columns.slots[int(key[1:])] for key in priorities])
+        self.columns.priority[slots] = list(priorities.values())
+        self.selector.update(slots)
+
+    def select(self, n: int) -> list[int]:
+        return self.columns.key[self.selector.select(n, self.rng)[0]].tolist()
+
+
+def filled(kind: str, *priorities: float, **options) -> Pool:
+    pool = Pool(kind, **options)
+    for key, priority in enumerate(priorities):
+        pool.insert(key, priority)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("fifo", [0, 1, 2, 3, 4]),
+        ("lifo", [4, 3, 2, 1, 0]),
+        ("min_heap", [1, 3, 0, 2, 4]),
+        ("max_heap", [4, 0, 2, 1, 3]),
+    ],
+)
+def test_ordered_selectors_name_items_in_order_and_the_older_first_among_equals(kind, expected):
+    pool = filled(kind, 2.0, 1.0, 2.0, 1.0, 5.0)
+    assert pool.select(5) == expected
+    assert pool.select(3) == expected[:3]
+    assert pool.select(99) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deleted_items_are_never_named_again(kind):
+    pool = filled(kind, *[1.0] * 50)
+    for key in range(0, 50, 2):
+        pool.delete(key)
+    assert sorted(pool.select(50)) == list(range(1, 50, 2))
+    for key in range(1, 50, 2):
+        pool.delete(key)
+    assert pool.select(1) == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "lifo", "min_heap", "max_heap"])
+def test_an_item_that_is_given_back_takes_its_old_place(kind):
+    pool = filled(kind, *[1.0] * 6)
+    before = pool.select(6)
+    for key in (1, 2, 0, 5):
+        pool.delete(key)
+    for key in (5, 1, 0, 2):
+        pool.insert(key, order=key + 1)
+    assert pool.select(6) == before
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("min_heap", 1), ("max_heap", -1)])
+@pytest.mark.parametrize("n", [1, 2, 100, 5000])
+def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
+    rng, pool = np.random.default_rng(n), Pool(kind)
+    for key in range(3000):
+        pool.insert(key, float(rng.integers(50)))
+        if key % 3 == 2:
+            pool.delete(int(rng.choice(list(pool.columns.slots))))
+    columns = pool.columns
+    slots = columns.used()[::7]
+    columns.priority[slots] = rng.integers(50, size=slots.size)
+    pool.selector.update(slots)
+    expected = sorted(
+        columns.slots, key=lambda key: (sign * columns.priority[columns.slots[key]], columns.order[columns.slots[key]])
+    )
+    assert pool.select(n) == expected[:n]
+
+
+def test_heaps_follow_updated_priorities():
+    pool = filled("min_heap", 1.0, 2.0, 3.0)
+    pool.update(k0=9.0, k2=0.5)
+    assert pool.select(3) == [2, 1, 0]
+    pool.update(k0=9.0)
+    assert pool.select(3) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selecting_is_distinct_and_takes_nothing_out(kind):
+    pool = filled(kind, *np.linspace(0.1, 2.0, 40))
+    for n in (1, 7, 40):
+        chosen = pool.select(n)
+        assert len(chosen) == len(set(chosen)) == n
+    assert sorted(pool.select(40)) == list(range(40))
+
+
+def test_prioritized_never_names_an_item_of_priority_zero():
+    pool = filled("prioritized", 0.0, 1.0, 0.0, 2.0)
+    assert sorted(pool.select(4)) == [1, 3]
+    pool.update(k1=0.0, k3=0.0)
+    assert pool.select(1) == []
+    pool.update(k0=1e-300)
+    assert pool.select(1) == [0]
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """z-score of the chi-square statistic (normal approximation: mean k, variance 2 k)."""
+    expected = counts.sum() * probabilities
+    keep = expected > 5
+    statistic = ((counts[keep] - expected[keep]) ** 2 / expected[keep]).sum()
+    return float((statistic - (keep.sum() - 1)) / np.sqrt(2 * (keep.sum() - 1)))
+
+
+def first_draws(pool: Pool, draws: int, size: int) -> np.ndarray:
+    counts = np.zeros(size)
+    for _ in range(draws):
+        counts[pool.select(1)[0]] += 1
+    return counts
+
+
+def test_uniform_draws_uniformly():
+    counts = first_draws(filled("uniform", *[1.0] * 20), 20_000, 20)
+    assert abs(chi_square(counts, np.full(20, 1 / 20))) < 4
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_prioritized_draws_in_proportion_to_priority_to_the_exponent(exponent):
+    priorities = np.arange(1.0, 21.0)
+    weights = priorities**exponent
+    pool = filled("prioritized", *priorities, exponent=exponent)
+    assert abs(chi_square(first_draws(pool, 20_000, 20), weights / weights.sum())) < 4
+    slots, probabilities = pool.selector.select(5, pool.rng)
+    assert probabilities == pytest.approx(weights[pool.columns.key[slots].astype(int)] / weights.sum())
+
+
+def test_prioritized_draws_right_after_heavy_churn_over_twelve_orders_of_magnitude():
+    rng = np.random.default_rng(3)
+    pool = Pool("prioritized")
+    alive: dict[int, float] = {}
+    for key in range(5000):
+        alive[key] = float(10.0 ** rng.uniform(-6, 6))
+        pool.insert(key, alive[key])
+        if len(alive) > 300:
+            gone = int(rng.choice(list(alive)))
+            pool.delete(gone)
+            del alive[gone]
+    keys = np.array(list(alive))
+    # Ten of about the same size among giants and dwarfs; the dwarfs must neither vanish nor be drawn too often.
+    pool.update(**{f"k{key}": priority for key, priority in zip(keys[:10], np.linspace(1e6, 2e6, 10), strict=True)})
+    weights = pool.columns.priority[[pool.columns.slots[key] for key in keys]]
+    counts = dict.fromkeys(keys.tolist(), 0)
+    for _ in range(200):
+        slots, _ = pool.selector.select_repeated(500, pool.rng)
+        for key in pool.columns.key[slots].tolist():
+            counts[key] += 1
+    assert abs(chi_square(np.array(list(counts.values())), weights / weights.sum())) < 4
+    tree = pool.selector._tree
+    assert tree.total == pytest.approx(weights.sum(), rel=1e-12)
+
+
+def test_distinct_prioritized_draws_are_successive_draws_without_replacement():
+    # P(a then b) = w_a / W * w_b / (W - w_a)
+    weights = np.array([1.0, 2.0, 3.0, 4.0])
+    pool = filled("prioritized", *weights)
+    counts = np.zeros((4, 4))
+    for _ in range(20_000):
+        first, second = pool.select(2)
+        counts[first, second] += 1
+    total = weights.sum()
+    expected = weights[:, None] / total * weights[None, :] / (total - weights[:, None])
+    np.fill_diagonal(expected, 0)
+    off_diagonal = ~np.eye(4, dtype=bool)
+    assert counts[~off_diagonal].sum() == 0
+    assert abs(chi_square(counts[off_diagonal], expected[off_diagonal])) < 4

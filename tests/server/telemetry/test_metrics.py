@@ -1,0 +1,311 @@
+"""What Prometheus, load balancers and log collectors get from a real server."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
+from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from tests.factories import make_group
+
+ROOT = Path(__file__).parents[3]
+
+
+def scrape(address, accept=""):
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text, kind = response.read().decode(), response.headers["Content-Type"]
+    families = list(parse_openmetrics(text) if "openmetrics" in kind else parse_text(text))
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
+    }
+
+
+def value(samples, name, **labels):
+    return samples[name, *sorted(labels.items())]
+
+
+@pytest.fixture
+def server():
+    tables = [
+        TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 2}, forward_to="replay"),
+        TableConfig(name="replay", max_staleness=2, max_bytes="1MB"),
+    ]
+    admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
+    with ReplayServer(
+        tables=tables, port=0, admission=admission, max_bytes="1GB", metrics_address="127.0.0.1:0"
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with ReplayClient(server.address) as client:
+        yield client
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_a_scrape_says_what_server_info_says(server, client, accept):
+    for version in (0, 1):
+        client.insert(make_group(version=version), {"rollouts": 1.0 + version})
+    client.sample("rollouts")
+    client.set_policy_version(3)
+    info, samples = client.server_info(), scrape(server.metrics_address, accept)
+    for name, table in info.tables.items():
+        for counter in ("inserts", "samples", "consumed", "stale", "forwarded", "evicted_unsampled", "duplicates"):
+            assert value(samples, f"replay_table_{counter}_total", table=name) == getattr(table, counter)
+        assert value(samples, "replay_table_items", table=name) == table.size
+        assert value(samples, "replay_table_bytes", table=name) == table.bytes
+    assert value(samples, "replay_table_stale_total", table="replay") == 1
+    assert value(samples, "replay_table_max_bytes", table="replay") == 1_000_000
+    assert ("replay_table_max_bytes", ("table", "rollouts")) not in samples
+    assert value(samples, "replay_table_staleness_versions", table="rollouts", statistic="p50") == 2
+    assert value(samples, "replay_table_priority", table="rollouts", statistic="max") == 2
+    assert (value(samples, "replay_items"), value(samples, "replay_bytes")) == (info.items, info.bytes)
+    assert (value(samples, "replay_policy_version"), value(samples, "replay_permits_capacity")) == (3, 20)
+    assert value(samples, "process_resident_memory_bytes") > 1e6
+    assert any(key[0] == "replay_server_info" for key in samples)
+
+
+def test_a_wait_is_seen_with_its_table_and_operation(server, client):
+    for _ in range(2):
+        client.insert(b"x", {"rollouts": 1.0})
+    thread = threading.Thread(target=lambda: client.insert(b"x", {"rollouts": 1.0}))
+    thread.start()
+    while not client.server_info().tables["rollouts"].inserting.count:
+        time.sleep(0.01)
+    samples = scrape(server.metrics_address)
+    assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
+    assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
+    assert value(samples, "replay_table_waiting", table="rollouts", operation="sample") == 0
+    client.sample("rollouts")
+    thread.join()
+
+
+def test_calls_are_timed_and_counted_by_method_and_status(server, client):
+    def count(samples, method):
+        return value(samples, "replay_grpc_handling_seconds_count", method=method)
+
+    before = scrape(server.metrics_address)
+    for _ in range(3):
+        client.insert(b"x", {"replay": 1.0})
+    client.sample("replay")
+    with pytest.raises(ReplayError):
+        client.sample("replay", 50, timeout=0.3)
+    with pytest.raises(ReplayError):
+        client.sample("nope")
+    sampler = client.sampler("replay", 1)
+    next(sampler)
+    after = scrape(server.metrics_address)
+    assert count(after, "Sample") - count(before, "Sample") == 3
+    assert count(after, "InsertStream") - count(before, "InsertStream") == 3
+    assert count(after, "SampleStream") > count(before, "SampleStream")
+    for code, number in {"OK": 1, "DEADLINE_EXCEEDED": 1, "NOT_FOUND": 1}.items():
+        assert value(after, "replay_grpc_handled_total", method="Sample", code=code) == number
+    fast, all_calls = (
+        value(after, "replay_grpc_handling_seconds_bucket", method="Sample", le=le) for le in ("0.25", "+Inf")
+    )
+    assert fast <= 2  # the one that waited for 0.3 s is not among them
+    assert all_calls == 3
+    assert value(after, "replay_grpc_handling_seconds_sum", method="Sample") >= 0.3
+
+
+def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(server, client):
+    client.insert(b"x", {"replay": 1.0})
+    with client.sampler("replay", 1, prefetch=3) as sampler:
+        next(sampler)
+    end = time.monotonic() + 10
+    while client.server_info().sample_streams:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    samples = scrape(server.metrics_address)
+    ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "SampleStream") in key]
+    assert ended
+    assert client.server_info().tables["replay"].reserved == 0
+
+
+def test_scrapes_do_not_get_in_each_others_way_nor_in_that_of_clients(server, client):
+    failures = []
+
+    def scrape_often():
+        try:
+            for _ in range(20):
+                scrape(server.metrics_address)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=scrape_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        client.insert(b"x", {"replay": 1.0})
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert value(scrape(server.metrics_address), "replay_table_inserts_total", table="replay") == 100
+
+
+def test_other_paths_are_not_found_and_name_the_right_one(server):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://{server.metrics_address}/", timeout=10)
+    assert caught.value.code == 404
+    assert b"/metrics" in caught.value.read()
+    caught.value.close()
+
+
+@pytest.mark.parametrize("what", ["metrics", "grpc"])
+def test_a_port_in_use_is_an_error_and_leaves_nothing_listening(what):
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
+        in_use, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        ports = {"port": free, "metrics_address": f"127.0.0.1:{in_use}"}
+        if what == "grpc":
+            ports = {"port": in_use, "metrics_address": f"127.0.0.1:{free}"}
+        server = ReplayServer(tables=[TableConfig(name="a")], **ports)
+        with pytest.raises(OSError, match=f"{in_use}: it is in use"):
+            server.start()
+        socket.create_server(("127.0.0.1", free)).close()
+
+
+def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_path):
+    with ReplayServer(tables=[TableConfig(name="a")], port=0) as server:
+        assert server.metrics_address is None
+    path = tmp_path / "replay.toml"
+    path.write_text("[server]\nmetrics_address = '7401'\n[[tables]]\nname = 'a'\n")
+    for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"], ["--address", "127.0.0.1:99999"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "replay_server.cli", "serve", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 1
+        assert "address: must be host:port, for example 127.0.0.1:7401" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
+    client.insert(b"x", {"replay": 1.0})
+    client.sample("replay")
+    names = {key[0] for key in scrape(server.metrics_address)}
+    dashboard = json.loads((ROOT / "docker/grafana/replay.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries += [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    used = {name for query in queries for name in re.findall(r"\b(?:replay|process)_[a-z_]+", query)}
+    assert len(used) > 20
+    assert used <= names, used - names
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in dashboard["panels"])
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+# ------------------------------------------------------------------------------------------- health, reflection, logs
+
+
+def test_health_is_serving_and_not_serving_while_the_server_drains():
+    server = ReplayServer(tables=[TableConfig(name="a")], port=0)
+    server.start()
+    with grpc.insecure_channel(server.address) as channel:
+        health = HealthStub(channel)
+        for service in ("", "replay.v1.Replay"):
+            assert health.Check(health_pb2.HealthCheckRequest(service=service)).status == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="replay.v1.Replay"))
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        begin = time.monotonic()
+        server.stop(grace=30.0)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(StopIteration):
+            next(watch)
+        assert time.monotonic() - begin < 20
+
+
+def test_health_needs_no_token_and_reflection_any(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("read-only:0123456789abcdef0123\n")
+    path.chmod(0o600)
+    security = SecuritySection(tokens_file=path)
+    with (
+        ReplayServer(tables=[TableConfig(name="a")], port=0, security=security) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        assert HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        ask = iter([ServerReflectionRequest(list_services="")])
+        with pytest.raises(grpc.RpcError):
+            list(ServerReflectionStub(channel).ServerReflectionInfo(ask))
+        metadata = (("authorization", "Bearer 0123456789abcdef0123"),)
+        ask = iter([ServerReflectionRequest(list_services="")])
+        answer = next(ServerReflectionStub(channel).ServerReflectionInfo(ask, metadata=metadata))
+        services = {service.name for service in answer.list_services_response.service}
+        assert {"replay.v1.Replay", "grpc.health.v1.Health"} <= services
+        ask = iter([ServerReflectionRequest(file_containing_symbol="replay.v1.Replay")])
+        answer = next(ServerReflectionStub(channel).ServerReflectionInfo(ask, metadata=metadata))
+        assert b"GetServerInfo" in answer.file_descriptor_response.file_descriptor_proto[0]
+
+
+def test_the_process_logs_json_and_says_where_its_metrics_are():
+    command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--metrics-address", "127.0.0.1:0", "--log-format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        where = process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
+        with ReplayClient(address) as client:
+            client.insert(b"x", {"replay": 1.0})
+        assert value(scrape(where), "replay_table_inserts_total", table="replay") == 1
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert all(sorted(line) == ["level", "logger", "message", "time"] for line in lines)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
+    assert any(line["message"] == f"listening on {address} with tables rollouts, replay" for line in lines)
+    assert lines[-1]["message"] == "stopped"
+
+
+def test_a_scrape_of_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch):
+    monkeypatch.setattr("replay_server.telemetry.endpoint._ANSWER_SECONDS", 0.2)
+    busy = threading.Event()
+    server._loop.call_soon_threadsafe(busy.wait)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            scrape(server.metrics_address)
+    finally:
+        busy.set()
+    assert caught.value.code == 503
+    caught.value.close()
+
+
+async def test_the_endpoint_is_closed_with_the_server(server):
+    address = server.metrics_address
+    await asyncio.to_thread(server.stop)
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.to_thread(scrape, address)

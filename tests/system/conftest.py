@@ -1,0 +1,87 @@
+"""A tiny model, its prompts, and the commands of a run as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replay_trainer.demo.task import make_model, make_tokenizer, problems
+
+CONFIG = """
+[[tables]]
+name = "rollouts"
+rate_limiter = { type = "queue", max_size = 12 }
+forward_to = "replay"
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+remover = "min_heap"
+max_size = 64
+seed = 1
+"""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """An untrained model with its tokenizer; prompts.jsonl beside it."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_model(0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    rows = problems(0, 64)
+    (folder.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+class Command(subprocess.Popen[str]):
+    """A `replay` command, with its output in a file."""
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self.log = log
+        path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log.open("a") as file:
+            super().__init__(
+                [sys.executable, "-m", "replay_server.cli", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+            )
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """Starts commands; what still runs at the end is killed."""
+    commands: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        commands.append(Command(*arguments, log=tmp_path / f"{arguments[0]}.log"))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()
+        command.wait()
+
+
+@pytest.fixture
+def generate(replay, model_folder) -> Callable[..., Command]:
+    """`replay generate` on the tiny model with rewards that are often mixed even if it knows nothing."""
+
+    def start(address: str, engine: str, *more: str) -> Command:
+        return replay(
+            *("generate", "--address", address, "--engine", engine, "--model", str(model_folder)),
+            *("--prompts", str(model_folder.parent / "prompts.jsonl"), "--reward", "tests.system.rewards:even_start"),
+            *("--group-size", "4", "--max-tokens", "6", "--max-concurrent-groups", "4", "--timeout", "5", *more),
+        )
+
+    return start

@@ -1,0 +1,374 @@
+"""`make soak`: a real server under a mixed workload for a long time; fails where anything grows that should not.
+
+    python -m tests.system.soak [--minutes 20] [--data-dir FOLDER]
+
+Every few seconds it notes the server's memory, file descriptors, threads and asyncio tasks, its disk space, and how
+long calls took. The median of the last third must not be above that of the second (the first is the time to warm up)
+by more than GROWTH allows, and when the workload has ended nothing may be left of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import psutil
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+
+TOKEN = "soak-0123456789abcdef"
+CONFIG = """
+[server]
+{data_dir}
+max_bytes = "256MiB"
+
+[admission]
+groups_per_step = 64
+max_staleness = 1000000
+permit_ttl = 2.0
+
+[[tables]]
+name = "rollouts"
+rate_limiter = {{ type = "queue", max_size = 64 }}
+forward_to = "replay"
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+remover = "min_heap"
+max_size = 500
+max_bytes = "128MiB"
+max_staleness = 50
+"""
+INTERVAL = 5.0
+GROWTH: dict[str, tuple[float, float]] = {
+    "memory_mb": (1.05, 10.0),
+    "fds": (1.0, 8.0),
+    "threads": (1.0, 2.0),
+    "tasks": (1.1, 10.0),
+    "disk_mb": (1.3, 20.0),
+    "policy_ms": (2.0, 5.0),
+    "insert_ms": (2.0, 5.0),
+    "sample_ms": (2.0, 10.0),
+}
+"""By column: the last third may be this many times the second, plus this."""
+
+
+@dataclass
+class Workload:
+    """Clients of every kind, each on a thread, at a rate that leaves room for others."""
+
+    address: str
+    stop: threading.Event = field(default_factory=threading.Event)
+    times: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=2000)))
+    done: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    refused: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failures: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.times[what].append(1e3 * (time.perf_counter() - started))
+
+    def client(self, timeout: float = 10.0) -> ReplayClient:
+        return ReplayClient(self.address, timeout, token=TOKEN)
+
+    def write_small(self, rng: random.Random) -> None:
+        with self.client() as client:
+            while not self.stop.wait(0.02):
+                with self.timed("insert"):
+                    client.insert(rng.randbytes(rng.randrange(2000)), {"replay": rng.random()}, policy_version=1 << 40)
+
+    def write_groups(self, rng: random.Random) -> None:
+        """As generators do: with permits, into the queue."""
+        with self.client() as client, client.writer(max_in_flight=8, timeout=30.0) as writer:
+            while not self.stop.wait(0.01):
+                lease = client.acquire_permits(2)
+                version = client.policy().version
+                for _ in range(rng.choice([0, 1, 2])):
+                    size = rng.choice([500, 50_000, 50_000, 400_000])
+                    writer.insert(bytes(size), {"rollouts": rng.choice([0.0, 1.0])}, policy_version=version,
+                                  permits=lease)  # fmt: skip
+                if rng.random() < 0.5:
+                    client.release_permits(lease)  # otherwise what is left expires
+
+    def write_large(self, rng: random.Random) -> None:
+        with self.client() as client:
+            while not self.stop.wait(0.5):
+                size = rng.randrange(2_000_000, 6_000_000)
+                client.insert(bytes(size), {"replay": rng.random()}, policy_version=client.policy().version)
+
+    def train(self, rng: random.Random) -> None:
+        """As a trainer does: takes groups, replaces some of them, publishes."""
+        with self.client() as client, client.sampler("rollouts", batch_size=4, prefetch=2) as sampler:
+            version = client.policy().version
+            while not self.stop.is_set():
+                batch = next(sampler)
+                with self.timed("sample"):
+                    mates = client.sample("replay", 4, min_samples=1, scope=f"step-{version}", timeout=5.0)
+                client.update_priorities("replay", {sample.info.key: rng.random() for sample in mates})
+                del batch
+                version += 1
+                client.set_policy_version(version, f"weights-{version}")
+
+    def lease(self, rng: random.Random) -> None:
+        with self.client() as client:
+            while not self.stop.wait(0.05):
+                samples = client.sample("replay", 2, min_samples=1, lease=rng.choice([0.2, 10.0]), timeout=5.0)
+                if rng.random() < 0.7:
+                    client.acknowledge(samples, give_back=rng.random() < 0.3)
+
+    def look(self, rng: random.Random) -> None:
+        with self.client() as client:
+            while not self.stop.wait(0.1):
+                with self.timed("policy"):
+                    client.policy()
+                client.server_info()
+                page = client.list_items("replay", limit=20, order_by="priority", descending=rng.random() < 0.5)
+                client.get([item.key for item in page.items[:5]])
+                client.delete("replay", [item.key for item in page.items[:1]])
+
+    def come_and_go(self, rng: random.Random) -> None:
+        """Clients that connect, wait for something, watch, and leave in the middle of it."""
+        while not self.stop.wait(0.05):
+            with self.client(timeout=0.3) as client:
+                with suppress(ReplayError):
+                    client.sample("rollouts", 60, timeout=rng.random() * 0.1)
+                next(client.watch_policy())
+                sampler = client.sampler("replay", batch_size=2, prefetch=2)
+                next(sampler)
+
+    def break_off(self, rng: random.Random) -> None:
+        """Calls that end in the middle: half an item, an answer that is not read, no token, nonsense."""
+        metadata = [("authorization", f"Bearer {TOKEN}")]
+        while not self.stop.wait(0.1):
+            with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                stub, end = ReplayStub(channel), threading.Event()
+
+                def half(end: threading.Event = end) -> Iterator[pb.InsertRequest]:
+                    targets = [pb.InsertTarget(table="replay")]
+                    yield pb.InsertRequest(
+                        keys=[1], targets=targets, payload_sizes=[5_000_000], payloads=bytes(1 << 20)
+                    )
+                    end.wait(5)
+
+                calls = [
+                    stub.InsertStream(half(), metadata=metadata),
+                    stub.Sample(pb.SampleRequest(table="replay", num_samples=2, timeout=1), metadata=metadata),
+                    stub.Sample(pb.SampleRequest(table="rollouts", num_samples=64, timeout=60), metadata=metadata),
+                ]
+                for bad in ([], [("authorization", "Bearer wrong")]):
+                    with suppress(grpc.RpcError):
+                        stub.GetPolicy(pb.GetPolicyRequest(), metadata=bad, timeout=5)
+                with suppress(grpc.RpcError):
+                    channel.unary_unary("/replay.v1.Replay/Insert")(rng.randbytes(200), metadata=metadata, timeout=5)
+                time.sleep(rng.random() * 0.2)
+                for call in calls:
+                    call.cancel()
+                end.set()
+
+    def start(self) -> list[threading.Thread]:
+        works = [self.write_small, self.write_groups, self.write_groups, self.write_large, self.train, self.lease]
+        works += [self.look, self.come_and_go, self.break_off]
+        threads = [threading.Thread(target=self._run, args=(n, work), daemon=True) for n, work in enumerate(works)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _run(self, number: int, work: Callable[[random.Random], None]) -> None:
+        """Again and again: a refusal is normal life, anything else is a failure."""
+        rng = random.Random(number)
+        while not self.stop.is_set():
+            try:
+                work(rng)
+            except ReplayError as error:
+                self.refused[f"{work.__name__}: {type(error).__name__}"] += 1
+                self.stop.wait(0.2)
+            except Exception as error:
+                self.failures.append(f"{work.__name__}: {type(error).__name__}: {error}")
+                return
+
+
+class Server:
+    """`replay serve` as a process that also writes down how many asyncio tasks it has."""
+
+    def __init__(self, folder: Path, data_dir: Path | None) -> None:
+        setting = f'data_dir = "{data_dir}"' if data_dir else ""
+        (folder / "replay.toml").write_text(CONFIG.format(data_dir=setting))
+        self.data_dir, self._tasks = data_dir, folder / "tasks"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.soak", "--serve", str(folder / "replay.toml"), str(self._tasks)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"REPLAY_TOKENS": f"admin:{TOKEN}"},
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().removeprefix("listening on ").strip()
+        self._ps = psutil.Process(self.process.pid)
+
+    def measure(self) -> dict[str, float]:
+        disk = sum(file.stat().st_blocks * 512 for file in self.data_dir.rglob("*")) if self.data_dir else 0
+        memory = self._ps.memory_info()
+        return {
+            "memory_mb": (memory.rss - memory.shared) / 1e6,  # without what is mapped from files: that may go any time
+            "fds": self._ps.num_fds(),
+            "threads": self._ps.num_threads(),
+            "tasks": float(self._tasks.read_text() or 0) if self._tasks.exists() else 0.0,
+            "disk_mb": disk / 1e6,
+            "cpu": self._ps.cpu_percent(),
+        }
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+def serve(config: str, tasks: str) -> None:
+    """What `Server` runs: the command itself, with one more task that counts."""
+    from replay_server import ReplayServer
+    from replay_server import cli as command
+
+    run = ReplayServer.run
+
+    async def counted(self: ReplayServer, *arguments: Callable[[], None]) -> None:
+        async def count() -> None:
+            while True:
+                Path(tasks + ".new").write_text(str(len(asyncio.all_tasks())))
+                Path(tasks + ".new").rename(tasks)
+                await asyncio.sleep(1)
+
+        counting = asyncio.create_task(count())
+        try:
+            await run(self, *arguments)
+        finally:
+            counting.cancel()
+
+    ReplayServer.run = counted  # type: ignore[method-assign]
+    sys.argv = ["replay", "serve", "--config", config, "--address", "127.0.0.1:0", "--log-level", "error"]
+    command.main()
+
+
+def soak(minutes: float, data_dir: Path | None) -> list[str]:
+    """Runs it and prints what it sees; what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder), data_dir)
+        try:
+            return observe(server, minutes)
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+
+def observe(server: Server, minutes: float) -> list[str]:
+    time.sleep(2)
+    idle = server.measure()
+    workload = Workload(server.address)
+    threads = workload.start()
+    rows: list[dict[str, float]] = []
+    started, shown = time.monotonic(), 0.0
+    columns = ["minute", *GROWTH, "policy_p99", "insert_p99", "sample_p99", "live_mb", "items", "cpu"]
+    print("  ".join(f"{name:>10}" for name in columns), flush=True)
+    with workload.client() as client:
+        while (passed := time.monotonic() - started) < 60 * minutes and not workload.failures:
+            time.sleep(INTERVAL)
+            info = client.server_info()
+            row = server.measure() | {"minute": passed / 60, "live_mb": info.bytes / 1e6, "items": info.items}
+            for what in ("policy", "insert", "sample"):
+                times = sorted(workload.times[what]) or [0.0]
+                row |= {f"{what}_ms": statistics.median(times), f"{what}_p99": times[int(0.99 * len(times))]}
+                workload.times[what].clear()
+            rows.append(row)
+            if passed - shown >= 60 * minutes / 20:
+                shown = passed
+                print("  ".join(f"{row[name]:10.1f}" for name in columns), flush=True)
+        workload.stop.set()
+        for thread in threads:
+            thread.join(60)
+        print(f"refused: {json.dumps(dict(workload.refused))}")
+        tables = client.server_info().tables
+        print(f"inserts: { {name: table.inserts for name, table in tables.items()} }")
+    problems = [*workload.failures, *(["a client hangs"] if any(thread.is_alive() for thread in threads) else [])]
+    return problems + growth(rows) + leftovers(server, idle)
+
+
+def growth(rows: list[dict[str, float]]) -> list[str]:
+    third = len(rows) // 3
+    problems = []
+    for name, (factor, more) in GROWTH.items():
+        before, after = (statistics.median(row[name] for row in part) for part in (rows[third:-third], rows[-third:]))
+        print(f"{name:>10}: median {before:.1f} in the second third, {after:.1f} in the last")
+        if after > factor * before + more:
+            problems.append(f"{name} grew from {before:.1f} to {after:.1f}")
+    return problems
+
+
+def leftovers(server: Server, idle: dict[str, float]) -> list[str]:
+    """What is still there of clients that have gone, and whether the books balance. `idle`: what it measured before."""
+    end = time.monotonic() + 30  # leases have ended by then
+    with ReplayClient(server.address, 10.0, token=TOKEN) as client:
+        while True:
+            info = client.server_info()
+            assert info.admission is not None
+            held = {
+                "streams": info.insert_streams + info.sample_streams,
+                "in hand": sum(table.reserved for table in info.tables.values()),
+                "waiting": sum(table.inserting.count + table.sampling.count for table in info.tables.values()),
+                "permits": info.admission.running,
+            }
+            if not any(held.values()) or time.monotonic() > end:
+                break
+            time.sleep(0.5)
+        problems = [f"{count} {what} are left" for what, count in held.items() if count]
+        for name, table in info.tables.items():
+            left = table.consumed + table.deleted + table.evicted + table.stale
+            if table.inserts - left != table.size:
+                problems.append(f"{name}: {table.inserts} inserts - {left} that left is not the size, {table.size}")
+        client.reset("")
+        info = client.server_info()
+        problems += [f"{info.items} items of {info.bytes} bytes are left after a reset"] if info.items else []
+    time.sleep(2)
+    measured = server.measure()
+    print(f"at rest: {json.dumps({name: round(value, 1) for name, value in measured.items()})}")
+    for name in ("tasks", "fds"):
+        if measured[name] > idle[name] + 2:
+            problems.append(f"{measured[name]:.0f} {name} at rest, {idle[name]:.0f} before the first client")
+    status = server.stop()
+    return [*problems, *([f"the server ended with status {status}"] if status else [])]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        serve(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description="Runs a server under load and fails where something grows.")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--data-dir", type=Path, help="store durably there; left out: in memory")
+    options = parser.parse_args()
+    problems = soak(options.minutes, options.data_dir)
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    print("nothing grew" if not problems else f"{len(problems)} problems")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

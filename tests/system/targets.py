@@ -1,0 +1,162 @@
+"""What the fuzzers (hypothesis and atheris) aim at: each takes bytes and raises only if a promise is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from replay_client.rollout import RolloutGroup
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import frame_reader, write_frame
+from replay_server.config import LimitsSection
+from replay_server.rpc.service import ReplayService
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+
+METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
+TABLES = [
+    TableConfig(name="plain", sampler="fifo", max_size=20, seed=1),
+    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool", seed=1),
+    TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=8, max_staleness=2, seed=1),
+]
+
+
+def rollout(data: bytes) -> None:
+    """Bytes decode to a group that encodes to the same facts again, or to a ValueError; nothing else."""
+    try:
+        group = RolloutGroup.decode(data)
+    except ValueError:
+        return
+    assert RolloutGroup.decode(group.encode()) == group
+
+
+def frame(data: bytes) -> None:
+    """The framing reads what protobuf reads, refuses what it refuses, and writes what protobuf reads again."""
+    for kind in (pb.InsertRequest, pb.SampleResponse, pb.GetResponse):
+        try:
+            expected = kind.FromString(data)
+        except DecodeError:
+            expected = None
+        try:
+            read = frame_reader(kind)(data)
+        except DecodeError:
+            assert expected is None
+            continue
+        assert expected is not None
+        payloads = b"".join(read.payloads)
+        assert payloads == expected.payloads
+        assert kind.FromString(write_frame(read)) == expected or expected != expected  # NaN differs from itself
+
+
+class _Aborted(Exception):
+    pass
+
+
+class _Context:
+    """As much of a gRPC context as the service uses."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._callbacks: list[Callable[..., None]] = []
+
+    def peer(self) -> str:
+        return self._peer
+
+    def add_done_callback(self, callback: Callable[..., None]) -> None:
+        self._callbacks.append(callback)
+
+    def done(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+    async def write(self, response: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        assert code not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.OK), details
+        assert "\n" not in details
+        raise _Aborted
+
+
+class Service:
+    """A service without a network: calls its methods with requests made of bytes, and checks the state after each."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._count = 0
+        self._set_up()
+
+    def _set_up(self) -> None:
+        admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
+        self.buffer = ReplayBuffer(TABLES, self._loop.time, admission=admission, max_payload_bytes=1 << 16)
+        self._service = ReplayService(self.buffer, LimitsSection(max_waiting_bytes=1 << 18, stall_timeout=0.01))
+
+    def __call__(self, data: bytes) -> None:
+        """The first byte chooses the method and how long it may go on, each request begins with its length."""
+        if not data:
+            return
+        method = METHODS[data[0] % len(METHODS)]
+        kind = GetMessageClass(method.input_type)
+        read = frame_reader(kind) if "payloads" in method.input_type.fields_by_name else kind.FromString
+        requests, position = [], 1
+        while position + 2 <= len(data):
+            (length,) = struct.unpack_from("<H", data, position)
+            with suppress(DecodeError):
+                requests.append(read(data[position + 2 : position + 2 + length]))
+            position += 2 + length
+        if requests or method.client_streaming:
+            self.call(method.name, requests)
+
+    def call(self, name: str, requests: list[Any]) -> None:
+        """Calls a method with what it would be called with: one request, or an iterator over all of them."""
+        method = {method.name: method for method in METHODS}[name]
+        context = _Context("ipv4:127.0.0.1:1")
+
+        async def stream() -> AsyncIterator[Any]:
+            for request in requests:
+                await asyncio.sleep(0)
+                yield request
+
+        async def run() -> None:
+            answer = getattr(self._service, name)(stream() if method.client_streaming else requests[0], context)
+            with suppress(_Aborted, TimeoutError):
+                async with asyncio.timeout(0.005):
+                    if hasattr(answer, "__aiter__"):
+                        async for _ in answer:
+                            pass
+                    else:
+                        await answer
+            if hasattr(answer, "aclose"):
+                await answer.aclose()
+
+        self._loop.run_until_complete(run())
+        context.done()
+        self.check()
+        self._count += 1
+        if self._count % 500 == 0:
+            self._set_up()
+
+    def check(self) -> None:
+        """The books balance, and what nobody waits for any more has left no trace."""
+        buffer, service = self.buffer, self._service
+        assert buffer.bytes == sum(item.nbytes for item in buffer.items.values())
+        held = dict.fromkeys(buffer.items, 0)
+        for table in buffer.tables.values():
+            assert table.size <= table.config.max_size
+            for key in table.columns.slots:
+                held[key] += 1
+        for _, batch in buffer._batches.values():
+            for key in batch.keys.tolist():
+                held[key] += 1
+        assert {key: item.holders for key, item in buffer.items.items()} == held
+        assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
+        assert (service.calls.open, service._unfinished.used, service._waiting.used) == (0, 0, 0)
+        assert service._in_hand.used == sum(len(batch) for _, batch in buffer._batches.values())
+        assert len(buffer._batches) == len(service._leases)

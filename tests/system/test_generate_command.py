@@ -1,0 +1,63 @@
+"""`replay generate` as its user runs it, with the options that change what goes into the tables."""
+
+import json
+import time
+
+import pytest
+
+from replay_client import ReplayClient
+from tests.factories import server_process
+from tests.system.conftest import CONFIG
+
+
+@pytest.mark.timeout(240)
+def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_folder):
+    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=90.0) as client:
+        metrics = tmp_path / "generator.jsonl"
+        generator = generate(
+            server.address,
+            "transformers",
+            *("--reward", "tests.system.rewards:is_long=0.5", "--truncated", "mask", "--reload", "at_once"),
+            *("--drop-zero-variance", "--metrics", str(metrics), "--metrics-interval", "0.5"),
+        )
+        first = client.sample("rollouts", 4)
+        client.set_policy_version(3, weights=str(model_folder))
+        deadline = time.monotonic() + 60
+        groups = [sample.group for sample in first]
+        while groups[-1].policy_version < 3 and time.monotonic() < deadline:
+            groups.append(client.sample("rollouts", 1)[0].group)
+        generator.terminate()
+        assert generator.wait(timeout=60) == 0, generator.output()
+    assert groups[-1].policy_version == 3
+    for group in groups:
+        assert len(set(group.rewards.tolist())) > 1
+        even, long = group.extras["rewards/even_start"], group.extras["rewards/is_long"]
+        assert group.rewards.tolist() == (even + 0.5 * long).tolist()
+        cut = [reason == "length" for reason in group.finish_reasons]
+        masks = [True] * group.num_tokens if group.loss_mask is None else group.loss_mask.tolist()
+        ends = group.completion_lengths.cumsum().tolist()
+        assert [not masks[end - 1] for end in ends] == cut
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[-1]["policy_version"] == 3
+    assert lines[-1]["reloads"] == 1
+    assert lines[-1]["filtered"] > 0
+    assert any(line.get("reward/is_long") is not None for line in lines)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--chat",), "the tokenizer has no chat template"),
+        (("--reload", "later"), "reload must be one of between_groups, at_once, not 'later'"),
+        (("--system", "Add."), "--system needs --chat"),
+        (("--engine-arg", "dtype"), "--engine-arg must be name=value, not 'dtype'"),
+        (("--engine-arg", "speed=9"), "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(tmp_path, generate, options, says):
+    with server_process(tmp_path, CONFIG) as server:
+        generator = generate(server.address, "transformers", *options)
+        assert generator.wait(timeout=100) == 1
+    assert says in generator.output()
+    assert "Traceback" not in generator.output()

@@ -1,0 +1,245 @@
+"""The network between client and server breaks at random: nothing acknowledged is lost, nothing comes twice.
+
+REPLAY_NETWORK_SECONDS=120 looks longer than a run of all tests does, REPLAY_NETWORK_SEED elsewhere.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from replay_client import TLS, ReplayClient
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+from replay_server import ReplayServer, SecuritySection, TableConfig
+from tests.certificates import make_certificate
+from tests.system.proxy import Faults, FaultyProxy
+
+SECONDS = float(os.environ.get("REPLAY_NETWORK_SECONDS", "8"))
+SEED = int(os.environ.get("REPLAY_NETWORK_SEED", "0"))
+TABLES = [
+    TableConfig(name="plain", sampler="fifo"),
+    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 64}),
+]
+GRACE = 5.0
+"""What a client gives a server beyond a timeout, to say what a request waited for."""
+
+
+@pytest.fixture
+def server():
+    with ReplayServer(tables=TABLES, port=0) as server:
+        yield server
+
+
+@contextmanager
+def proxied(server: ReplayServer, seed: int, faults: Faults | None = None):
+    with FaultyProxy(server.address, SEED * 1000 + seed, faults) as proxy:
+        yield proxy
+
+
+def payload(writer: int, number: int) -> bytes:
+    """Some bytes that say whose they are; of very different lengths, some of them in several messages."""
+    name = f"{writer}/{number}".encode()
+    size = (1, 100, 5_000, 80_000, 300_000, 2_500_000)[int(hashlib.sha256(name).hexdigest(), 16) % 6]
+    return name + b":" + bytes(size)
+
+
+def run_all(*works) -> list[BaseException]:
+    """Runs each of them on a thread; what they raised."""
+    raised: list[BaseException] = []
+
+    def run(work) -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS + 150)
+        assert not thread.is_alive(), "somebody hangs"
+    return raised
+
+
+def test_what_writers_had_acknowledged_is_there_exactly_once_and_whole(server):
+    written: dict[int, bytes] = {}
+    end = time.monotonic() + SECONDS
+
+    def pipeline(name: int, address: str) -> None:
+        with ReplayClient(address, timeout=60.0) as client, client.writer(max_in_flight=16) as writer:
+            number = 0
+            while time.monotonic() < end:
+                number += 1
+                data = payload(name, number)
+                written[writer.insert(data, {"plain": 1.0})] = data
+                if number % 50 == 0:
+                    writer.flush()
+
+    def one_by_one(name: int, address: str) -> None:
+        with ReplayClient(address, timeout=60.0) as client:
+            number = 0
+            while time.monotonic() < end:
+                number += 1
+                data = payload(name, number)
+                written[client.insert(data, {"plain": 1.0})] = data
+
+    with proxied(server, 1) as proxy:
+        works = [lambda n=n, work=work: work(n, proxy.address) for n, work in enumerate((pipeline, one_by_one) * 2)]
+        assert run_all(*works) == []
+    assert proxy.breaks > 3, proxy.happened
+    with ReplayClient(server.address, timeout=30.0) as client:
+        table = client.server_info().tables["plain"]
+        assert (table.size, table.inserts) == (len(written), len(written))
+        for key, expected in written.items():
+            (item,) = client.get([key])
+            assert bytes(item.payload) == expected
+
+
+def test_items_of_a_queue_reach_readers_who_acknowledge_them_exactly_once(server):
+    """Writers and readers both behind the proxy; readers use leases, and what they do counts once that is settled."""
+    written: set[int] = set()
+    processed: Counter[int] = Counter()
+    writing = threading.Event()
+    end = time.monotonic() + SECONDS
+    refusals: Counter[str] = Counter()
+
+    def write(name: int, address: str) -> None:
+        with ReplayClient(address, timeout=90.0) as client, client.writer(max_in_flight=16) as writer:
+            number = 0
+            while time.monotonic() < end:
+                number += 1
+                written.add(writer.insert(payload(name, number), {"queue": 1.0}))
+
+    def read(address: str) -> None:
+        with ReplayClient(address, timeout=60.0) as client:
+            while not writing.is_set() or left(server):
+                try:
+                    samples = client.sample("queue", 4, min_samples=1, timeout=0.5, lease=8.0)
+                except (DeadlineExceededError, ServerUnavailableError) as error:
+                    refusals[type(error).__name__] += 1
+                    continue
+                if client.acknowledge(samples).applied:
+                    processed.update(sample.info.key for sample in samples)
+
+    def write_all() -> None:
+        try:
+            assert run_all(*(lambda n=n: write(n, proxy.address) for n in range(2))) == []
+        finally:
+            writing.set()
+
+    with proxied(server, 2) as proxy:
+        assert run_all(write_all, *(lambda: read(proxy.address) for _ in range(3))) == []
+    assert proxy.breaks > 3, proxy.happened
+    assert len(written) > 20
+    assert max(processed.values()) == 1
+    assert processed.keys() == written
+
+
+def left(server: ReplayServer) -> int:
+    with ReplayClient(server.address, timeout=30.0) as client:
+        table = client.server_info().tables["queue"]
+        return table.size + table.reserved + table.inserting.count
+
+
+def test_a_sampler_gets_nothing_twice_and_misses_at_most_the_batch_whose_answer_was_cut(server):
+    """Without leases a batch is its reader's when the server has heard so: the answer to that can be lost."""
+    written: set[int] = set()
+    delivered: Counter[int] = Counter()
+    writing = threading.Event()
+    end = time.monotonic() + SECONDS
+
+    def write(address: str) -> None:
+        try:
+            with ReplayClient(address, timeout=90.0) as client, client.writer(max_in_flight=16) as writer:
+                number = 0
+                while time.monotonic() < end:
+                    number += 1
+                    written.add(writer.insert(payload(9, number), {"queue": 1.0}))
+        finally:
+            writing.set()
+
+    def read(address: str) -> None:
+        with ReplayClient(address, timeout=60.0) as client:
+            sampler = client.sampler("queue", batch_size=1, prefetch=4, timeout=0.5)
+            while not writing.is_set() or left(server):
+                try:
+                    delivered.update(sample.info.key for sample in next(sampler))
+                except (DeadlineExceededError, ServerUnavailableError):
+                    continue
+
+    with proxied(server, 3) as proxy:
+        works = [lambda: read(proxy.address) for _ in range(2)]
+        assert run_all(lambda: write(proxy.address), *works) == []
+    assert proxy.breaks > 3, proxy.happened
+    assert max(delivered.values()) == 1
+    assert delivered.keys() <= written
+    assert len(written) - len(delivered) <= proxy.breaks
+
+
+def test_every_call_ends_in_its_time_whatever_the_network_does(server):
+    faults = Faults(delay=0.2, reset=0.01, truncate=0.01, drop=0.03, refuse=0.3, longest_silence=4.0)
+    late: list[float] = []
+    codes: Counter[str] = Counter()
+    end = time.monotonic() + SECONDS
+
+    def use(address: str) -> None:
+        timeout = 1.0
+        while time.monotonic() < end:
+            with ReplayClient(address, timeout=timeout) as client:
+                for call in (
+                    lambda: client.insert(bytes(30_000), {"plain": 1.0}),
+                    lambda: client.sample("plain", 1),
+                    lambda: client.server_info(),
+                    lambda: client.sample("queue", 1),
+                ):
+                    started = time.monotonic()
+                    try:
+                        call()
+                        codes["OK"] += 1
+                    except ReplayError as error:
+                        codes[type(error).__name__] += 1
+                    late.append(time.monotonic() - started - timeout)
+
+    with proxied(server, 4, faults) as proxy:
+        assert run_all(*(lambda: use(proxy.address) for _ in range(4))) == []
+    assert codes.keys() <= {"OK", "DeadlineExceededError", "ServerUnavailableError"}, codes
+    assert codes["OK"] > 10
+    assert codes["ServerUnavailableError"] + codes["DeadlineExceededError"] > 3
+    assert max(late) < GRACE + 3.0
+
+
+def test_tls_with_tokens_goes_on_through_a_network_that_breaks(tmp_path):
+    """Broken handshakes must not be taken for a server that is not to be trusted."""
+    ca = make_certificate(tmp_path, "ca")
+    own = make_certificate(tmp_path, "server", ca)
+    (tmp_path / "tokens").write_text("read-write:0123456789abcdef0123")
+    security = SecuritySection(tls_cert=own.cert, tls_key=own.key, tokens_file=tmp_path / "tokens")
+    faults = Faults(reset=0.02, truncate=0.05, refuse=0.2)
+    with ReplayServer(tables=TABLES, port=0, security=security) as server, proxied(server, 5, faults) as proxy:
+        keys = set()
+        end = time.monotonic() + SECONDS / 2
+        while time.monotonic() < end:
+            with ReplayClient(proxy.address, 60.0, token="0123456789abcdef0123", tls=TLS(ca=ca.cert)) as client:
+                for _ in range(20):
+                    keys.add(client.insert(bytes(20_000), {"plain": 1.0}))
+        assert proxy.breaks > 2, proxy.happened
+        assert server._service.buffer.tables["plain"].counters.inserts == len(keys)
+
+
+def test_a_cut_ends_no_writer_and_no_watcher(server):
+    with proxied(server, 6, Faults(0, 0, 0, 0, 0)) as proxy, ReplayClient(proxy.address, timeout=30.0) as client:
+        watch = client.watch_policy()
+        assert next(watch).version == 0
+        with client.writer() as writer:
+            for round_ in range(5):
+                for _ in range(20):
+                    writer.insert(bytes(50_000), {"plain": 1.0})
+                proxy.cut()
+                client.set_policy_version(round_ + 1)
+                assert next(watch).version == round_ + 1
+        assert client.server_info().tables["plain"].inserts == 100
