@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ranks import OPTIONS, write_options
 from transformers import AutoModelForCausalLM
 
 from replay_client import RolloutGroup, Sample
@@ -28,6 +27,7 @@ from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_group, make_model, make_sample
 from tests.trainer.run_rank import main as run_rank
+from tests.trainer.test_ranks import OPTIONS, write_options
 
 ALL_WRONG = [0.0] * 3
 

@@ -28,7 +28,7 @@ RUN = """
     from replay_server import ReplayServer, SecuritySection, TableConfig
     from replay_trainer.callbacks import StepReport
     from replay_trainer.tracing import StepSpans
-    from tests.client.generator.generator_factories import ScriptedEngine
+    from tests.client.generator.factories import ScriptedEngine
 
     tokens = sys.argv[1]
     security = SecuritySection(tokens_file=tokens)
