@@ -25,7 +25,7 @@ from typer.testing import CliRunner  # noqa: E402
 from replay_protos import replay_pb2 as pb  # noqa: E402
 from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
-from replay_server.rpc.security import ROLES  # noqa: E402
+from replay_server.rpc.auth import ROLES  # noqa: E402
 from replay_server.tables.config import TableConfig  # noqa: E402
 from replay_server.telemetry.latency import Histogram, Latencies  # noqa: E402
 from replay_server.telemetry.prometheus import latency_metrics, server_metrics, table_metrics  # noqa: E402

@@ -55,7 +55,7 @@ class ServerSection(Model):
 
 
 class SecuritySection(Model):
-    """Who may talk to the server. All files are in PEM format but the tokens' (see security.Tokens)."""
+    """Who may talk to the server. All files are in PEM format but the tokens' (see rpc.auth.Tokens)."""
 
     tls_cert: Path | None = None
     """The server's certificate and those between it and the root; absent: connections are not encrypted."""

@@ -16,9 +16,10 @@ import grpc
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
 from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from replay_server.rpc.auth import Authorizer, TokenInterceptor, warn_of_open_address, warn_of_open_metrics
 from replay_server.rpc.health import Health, add_health
-from replay_server.rpc.security import Security, TokenInterceptor
 from replay_server.rpc.service import ReplayService, add_service
+from replay_server.rpc.tls import ServerCertificates
 from replay_server.storage.checkpoints import CheckpointDirectory, Checkpointer, OpenCheckpoint
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
@@ -129,7 +130,8 @@ class ReplayServer:
 
     def _set_up(self, config: Config, environment: Mapping[str, str]) -> None:
         self.config = config
-        self._security = Security(config.security, environment)
+        self._authorizer = Authorizer(config.security, environment)
+        self._certificates = ServerCertificates(config.security)
         self._restore: str | None = None
         self._replace = False
         self._address: str | None = None
@@ -261,17 +263,17 @@ class ReplayServer:
             raise
         host, _, _ = section.address.rpartition(":")
         self._address = f"{host}:{port}"
-        self._security.warn(self._address)
+        warn_of_open_address(self._address, self.config.security, tokens=self._authorizer.tokens is not None)
         await server.start()
         if metrics is not None and latencies is not None:
             metrics.start(service.server_info, latencies)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
-            self._security.warn_of_metrics(metrics.address)
+            warn_of_open_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
-        if self._security.tokens is not None:
-            tasks.append(asyncio.create_task(self._security.end_revoked()))
+        if self._authorizer.tokens is not None:
+            tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:
             tasks.append(asyncio.create_task(checkpointer.run(60 * checkpoints.every_minutes)))
         try:
@@ -301,12 +303,12 @@ class ReplayServer:
         self, service: ReplayService, latencies: Latencies | None, address: str
     ) -> tuple[grpc.aio.Server, Health, int]:
         """A server that is not started yet, and its port. Raises OSError if the address cannot be had."""
-        interceptors = [] if self._security.tokens is None else [TokenInterceptor(self._security)]
+        interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
         server = grpc.aio.server(options=_options(self.config.limits), interceptors=interceptors)
         add_service(service, server, latencies)
         health = add_health(server)
         try:
-            if (credentials := self._security.credentials()) is None:
+            if (credentials := self._certificates.credentials()) is None:
                 return server, health, server.add_insecure_port(address)
             return server, health, server.add_secure_port(address, credentials)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from replay_server.config import LimitsSection
 from replay_server.errors import Refused, deadline, full, invalid
 from replay_server.limits import MAX_ANSWERS
-from replay_server.rpc.security import REVOKED
+from replay_server.rpc.auth import REVOKED
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")

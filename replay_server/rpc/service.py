@@ -36,13 +36,12 @@ from replay_server.limits import (
     MAX_SAMPLE_STREAMS,
     MAX_WEIGHTS,
 )
-from replay_server.rpc import draws, info
+from replay_server.rpc import info
 from replay_server.rpc.budget import Budget
 from replay_server.rpc.insert_acks import acknowledged, refuse_taken_back
-from replay_server.rpc.leases import Leases
 from replay_server.rpc.messages import join_messages, split_payloads
 from replay_server.rpc.rpc_methods import Calls, Context, endless, parser, stream, unary
-from replay_server.rpc.sample_stream import SampleStream
+from replay_server.rpc.sampling import Leases, SampleStream, draw, responses_of
 from replay_server.storage.checkpoints import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.admission import Admission
@@ -179,13 +178,13 @@ class ReplayService(ReplayServicer):
     ) -> AsyncGenerator[Frame[pb.SampleResponse]]:
         if not 0 <= request.lease <= MAX_LEASE:
             raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {request.lease}")
-        batch_id, batch, payloads = await draws.draw(self.buffer, request)
+        batch_id, batch, payloads = await draw(self.buffer, request)
         settled = False
         with ExitStack() as held:
             try:
                 if request.lease:
                     held.enter_context(self._in_hand.held(context.peer(), len(batch)))
-                responses = draws.responses(self.buffer, batch_id, batch, payloads)
+                responses = responses_of(self.buffer, batch_id, batch, payloads)
                 last = next(responses)
                 for response in responses:
                     yield last

@@ -33,7 +33,7 @@ from replay_server.limits import (
     MAX_SCOPE,
     MAX_WEIGHTS,
 )
-from replay_server.rpc import sample_stream
+from replay_server.rpc import sampling
 from replay_server.rpc import service as service_module
 from replay_server.tables import table as table_module
 from tests.factories import ServerProcess, server_process
@@ -435,7 +435,7 @@ def test_sample_streams_of_a_connection_are_bounded():
 
 
 def test_a_stream_draws_no_more_ahead_than_its_bytes_allow(monkeypatch):
-    monkeypatch.setattr(sample_stream, "MAX_BYTES_AHEAD", 3000)
+    monkeypatch.setattr(sampling, "MAX_BYTES_AHEAD", 3000)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
         for _ in range(10):
             client.insert(bytes(1000), {"plain": 1.0})

@@ -19,7 +19,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
-from replay_server.rpc.security import ROLES, Role, Tokens
+from replay_server.rpc.auth import ROLES, Role, Tokens
 from tests.certificates import make_certificate
 from tests.factories import make_group
 

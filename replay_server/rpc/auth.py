@@ -1,0 +1,270 @@
+"""Auth: tokens, the role that each gRPC method needs, and the interceptor that refuses calls.
+
+* A call is refused before any byte of its request is read.
+* Only hashes of tokens are kept. No token appears in a log or an error.
+* A token that is revoked opens no new call within a second. Its open calls end within two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from replay_protos.framing import SERVICE
+from replay_protos.transport import is_loopback, readable_by_others
+from replay_server.config import SecuritySection
+from replay_server.rpc.file_watch import SECONDS_PER_LOOK, FileWatch
+from replay_server.rpc.health import HEALTH, REFLECTION
+
+log = logging.getLogger("replay_server")
+
+
+class Role(IntEnum):
+    """What a token allows; each role also allows what those before it do."""
+
+    READ_ONLY = 1
+    """Look at everything, change nothing, take nothing out."""
+    READ_WRITE = 2
+    """Take part in a run: generators and trainers."""
+    ADMIN = 3
+    """Change the server itself, and remove what others need."""
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+
+ROLES = {
+    "GetServerInfo": Role.READ_ONLY,
+    "ListItems": Role.READ_ONLY,
+    "Get": Role.READ_ONLY,
+    "GetPolicy": Role.READ_ONLY,
+    "WatchPolicy": Role.READ_ONLY,
+    "ListCheckpoints": Role.READ_ONLY,
+    "Insert": Role.READ_WRITE,
+    "InsertStream": Role.READ_WRITE,
+    "Sample": Role.READ_WRITE,
+    "SampleStream": Role.READ_WRITE,
+    "AcknowledgeSamples": Role.READ_WRITE,
+    "UpdatePriorities": Role.READ_WRITE,
+    "Delete": Role.READ_WRITE,
+    "SetPolicyVersion": Role.READ_WRITE,
+    "AcquirePermits": Role.READ_WRITE,
+    "ReleasePermits": Role.READ_WRITE,
+    "Checkpoint": Role.READ_WRITE,  # a trainer makes one with each of its own
+    "UpdateTable": Role.ADMIN,
+    "Reset": Role.ADMIN,
+}
+"""The role that each method wants. What is not here, such as a method of another service, wants ADMIN."""
+
+REVOKED = "the token that this call came with does not allow it any more"
+"""The message with which an open call is cancelled when its token is revoked."""
+_SHORT_TOKEN = 16
+"""Characters below which a token is warned about."""
+_SECONDS_PER_LINE = 10.0
+"""Seconds between two log lines about refused calls."""
+
+
+class Tokens:
+    """The tokens that a server accepts. Only their hashes are kept.
+
+    Written as `ROLE:TOKEN`, separated by white space; what follows a `#` at the begin of a line is a comment:
+
+        # of the trainer and the generators
+        read-write:5f0c...
+        read-only:91ab...
+    """
+
+    def __init__(self, text: str, source: str) -> None:
+        """Raises ValueError that names source and line, and never shows what is there."""
+        self._roles: dict[bytes, Role] = {}
+        names = {str(role): role for role in Role}
+        for number, line in enumerate(text.splitlines(), start=1):
+            for entry in "" if line.lstrip().startswith("#") else line.split():
+                name, _, token = entry.partition(":")
+                if name not in names or not token or not token.isascii() or not token.isprintable():
+                    raise ValueError(
+                        f"{source}, line {number}: a token is written as ROLE:TOKEN, with the role one of "
+                        f"{', '.join(names)} and the token in printable ASCII"
+                    )
+                if len(token) < _SHORT_TOKEN:
+                    log.warning("%s, line %d: the token is so short that it can be guessed", source, number)
+                self._roles[_digest(token)] = names[name]
+        if not self._roles:
+            raise ValueError(f"{source} holds no token; write a line such as {Role.READ_WRITE}:$(openssl rand -hex 32)")
+
+    def role_of(self, token: str) -> Role | None:
+        """In a time that does not depend on how much of a token is right, nor on which it is."""
+        digest, found = _digest(token), None
+        for known, role in self._roles.items():
+            if hmac.compare_digest(known, digest):
+                found = role
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The tokens in a file. Raises ValueError that names it and the line, and never shows what is there."""
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"tokens_file {path} cannot be read: {reason}") from None
+        return cls(text, f"tokens_file {path}")
+
+
+class Authorizer:
+    """Decides which calls may proceed, and ends open calls whose token is revoked.
+
+    A tokens file that has changed is read again. If it cannot be used, the tokens read before stay in force.
+    """
+
+    def __init__(self, section: SecuritySection, environment: Mapping[str, str]) -> None:
+        """`environment` may give the tokens (REPLAY_TOKENS) or their file (REPLAY_TOKENS_FILE); the section wins.
+
+        Raises ValueError that names the file or the variable.
+        """
+        path = section.tokens_file or environment.get("REPLAY_TOKENS_FILE") or None
+        self._path = None if path is None else Path(path)
+        self._watch = FileWatch(self._path)
+        self.tokens: Tokens | None = None
+        """None: calls need no token."""
+        if self._path is not None:
+            self.tokens = Tokens.read(self._path)
+            if readable_by_others(self._path):
+                log.warning("tokens_file %s can be read by every user of this machine: chmod 600 it", self._path)
+        elif environment.get("REPLAY_TOKENS"):
+            self.tokens = Tokens(environment["REPLAY_TOKENS"], "REPLAY_TOKENS")
+        self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
+        """Open calls: the token of each, and the role that it needs."""
+
+    def check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
+        """The code and message with which to refuse the call; (None, "") if it may proceed."""
+        service, _, name = method.removeprefix("/").partition("/")
+        if service == HEALTH:  # load balancers and orchestrators have no token
+            return None, ""
+        given = [value for key, value in metadata if key == "authorization"]
+        if not given:
+            return grpc.StatusCode.UNAUTHENTICATED, (
+                "this server wants a token and the call has none: set REPLAY_TOKEN or REPLAY_TOKEN_FILE, give "
+                "--token-file, or pass token=... to the client"
+            )
+        scheme, _, token = str(given[0]).partition(" ")
+        role = self._role_of(token) if len(given) == 1 and scheme.lower() == "bearer" else None
+        if role is None:
+            return grpc.StatusCode.UNAUTHENTICATED, (
+                "the token is not one of this server's: check that REPLAY_TOKEN, REPLAY_TOKEN_FILE, --token-file or "
+                "token=... is the current one in the server's tokens_file (or REPLAY_TOKENS)"
+            )
+        needed = ROLES.get(name, Role.ADMIN) if service == SERVICE else Role.ADMIN
+        if service == REFLECTION:
+            needed = Role.READ_ONLY
+        if role < needed:
+            return grpc.StatusCode.PERMISSION_DENIED, (
+                f"{name} needs a token of the role {needed}, and this one is {role}: use another token, or change its "
+                f"role in the server's tokens_file"
+            )
+        self._remember_call(token, needed)
+        return None, ""
+
+    async def end_revoked(self) -> None:
+        """Ends open calls whose token no longer allows them. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(SECONDS_PER_LOOK)
+            roles = {token: self._role_of(token) for token in {token for token, _ in self._calls.values()}}
+            revoked = [task for task, (token, needed) in self._calls.items() if (roles[token] or 0) < needed]
+            for task in revoked:
+                task.cancel(REVOKED)
+            if revoked:
+                log.warning("ended %d open calls, whose tokens do not allow them any more", len(revoked))
+
+    def _role_of(self, token: str) -> Role | None:
+        assert self.tokens is not None
+        if self._path is not None and self._watch.has_changed():
+            try:
+                self.tokens = Tokens.read(self._path)
+                log.info("tokens_file %s was read again", self._path)
+            except ValueError as error:
+                log.error("%s; the tokens read before stay in force", error)
+        return self.tokens.role_of(token)
+
+    def _remember_call(self, token: str, needed: Role) -> None:
+        """Lets `end_revoked` find the call that the current task answers."""
+        if (task := asyncio.current_task()) is not None:
+            self._calls[task] = token, needed
+            task.add_done_callback(lambda task: self._calls.pop(task, None))
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses a call whose token does not allow it, before any byte of its request is read."""
+
+    def __init__(self, authorizer: Authorizer) -> None:
+        self._authorizer = authorizer
+        self._refused, self._logged = 0, float("-inf")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        method: str = handler_call_details.method
+        code, message = self._authorizer.check(method, handler_call_details.invocation_metadata)
+        if code is None:
+            return await continuation(handler_call_details)
+
+        # A handler of streams, whatever the method is: gRPC reads no request for such a handler.
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            self._log(context.peer(), method, message)
+            await context.abort(code, message)
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _log(self, peer: str, method: str, why: str) -> None:
+        """Writes one line for all calls refused since the line before."""
+        self._refused += 1
+        if (now := time.monotonic()) - self._logged > _SECONDS_PER_LINE:
+            log.warning(
+                "refused %d calls since this was last said; the last: %s from %s: %s", self._refused, method, peer, why
+            )
+            self._refused, self._logged = 0, now
+
+
+def warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
+    """Warns if other machines can reach the address and tokens or TLS are missing; `tokens`: calls need one."""
+    if is_loopback(address.rpartition(":")[0]):
+        return
+    if not tokens and section.tls_client_ca is None:
+        log.warning(
+            "listening on %s without tokens: whoever reaches it can read and change everything; set tokens_file in "
+            "[security], or REPLAY_TOKENS_FILE",
+            address,
+        )
+    if section.tls_cert is None:
+        log.warning(
+            "listening on %s without TLS: whoever sees its traffic can read everything%s; set tls_cert and tls_key "
+            "in [security]",
+            address,
+            ", tokens included" if tokens else "",
+        )
+
+
+def warn_of_open_metrics(address: str) -> None:
+    """Warns if other machines can reach the metrics: they need no token and have no TLS."""
+    if not is_loopback(address.rpartition(":")[0]):
+        log.warning(
+            "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "
+            "and rates of tables; set metrics_address to one that only your monitoring reaches",
+            address,
+        )
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
