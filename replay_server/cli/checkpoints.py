@@ -41,15 +41,18 @@ def checkpoints(
     if as_json:
         print_json([checkpoint_document(entry) for entry in found])
     else:
-        from rich.filesize import decimal
         from rich.table import Table
+
+        from replay_client.units import byte_size
 
         view = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("checkpoint", "made", "items", "bytes", "policy", "state"):
             view.add_column(column, justify="right" if column in ("items", "bytes", "policy") else "left", no_wrap=True)
         for entry in found:
             made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
-            facts = (str(entry.items), decimal(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            facts = (
+                (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            )
             state = ("verified" if verify else "complete") if entry.intact else f"damaged: {entry.problem}"
             view.add_row(entry.name, made, *facts, state)
         console().print(view)

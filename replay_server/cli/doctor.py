@@ -14,7 +14,7 @@ from replay_server.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
-    from replay_server.cli.diagnosis import Finding
+    from replay_client.diagnosis import Finding
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
@@ -29,7 +29,7 @@ def doctor(
     timeout: Timeout = 5.0,
 ) -> None:
     """Check the connection, versions, clocks, memory, disk and every table. Status 1 if anything has failed."""
-    from replay_server.cli.diagnosis import Level
+    from replay_client.diagnosis import Level
 
     with connect(access, timeout) as client:
         findings, address = [_access(access), *examine(client)], client.address
@@ -46,8 +46,8 @@ def doctor(
 def _access(given: dict[str, Any]) -> Finding:
     """Whether the token, if there is one, and all else goes over the network as it should."""
     from replay_client.access import Access
+    from replay_client.diagnosis import Finding, Level
     from replay_protos.transport import is_loopback
-    from replay_server.cli.diagnosis import Finding, Level
 
     access = Access.find(**given)
     token = "no token" if access.token is None else "a token"
@@ -59,8 +59,8 @@ def _access(given: dict[str, Any]) -> Finding:
 
 def examine(client: ReplayClient) -> Iterator[Finding]:
     """All findings; only that of the connection if the server does not answer."""
+    from replay_client.diagnosis import Finding, Level, diagnose
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-    from replay_server.cli.diagnosis import Finding, Level, server_findings, table_findings
 
     try:
         client.policy()
@@ -86,10 +86,7 @@ def examine(client: ReplayClient) -> Iterator[Finding]:
         f"{client.address} answers in {1000 * trip:.1f} ms",
         "bring client and server closer, or insert with client.writer() and draw with client.sampler()" if slow else "",
     )
-    yield from server_findings(info, version("replay-server"), time.time())
-    for name, table in info.tables.items():
-        found = list(table_findings(info, table))
-        yield from found or [Finding(name, Level.OK, f"{table.size} items, {table.inserts_per_second:.1f} in/s")]
+    yield from diagnose(info, version("replay-server"), time.time())
 
 
 def _print(findings: list[Finding]) -> None:

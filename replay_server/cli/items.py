@@ -9,7 +9,7 @@ import typer
 
 from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
 from replay_server.cli.documents import item_document
-from replay_server.cli.output import AsJson, Yes, confirm, console, duration, fail, print_json, say
+from replay_server.cli.output import AsJson, Yes, confirm, console, fail, print_json, say
 
 
 class Order(StrEnum):
@@ -60,8 +60,9 @@ def items(
             }
         )
         return
-    from rich.filesize import decimal
     from rich.table import Table
+
+    from replay_client.units import byte_size, duration
 
     view = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "priority", "age", "version", "staleness", "sampled", "bytes"):
@@ -74,7 +75,7 @@ def items(
             str(item.policy_version),
             str(item.staleness),
             str(item.times_sampled),
-            decimal(item.nbytes),
+            byte_size(item.nbytes),
         )
     out = console()
     if found.items:

@@ -77,20 +77,6 @@ def confirm(question: str, yes: bool) -> None:
         fail("nothing was changed")
 
 
-def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    whole = round(seconds)
-    for large, small, unit, part in ((60, 1, "min", "s"), (3600, 60, "h", "min"), (86400, 3600, "d", "h")):
-        if whole < 60 * large or unit == "d" or (unit == "h" and whole < 86400):
-            rest = whole % large // small
-            return f"{whole // large} {unit}" + (f" {rest} {part}" if rest else "")
-    raise AssertionError
-
-
 def printable(text: str) -> str:
     """`text` without the control characters that could move the cursor or worse; lines and tabs stay."""
     return "".join(

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from replay_client.units import byte_size, duration
 from replay_server.cli.documents import Document, config_of
-from replay_server.cli.output import duration
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -37,10 +36,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def headline(address: str, info: ServerInfo) -> Text:
     line = Text(address, style="bold")
-    bound = f" of {decimal(info.max_bytes)}" if info.max_bytes else ""
+    bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
     line.append(
         f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
-        f"{info.items} items, {decimal(info.bytes)}{bound}  {info.storage}",
+        f"{info.items} items, {byte_size(info.bytes)}{bound}  {info.storage}",
         style="not bold",
     )
     return line
@@ -90,7 +89,7 @@ def _row(table: TableInfo) -> list[str | Text]:
     return [
         table.name,
         f"{table.size} / {capacity(config_of(table))}",
-        decimal(table.bytes),
+        byte_size(table.bytes),
         f"{table.inserts_per_second:.1f}",
         f"{table.samples_per_second:.1f}",
         f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-",

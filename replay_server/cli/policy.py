@@ -8,7 +8,7 @@ import typer
 
 from replay_server.cli.connection import Timeout, ask, connect, with_access
 from replay_server.cli.documents import policy_document
-from replay_server.cli.output import AsJson, Yes, confirm, duration, print_json, say
+from replay_server.cli.output import AsJson, Yes, confirm, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import Policy
@@ -59,5 +59,7 @@ def _print(current: Policy, as_json: bool) -> None:
     if as_json:
         print_json(policy_document(current))
         return
+    from replay_client.units import duration
+
     weights = current.weights or "no weights published"
     say(f"version {current.version}, {weights}, set {duration(current.age)} ago")

@@ -10,7 +10,7 @@ import typer
 
 from replay_server.cli.connection import Key, Timeout, ask, connect, with_access
 from replay_server.cli.documents import Document
-from replay_server.cli.output import AsJson, console, duration, fail, print_json
+from replay_server.cli.output import AsJson, console, fail, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,6 +153,8 @@ def _spans(group: RolloutGroup) -> list[tuple[int, int]]:
 
 
 def _item_lines(item: StoredItem) -> list[str]:
+    from replay_client.units import duration
+
     tables = ", ".join(
         f"{name} (priority {held.priority:.4g}, sampled {held.times_sampled} times)"
         for name, held in item.tables.items()

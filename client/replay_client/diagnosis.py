@@ -1,0 +1,403 @@
+"""Finds what is wrong with a server, or soon will be, and names the remedy.
+
+The rules are pure functions of one `ServerInfo`. `replay doctor` prints their findings, and any other client may. The
+cost is linear in the number of tables.
+
+A finding is a warning when a person should look, and a failure when the run loses data or cannot go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from replay_client.records import ServerInfo, TableInfo
+from replay_client.units import byte_size, duration, listed
+
+LONG_WAIT = 20.0
+"""Seconds of waiting from which on a wait is reported."""
+YOUNG = 60.0
+"""Seconds after the start of a server in which an empty table is normal."""
+MUCH_STALE = 0.1
+"""Share of the generated groups that were dropped as stale and never used: a warning from here on."""
+MOST_STALE = 0.5
+"""The same share: a failure from here on."""
+MUCH_LOST = 0.1
+"""Share of the inserts that were evicted before anybody sampled them: a warning from here on."""
+NEARLY_FULL = 0.9
+"""Share of a bound on memory: a warning from here on."""
+CLOCK_SKEW = 2.0
+"""Seconds between the clocks of two machines: a warning from here on."""
+FEW_BYTES = 1 << 30
+"""Less free memory or disk than this is a warning."""
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    """Nothing is wrong."""
+    WARNING = "warning"
+    """Somebody should look."""
+    FAILURE = "failure"
+    """The run loses data, or cannot go on."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    """What was checked: a table's name, or a word such as `memory`."""
+    level: Level
+    message: str
+    remedy: str = ""
+    """What to do about it; empty where nothing is wrong."""
+
+
+def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Finding]:
+    """Yields the findings about the server, then those about each table; `info` must hold all tables.
+
+    `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
+    """
+    yield _version(info, client_version)
+    yield _clock(info, now)
+    tables = _tables(info)
+    yield from _memory(info, tables)
+    yield from _disk(info)
+    yield _policy(info)
+    yield from _permits(info)
+    fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
+    for table in tables:
+        found = list(_table_findings(info, table, fed))
+        ok = Finding(table.name, Level.OK, f"{table.info.size} items, {table.info.inserts_per_second:.1f} in/s")
+        yield from found or [ok]
+
+
+@dataclass
+class _Table:
+    """A table with what the rules derive from its configuration and its neighbours."""
+
+    info: TableInfo
+    config: dict[str, Any]
+    feeders: list[TableInfo] = field(default_factory=list)
+    """The tables that forward to this one."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def forwarded_in(self) -> int:
+        """Items that came out of a feeder: each was sampled there, so each was used at least once."""
+        return sum(feeder.forwarded for feeder in self.feeders)
+
+    @property
+    def direct_inserts(self) -> int:
+        """Items that a client inserted into this table itself."""
+        return max(0, self.info.inserts - self.forwarded_in)
+
+
+def _tables(info: ServerInfo) -> list[_Table]:
+    """All tables; each configuration is parsed once."""
+    tables = [_Table(table, json.loads(table.config)) for table in info.tables.values()]
+    feeders = defaultdict(list)
+    for table in tables:
+        feeders[table.config["forward_to"]].append(table.info)
+    for table in tables:
+        table.feeders = feeders[table.name]
+    return tables
+
+
+# --------------------------------------------------------------------------------------------------------- the server
+
+
+def _version(info: ServerInfo, client_version: str) -> Finding:
+    if info.version != client_version:
+        return Finding(
+            "version",
+            Level.WARNING,
+            f"the server is {info.version}, this client is {client_version}",
+            "install the same version on both sides",
+        )
+    return Finding("version", Level.OK, info.version)
+
+
+def _clock(info: ServerInfo, now: float) -> Finding:
+    skew = info.time - now
+    if abs(skew) > CLOCK_SKEW:
+        ahead = "ahead of" if skew > 0 else "behind"
+        return Finding(
+            "clock",
+            Level.WARNING,
+            f"the server's clock is {duration(abs(skew))} {ahead} this machine's",
+            "synchronise both (NTP), or logs and certificates disagree; ages and staleness do not depend on it",
+        )
+    return Finding("clock", Level.OK, f"{abs(skew):.1f} s apart")
+
+
+def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
+    held = f"{byte_size(info.bytes)} in {info.items} items"
+    unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
+    if not info.max_bytes and unbounded:
+        yield Finding(
+            "memory",
+            Level.WARNING,
+            f"{held}, and nothing bounds the bytes of {listed(unbounded)}",
+            "set [server] max_bytes, or max_bytes of each table: large groups would take all memory",
+        )
+    elif info.max_bytes and info.bytes > NEARLY_FULL * info.max_bytes:
+        yield Finding(
+            "memory",
+            Level.WARNING,
+            f"{held}, {info.bytes / info.max_bytes:.0%} of max_bytes {byte_size(info.max_bytes)}",
+            "raise [server] max_bytes, or lower max_size of a table: beyond it items are evicted or inserts wait",
+        )
+    else:
+        yield Finding("memory", Level.OK, held)
+    if not info.memory_available:
+        return
+    room = info.max_bytes - info.bytes if info.max_bytes else 0
+    if info.memory_available < max(room, FEW_BYTES):
+        yield Finding(
+            "memory",
+            Level.WARNING,
+            f"the server's machine has {byte_size(info.memory_available)} left"
+            + (f", and its tables may grow by {byte_size(room)}" if room else ""),
+            "lower [server] max_bytes, or give the machine (or container) more memory",
+        )
+
+
+def _disk(info: ServerInfo) -> Iterator[Finding]:
+    if info.commit_error:
+        yield Finding(
+            "disk",
+            Level.FAILURE,
+            f"the server cannot write to data_dir and refuses inserts: {info.commit_error}",
+            "make room on that disk, or repair it; the server goes on by itself",
+        )
+    if info.damaged:
+        yield Finding(
+            "disk",
+            Level.WARNING,
+            f"{info.damaged} items were lost because their bytes on disk are damaged",
+            "check the disk, and move data_dir away from it",
+        )
+    if not info.disk_available:
+        return
+    if info.disk_available < max(info.bytes, FEW_BYTES):
+        yield Finding(
+            "disk",
+            Level.WARNING,
+            f"{byte_size(info.disk_available)} left on the disk of data_dir, with {byte_size(info.bytes)} of items",
+            "make room there, or move data_dir: the server refuses inserts when the disk is full",
+        )
+    else:
+        yield Finding("disk", Level.OK, f"{byte_size(info.disk_available)} left on the disk of data_dir")
+
+
+def _policy(info: ServerInfo) -> Finding:
+    if info.policy.version == 0 and not info.policy.weights and any(table.samples for table in info.tables.values()):
+        return Finding(
+            "policy",
+            Level.WARNING,
+            "items are sampled, yet no policy version was ever published: staleness stays 0",
+            "let the trainer call set_policy_version after each update (`replay train` does)",
+        )
+    return Finding("policy", Level.OK, f"version {info.policy.version}, set {duration(info.policy.age)} ago")
+
+
+def _permits(info: ServerInfo) -> Iterator[Finding]:
+    if (admission := info.admission) is None:
+        return
+    if admission.expired:
+        yield Finding(
+            "permits",
+            Level.WARNING,
+            f"{admission.expired} permits expired unused",
+            "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
+        )
+    wait = admission.acquiring
+    if not wait.count or wait.seconds < LONG_WAIT:
+        return
+    starved = [table.name for table in info.tables.values() if table.sampling.count and _long(table.sampling)]
+    message = f"{wait.count} requests for permits wait, the first for {duration(wait.seconds)}: {wait.reason}"
+    if starved:
+        yield Finding(
+            "permits",
+            Level.FAILURE,
+            f"{message}; and a trainer waits for groups of {listed(starved)}: neither can move",
+            "insert what is trained on with permits, and nothing else; "
+            f"`replay policy set {info.policy.version} --rollback` counts permits anew",
+        )
+    else:
+        yield Finding(
+            "permits",
+            Level.WARNING,
+            message,
+            "see whether the trainer runs and publishes versions; or raise [admission] max_staleness",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- one table
+
+
+def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
+    """What is wrong with one table. `fed`: the server runs long enough, or was fed, so that empty tables are odd."""
+    yield from _waits(table.info)
+    yield from _limiter(table)
+    if fed and not table.info.inserts:
+        yield _never_fed(table)
+    yield from _staleness(table, info)
+    yield from _losses(table)
+
+
+def _long(wait: Any) -> bool:
+    return bool(wait.count and wait.seconds >= LONG_WAIT)
+
+
+def _waits(table: TableInfo) -> Iterator[Finding]:
+    inserting, sampling = table.inserting, table.sampling
+    if _long(inserting) and _long(sampling):
+        yield Finding(
+            table.name,
+            Level.FAILURE,
+            f"{inserting.count} inserts and {sampling.count} samples wait for each other: {inserting.reason}; "
+            f"{sampling.reason}",
+            "widen the rate limiter (`replay update`), or ask for fewer samples at a time",
+        )
+        return
+    for verb, wait in (("inserting", inserting), ("sampling", sampling)):
+        if _long(wait):
+            message = f"{wait.count} {verb}, the first for {duration(wait.seconds)}: {wait.reason}"
+            yield Finding(table.name, Level.WARNING, message, _remedy_for_wait(verb, wait.reason))
+
+
+def _remedy_for_wait(verb: str, reason: str) -> str:
+    if verb == "sampling":
+        return "see whether a generator runs and inserts into this table; or lower min_size, or ask for fewer samples"
+    if "max_diff" in reason:
+        return "see whether a trainer runs and samples this table; or widen the rate limiter (`replay update`)"
+    return "sample or delete items, or raise the bound (`replay update`), or set when_full = 'evict'"
+
+
+def _limiter(table: _Table) -> Iterator[Finding]:
+    """Combinations of settings that block for ever, or lose items, whatever clients do."""
+    info, config = table.info, table.config
+    limiter, uses = config["rate_limiter"], config["max_times_sampled"]
+    ratio = limiter["samples_per_insert"]
+    if ratio is not None and uses and uses < ratio:
+        yield Finding(
+            table.name,
+            Level.FAILURE,
+            f"samples_per_insert {ratio:g} wants each item sampled {ratio:g} times, and max_times_sampled {uses} "
+            f"takes it away before: inserting will block for ever",
+            f"set max_times_sampled to 0 or at least {-(-ratio // 1):.0f}",
+        )
+    mean = info.bytes / info.size if info.size else 0.0
+    if config["max_bytes"] is not None and mean * limiter["min_size"] > config["max_bytes"]:
+        yield Finding(
+            table.name,
+            Level.FAILURE,
+            f"min_size {limiter['min_size']} items of {byte_size(int(mean))} never fit into max_bytes "
+            f"{byte_size(config['max_bytes'])}: sampling will block for ever",
+            "raise max_bytes or lower min_size",
+        )
+    if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
+        yield Finding(
+            table.name,
+            Level.WARNING,
+            "when_full = 'block', and nothing ever leaves this table by itself: full, it blocks inserting for ever",
+            "set max_times_sampled or max_staleness, or when_full = 'evict'",
+        )
+    if limiter["max_size"] is not None and limiter["max_size"] > config["max_size"] and config["when_full"] == "evict":
+        yield Finding(
+            table.name,
+            Level.WARNING,
+            f"the {limiter['type']} admits {limiter['max_size']} items, and the table evicts beyond max_size "
+            f"{config['max_size']}: items are lost before anybody samples them",
+            f"set max_size to at least {limiter['max_size']}",
+        )
+    if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
+        yield Finding(
+            table.name,
+            Level.WARNING,
+            "every item has priority 0, which `prioritized` never samples",
+            "insert with priorities above 0, or use another sampler",
+        )
+
+
+def _never_fed(table: _Table) -> Finding:
+    names = listed([feeder.name for feeder in table.feeders])
+    if not table.feeders:
+        return Finding(
+            table.name,
+            Level.WARNING,
+            "no client has ever inserted into it",
+            f"name it in insert's priorities (`replay generate --table {table.name}`), or take it out of the "
+            f"configuration",
+        )
+    if any(feeder.samples for feeder in table.feeders):
+        return Finding(
+            table.name,
+            Level.WARNING,
+            f"empty: {names} was sampled and has forwarded nothing",
+            f"insert into {names} with priorities above 0 (group_priority): items of priority 0 are not forwarded",
+        )
+    return Finding(table.name, Level.WARNING, f"empty: nobody has sampled {names}, which feeds it", "start the trainer")
+
+
+def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
+    """Groups that went stale before anybody used them.
+
+    Every group in a pool goes stale at last. Only those that no reader ever got are lost work: `stale` counts both, so
+    this is the least that was lost. A sample uses at most one item, and each forwarded item was used where it came
+    from.
+    """
+    counts, once = table.info, table.config["max_times_sampled"] == 1
+    used = 0 if once else counts.samples + table.forwarded_in
+    refused = max(0, counts.stale_refused - sum(feeder.forward_refused for feeder in table.feeders))
+    lost, offered = max(0, counts.stale - used) + refused, table.direct_inserts + refused
+    if not offered or lost < MUCH_STALE * offered:
+        return
+    limit = table.config["max_staleness"]
+    if info.admission is not None and limit is not None and info.admission.max_staleness > limit:
+        remedy = (
+            f"set [admission] max_staleness ({info.admission.max_staleness}) to at most that of this table ({limit})"
+        )
+    elif info.admission is not None:
+        remedy = "raise max_staleness of this table, and see whether every generator asks for permits"
+    else:
+        remedy = (
+            "raise max_staleness, hold fewer groups ahead (a smaller queue), or use [admission], which starts fewer"
+        )
+    yield Finding(
+        table.name,
+        Level.FAILURE if lost > MOST_STALE * offered else Level.WARNING,
+        f"{lost / offered:.0%} of what was generated was dropped unused: it was older than max_staleness {limit}",
+        remedy,
+    )
+
+
+def _losses(table: _Table) -> Iterator[Finding]:
+    counts, config = table.info, table.config
+    # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
+    lost = max(0, counts.evicted_unsampled - table.forwarded_in)
+    if lost > MUCH_LOST * table.direct_inserts:
+        yield Finding(
+            table.name,
+            Level.WARNING,
+            f"{lost} items ({lost / max(1, table.direct_inserts):.0%} of all) were evicted before anybody sampled them",
+            "raise max_size, sample faster, or make inserts wait: rate_limiter 'queue' or when_full = 'block'",
+        )
+    if counts.forward_refused:
+        yield Finding(
+            table.name,
+            Level.WARNING,
+            f"{counts.forward_refused} items could not join {config['forward_to']}",
+            f"set when_full = 'evict' for {config['forward_to']}, or raise its max_size or max_staleness",
+        )

@@ -1,0 +1,43 @@
+"""Writes durations, byte counts and lists of names as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < MINUTE:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < HOUR:
+        return _two_units(whole, MINUTE, "min", 1, "s")
+    if whole < DAY:
+        return _two_units(whole, HOUR, "h", MINUTE, "min")
+    return _two_units(whole, DAY, "d", HOUR, "h")
+
+
+def byte_size(count: int) -> str:
+    """`1 byte`, `980 bytes`, `4.2 kB`, `1.0 GB`: powers of 1000, as disks and networks count."""
+    if count < 1000:
+        return "1 byte" if count == 1 else f"{count} bytes"
+    power = min(len(UNITS), (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:,.1f} {UNITS[power - 1]}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """`a, b, c`; of more than `most` names only the first ones and how many more there are."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def _two_units(seconds: int, large: int, large_name: str, small: int, small_name: str) -> str:
+    """`seconds` in whole units of `large`, with the rest in units of `small` unless it is 0."""
+    rest = seconds % large // small
+    return f"{seconds // large} {large_name}" + (f" {rest} {small_name}" if rest else "")

@@ -1,0 +1,272 @@
+"""What the diagnosis says of healthy and of sick servers: one situation a line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replay_client import diagnosis
+from replay_client.diagnosis import Finding, Level, diagnose
+from replay_client.records import ServerInfo, TableInfo, server_info_of
+from replay_protos import replay_pb2 as pb
+from replay_server import TableConfig
+
+VERSION = "0.1.0"
+NOW = 1000.0
+LONG = diagnosis.LONG_WAIT
+
+QUEUE = {"rate_limiter": {"type": "queue", "max_size": 64}, "forward_to": "replay"}
+POOL = {"sampler": "prioritized", "remover": "min_heap", "max_size": 512, "max_staleness": 20}
+
+
+def table(name: str, config: dict[str, Any] | None = None, **counts: Any) -> pb.TableInfo:
+    """A table with these counters; it has been fed, and its items have priority 1."""
+    counts = {"inserts": 100, "priority": pb.Quantiles(max=1.0)} | counts
+    return pb.TableInfo(name=name, config=TableConfig(name=name, **(config or {})).model_dump_json(), **counts)
+
+
+def server(*tables: TableInfo, **fields: Any) -> ServerInfo:
+    """A server that has run for an hour at policy version 60, with room on its machine."""
+    defaults = {
+        "version": VERSION,
+        "time": NOW,
+        "uptime": 3600.0,
+        "max_bytes": 10**9,
+        "memory_available": 10**10,
+        "policy": pb.Policy(version=60, weights="step-60", age=1.0),
+    }
+    return server_info_of(pb.ServerInfo(tables=tables, **defaults | fields))
+
+
+def waiting(seconds: float = 2 * LONG, reason: str = "the reason", count: int = 1) -> pb.Waiting:
+    return pb.Waiting(count=count, reason=reason, seconds=seconds)
+
+
+def admission(**fields: Any) -> pb.AdmissionInfo:
+    return pb.AdmissionInfo(**{"groups_per_step": 16, "max_staleness": 2} | fields)
+
+
+def tutorial(queue: dict[str, Any] | None = None, pool: dict[str, Any] | None = None, **fields: Any) -> ServerInfo:
+    """The two tables of the tutorial after 60 steps of 16 groups, 500 of which had variance."""
+    queue = {"inserts": 990, "samples": 960, "consumed": 960, "forwarded": 500, "size": 30} | (queue or {})
+    pool = {"inserts": 500, "samples": 460, "stale": 370, "size": 130} | (pool or {})
+    fields = {"admission": admission(accepted=990)} | fields
+    return server(table("rollouts", QUEUE, **queue), table("replay", POOL, **pool), **fields)
+
+
+HEALTHY = {
+    "a tutorial run whose pool groups went stale after they were trained on": tutorial(),
+    "a pool that replaces nothing, because every group has variance": tutorial(pool={"samples": 0}),
+    "a pool that is full and evicts groups that were trained on": tutorial(
+        pool={"evicted": 370, "evicted_unsampled": 370, "stale": 0}
+    ),
+    "generators that wait for a step that takes longer than their groups": tutorial(
+        admission=admission(accepted=990, acquiring=waiting(LONG / 2))
+    ),
+    "a trainer that waits a moment for its next batch": tutorial({"sampling": waiting(LONG / 2)}),
+    "a server that started a moment ago": server(
+        table("rollouts", QUEUE, inserts=0), table("replay", POOL, inserts=0), uptime=1.0
+    ),
+    "a pool that clients feed directly and sample often": server(
+        table("pool", {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100)
+    ),
+    "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
+    "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
+    "tables with bounds of their own on a server without one": server(
+        table("pool", {"max_bytes": "1GB"}, size=1), max_bytes=0
+    ),
+}
+
+SICK = {
+    "two versions of the package": (server(version="9.9"), "version", Level.WARNING, "the server is 9.9"),
+    "a clock that is ahead": (server(time=NOW + 60), "clock", Level.WARNING, "1 min ahead of"),
+    "nothing bounds memory": (
+        server(*(table(f"t{i}") for i in range(7)), max_bytes=0),
+        "memory",
+        Level.WARNING,
+        "nothing bounds the bytes of t0, t1, t2, t3, t4 and 2 more",
+    ),
+    "memory nearly at its bound": (server(bytes=95 * 10**7), "memory", Level.WARNING, "95% of max_bytes 1.0 GB"),
+    "a machine with less memory than the bound": (
+        server(memory_available=2 * 10**8),
+        "memory",
+        Level.WARNING,
+        "200.0 MB left, and its tables may grow by 1.0 GB",
+    ),
+    "a disk that is nearly full": (server(disk_available=10**6), "disk", Level.WARNING, "1.0 MB left"),
+    "a disk that fails": (
+        server(commit_error="No space left on device"),
+        "disk",
+        Level.FAILURE,
+        "cannot write to data_dir and refuses inserts: No space left on device",
+    ),
+    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items were lost"),
+    "a trainer that publishes no version": (
+        server(table("pool", samples=5), policy=pb.Policy()),
+        "policy",
+        Level.WARNING,
+        "no policy version was ever published",
+    ),
+    "permits that expire": (
+        tutorial(admission=admission(expired=4)),
+        "permits",
+        Level.WARNING,
+        "4 permits expired unused",
+    ),
+    "generators without permits and no trainer": (
+        tutorial(admission=admission(acquiring=waiting())),
+        "permits",
+        Level.WARNING,
+        "wait, the first for 40 s",
+    ),
+    "permits that no step returns, while the trainer waits for groups": (
+        tutorial({"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())),
+        "permits",
+        Level.FAILURE,
+        "a trainer waits for groups of rollouts: neither can move",
+    ),
+    "a queue that nobody samples": (
+        tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
+        "rollouts",
+        Level.WARNING,
+        "1 inserting, the first for 40 s: 9 > max_diff 8",
+    ),
+    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", Level.WARNING, "1 sampling"),
+    "both sides of a table wait": (
+        server(table("pool", inserting=waiting(), sampling=waiting())),
+        "pool",
+        Level.FAILURE,
+        "wait for each other",
+    ),
+    "a ratio that max_times_sampled does not allow": (
+        server(
+            table(
+                "pool",
+                {
+                    "rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0},
+                    "max_times_sampled": 2,
+                },
+            )
+        ),
+        "pool",
+        Level.FAILURE,
+        "inserting will block for ever",
+    ),
+    "a min_size that does not fit into max_bytes": (
+        server(
+            table("pool", {"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40)
+        ),
+        "pool",
+        Level.FAILURE,
+        "never fit into max_bytes 50 bytes",
+    ),
+    "a table that fills once and blocks": (
+        server(table("pool", {"when_full": "block"})),
+        "pool",
+        Level.WARNING,
+        "full, it blocks inserting for ever",
+    ),
+    "a queue larger than its table": (
+        server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
+        "queue",
+        Level.WARNING,
+        "admits 64 items, and the table evicts beyond max_size 4",
+    ),
+    "a pool without a priority above 0": (
+        server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
+        "pool",
+        Level.WARNING,
+        "every item has priority 0",
+    ),
+    "a table that no client fills": (server(table("spare", inserts=0)), "spare", Level.WARNING, "no client has ever"),
+    "a pool whose queue nobody samples": (
+        tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        Level.WARNING,
+        "nobody has sampled rollouts, which feeds it",
+    ),
+    "a pool whose queue forwards nothing": (
+        tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        Level.WARNING,
+        "rollouts was sampled and has forwarded nothing",
+    ),
+    "most of a queue goes stale unused": (
+        server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
+        "rollouts",
+        Level.FAILURE,
+        "74% of what was generated was dropped unused",
+    ),
+    "some groups come too late": (
+        server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
+        "pool",
+        Level.WARNING,
+        "20% of what was generated was dropped unused",
+    ),
+    "a pool that loses what clients insert before it is sampled": (
+        server(table("pool", {"max_staleness": 1}, stale=90, samples=10)),
+        "pool",
+        Level.FAILURE,
+        "80% of what was generated was dropped unused",
+    ),
+    "a table too small for what is inserted": (
+        server(table("pool", evicted=60, evicted_unsampled=60)),
+        "pool",
+        Level.WARNING,
+        "60 items (60% of all) were evicted before anybody sampled them",
+    ),
+    "a pool that refuses what its queue forwards": (
+        tutorial({"forward_refused": 5}),
+        "rollouts",
+        Level.WARNING,
+        "5 items could not join replay",
+    ),
+}
+
+
+def troubles(info: ServerInfo) -> list[Finding]:
+    return [finding for finding in diagnose(info, VERSION, NOW) if finding.level is not Level.OK]
+
+
+@pytest.mark.parametrize("situation", HEALTHY)
+def test_a_healthy_server_has_no_trouble(situation):
+    assert troubles(HEALTHY[situation]) == []
+
+
+@pytest.mark.parametrize("situation", SICK)
+def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
+    info, check, level, words = SICK[situation]
+    found = [finding for finding in troubles(info) if finding.check == check]
+    assert [(finding.check, finding.level) for finding in found] == [(check, level)]
+    assert words in found[0].message
+    assert found[0].remedy
+
+
+def test_the_remedy_for_staleness_depends_on_the_admission():
+    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
+
+    def remedy(**fields: Any) -> str:
+        return next(finding.remedy for finding in troubles(server(stale, **fields)) if finding.check == "rollouts")
+
+    assert "use [admission]" in remedy()
+    assert "set [admission] max_staleness (2) to at most that of this table (1)" in remedy(admission=admission())
+    assert "every generator asks for permits" in remedy(admission=admission(max_staleness=1))
+
+
+def test_each_table_is_parsed_once_however_many_there_are(monkeypatch):
+    parsed: Counter[str] = Counter()
+    loads = diagnosis.json.loads
+
+    def counted(text: str) -> Any:
+        config = loads(text)
+        parsed[config["name"]] += 1
+        return config
+
+    monkeypatch.setattr(diagnosis.json, "loads", counted)
+    info = server(*(table(f"t{i}", QUEUE, inserts=0) for i in range(300)))
+    assert len(list(diagnose(replace(info, max_bytes=0), VERSION, NOW))) > 300
+    assert set(parsed.values()) == {1}
+    assert len(parsed) == 300
