@@ -20,7 +20,8 @@ from replay_server.rpc.auth import Authorizer, TokenInterceptor, warn_of_open_ad
 from replay_server.rpc.health import Health, add_health
 from replay_server.rpc.service import ReplayService, add_service
 from replay_server.rpc.tls import ServerCertificates
-from replay_server.storage.checkpoints import CheckpointDirectory, Checkpointer, OpenCheckpoint
+from replay_server.storage.checkpointer import Checkpointer
+from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables.buffer import ReplayBuffer

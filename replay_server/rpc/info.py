@@ -65,7 +65,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         config=table.config.model_dump_json(),
         size=table.size,
         bytes=table.bytes,
-        reserved=table.in_hand,
+        reserved=table.outstanding,
         inserting=_waiting(buffer, lines.inserts, None if insert is None else buffer.why_waiting(insert)),
         sampling=_waiting(buffer, lines.samples, None if sample is None else buffer.why_waiting(sample)),
         age=_quantiles(now - columns.inserted_at[slots]),

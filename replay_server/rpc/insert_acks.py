@@ -68,10 +68,10 @@ async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses]
 
 def refuse_taken_back(answer: pb.InsertResponse, keys: Sequence[int], journal: Journal) -> None:
     """Adds the errors of those of `keys`, which `answer` decides on, that could not be written."""
-    if not (taken_back := journal.taken_back(keys)):
+    if not (rolled_back := journal.rolled_back(keys)):
         return
     told = {error.key for error in answer.errors}
     for key in keys:
-        if key in taken_back and key not in told:
+        if key in rolled_back and key not in told:
             refusal = full(f"item {key} could not be written: the disk of data_dir is full or fails")
             answer.errors.add(key=key, code=refusal.code.value[0], message=refusal.message)

@@ -14,8 +14,8 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame, M
 from replay_server.errors import Refused, deadline, invalid, too_large
 from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_PIECE, MIN_RATE
+from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
-from replay_server.tables.inserts import Inserts
 from replay_server.tables.payloads import Payload
 
 MESSAGE_BYTES = 1 << 20
@@ -26,7 +26,7 @@ MESSAGE_BYTES = 1 << 20
 class Message:
     """The items of one InsertRequest, with all of their payloads."""
 
-    inserts: list[Inserts]
+    inserts: list[InsertBatch]
     """All rows in their order, consecutive ones that go to the same tables together."""
     timeout: float | None
     refusal: Refused | None
@@ -79,7 +79,7 @@ async def join_messages(
             missing = rest
         if missing < 0:
             raise invalid(f"{-missing} payload bytes more than payload_sizes says")
-        columns = Inserts(
+        columns = InsertBatch(
             keys=list(request.keys),
             priorities={},
             policy_versions=np.array(request.policy_versions or [0] * rows, dtype=np.int64),
@@ -137,7 +137,7 @@ def _fills_its_message(blob: bytes | memoryview) -> bool:
     return isinstance(blob, bytes) or len(blob.obj) <= 2 * len(blob) + MIN_PIECE  # type: ignore[arg-type]  # of bytes
 
 
-def _by_tables(request: pb.InsertRequest, columns: Inserts) -> Iterator[Inserts]:
+def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[InsertBatch]:
     """`columns` with the priorities of `request`, cut where the tables change."""
     rows = len(columns)
     if len(request.targets) > MAX_TARGETS:

@@ -17,7 +17,7 @@ from replay_protos.framing import Frame
 from replay_server.errors import invalid
 from replay_server.limits import MAX_BYTES_AHEAD, MAX_EXCLUDE, MAX_ROWS, MAX_SCOPE
 from replay_server.rpc.messages import split_payloads
-from replay_server.tables.batch import Batch, SampleRequest
+from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
 from replay_server.tables.waiting import deadline_at, result_of
@@ -25,7 +25,7 @@ from replay_server.tables.waiting import deadline_at, result_of
 Response = Frame[pb.SampleResponse]
 
 
-async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Batch, Iterator[Payload]]:
+async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
     """The id of the batch, for `take` or `give_back`, the batch, and the payload of each row, as ReplayBuffer.payloads.
 
     Waits for its turn.
@@ -60,7 +60,7 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Ba
 
 
 def responses_of(
-    buffer: ReplayBuffer, batch_id: int, batch: Batch, payloads: Iterable[Payload]
+    buffer: ReplayBuffer, batch_id: int, batch: SampleBatch, payloads: Iterable[Payload]
 ) -> Iterator[Frame[pb.SampleResponse]]:
     """The messages that bring a batch. Raises DamagedPayloads."""
     first = pb.SampleResponse(
@@ -95,7 +95,7 @@ class SampleStream:
         self._share = share
         self._durable = durable
         self._credit = asyncio.Semaphore(self._credit_of(opening))
-        self._untaken: dict[int, tuple[Batch, ExitStack]] = {}
+        self._untaken: dict[int, tuple[SampleBatch, ExitStack]] = {}
         self._whole: set[int] = set()
         """Those of them that are all sent, as far as gRPC takes it."""
         self._some_taken = asyncio.Event()

@@ -42,11 +42,11 @@ from replay_server.rpc.insert_acks import acknowledged, refuse_taken_back
 from replay_server.rpc.messages import join_messages, split_payloads
 from replay_server.rpc.rpc_methods import Calls, Context, endless, parser, stream, unary
 from replay_server.rpc.sampling import Leases, SampleStream, draw, responses_of
-from replay_server.storage.checkpoints import Checkpointer
+from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.admission import Admission
+from replay_server.tables.batches import InsertBatch
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.inserts import Inserts
 from replay_server.tables.payloads import DamagedPayloads, Payload
 from replay_server.tables.table import ITEM_ORDERS
 from replay_server.tables.waiting import deadline_at, result_of
@@ -313,7 +313,7 @@ class ReplayService(ReplayServicer):
         except DamagedPayloads as damage:
             raise self.buffer.discarded(damage) from None
         finally:
-            buffer.let_go(keys)
+            buffer.release(keys)
 
     @unary
     async def ListItems(self, request: pb.ListItemsRequest, context: Context) -> pb.ListItemsResponse:
@@ -429,8 +429,8 @@ class ReplayService(ReplayServicer):
             lease = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
             await self._durable()
         except asyncio.CancelledError:
-            if pending.lease is not None:
-                admission.release(pending.lease.id)
+            if pending.grant is not None:
+                admission.release(pending.grant.id)
             raise
         self._expire_permits_at(lease.expires)
         return pb.Permits(lease=lease.id, count=lease.count, ttl=admission.config.permit_ttl)
@@ -509,7 +509,7 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-def _portions(parts: Iterable[Inserts]) -> Iterator[Inserts]:
+def _portions(parts: Iterable[InsertBatch]) -> Iterator[InsertBatch]:
     for part in parts:
         if len(part) <= _PORTION:
             yield part

@@ -6,7 +6,7 @@ Frames, each with a checksum over all of it, so that any flip or cut is noticed:
     PAYLOADS   payloads of some items, ┐ in any order, while the server goes on: the last word on an item counts,
     ITEMS      records of some items,  │ and what was removed meanwhile is said in REMOVED
     REMOVED    keys                    │
-    PIECE      name, record or nothing │
+    STATE_RECORD      name, record or nothing │
     SEEN       inserted keys           ┘
     FOOT       what the file holds, as of the one moment that all of it together describes
 
@@ -27,11 +27,10 @@ import msgpack
 import numpy as np
 from xxhash import xxh3_64
 
-from replay_server.storage.records import FORMAT, Piece, unpack_items
-from replay_server.storage.snapshot import State
+from replay_server.storage.records import FORMAT, State, StateRecord, unpack_items
 from replay_server.tables.payloads import Payload
 
-HEAD, PAYLOADS, ITEMS, REMOVED, PIECE, SEEN, FOOT = range(1, 8)
+HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT = range(1, 8)
 
 _MAGIC = b"replay checkpoint\0"
 _FRAME = struct.Struct("<QQQ")
@@ -85,8 +84,8 @@ class CheckpointWriter:
     def keys(self, kind: int, keys: Sequence[int]) -> None:
         self._frame(kind, [np.array(keys, "<u8").tobytes()])
 
-    def piece(self, piece: Piece) -> None:
-        self._frame(PIECE, [msgpack.packb([piece.name, piece.record])])
+    def piece(self, piece: StateRecord) -> None:
+        self._frame(STATE_RECORD, [msgpack.packb([piece.name, piece.record])])
 
     def close(self, summary: Summary) -> None:
         """Makes the file complete, and sure on the disk."""
@@ -182,7 +181,7 @@ def read_contents(path: Path) -> Contents:
                     records.pop(key, None)
             elif kind == SEEN:
                 state.seen += np.frombuffer(body, "<u8").tolist()
-            elif kind == PIECE:
+            elif kind == STATE_RECORD:
                 name, record = msgpack.unpackb(body)
                 if record is None:
                     state.pieces.pop(name, None)

@@ -6,25 +6,16 @@ again, until little is left. The last of it is taken in one turn of the event lo
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
-
-from replay_server.errors import Refused, full, invalid
+from replay_server.errors import invalid
 from replay_server.storage.checkpoint_file import (
-    REMOVED,
-    SEEN,
-    CheckpointWriter,
     Contents,
     DamagedCheckpoint,
     Summary,
@@ -32,27 +23,15 @@ from replay_server.storage.checkpoint_file import (
     read_payloads,
     summary_of,
 )
-from replay_server.storage.records import pack_items
-from replay_server.storage.snapshot import Collector, Delta, restore
+from replay_server.storage.restore import restore
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.payloads import PORTION_BYTES, Reader, portions
 
-T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
 SUFFIX = ".checkpoint"
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
-
-PORTION_ITEMS = 512
-"""Items that are written between two turns of everyone else, of PORTION_BYTES at most."""
-_SEEN_PORTION = 1 << 14
-_LAST_ITEMS = 512
-"""Changes that are few enough for the last turn."""
-_MOST_ROUNDS = 20
-_APART = 0.002
-"""Seconds between two checkpoints at least: their names have milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +117,8 @@ class CheckpointDirectory:
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep` of those that a server has named, and what crashes have left of such."""
-        for partial in self.path.glob(f"auto-*{SUFFIX}{_PARTIAL}"):
-            if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + _PARTIAL)):
+        for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
+            if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 partial.unlink(missing_ok=True)
         own = [entry for entry in self.list() if _OWN_NAME.match(entry.name) and entry.summary is not None]
         for entry in own[keep:]:
@@ -150,189 +129,3 @@ class CheckpointDirectory:
 def own_name(now: float) -> str:
     """The name of a checkpoint that nobody has named, made at `now` (seconds since the epoch)."""
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
-
-
-class Checkpointer:
-    """Writes checkpoints of a buffer, one at a time."""
-
-    def __init__(self, buffer: ReplayBuffer, directory: CheckpointDirectory, keep: int) -> None:
-        """`keep`: how many of those that the server names stay."""
-        self._buffer = buffer
-        self.directory = directory
-        self._keep = keep
-        self._turn = asyncio.Lock()
-        self._task: asyncio.Task[Summary] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-checkpoint")
-        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="replay-verify")
-
-    async def run(self, every: float) -> None:
-        """Writes one every so many seconds, until it is cancelled."""
-        while True:
-            await asyncio.sleep(every)
-            try:
-                await self.write()
-            except Refused as refusal:
-                log.error("%s", refusal.message)
-
-    async def close(self) -> None:
-        """Lets the one end that is being written."""
-        async with self._turn:
-            self._thread.shutdown()
-            self._verifying.shutdown(cancel_futures=True)
-
-    async def listed(self, verify: bool = False) -> list[Listed]:
-        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all who ask."""
-        listed = await asyncio.to_thread(self.directory.list)
-        if not verify:
-            return listed
-        loop = asyncio.get_running_loop()
-        found = [await loop.run_in_executor(self._verifying, self.directory.verify, entry.name) for entry in listed]
-        return [entry for entry in found if entry is not None]
-
-    async def write(self, name: str = "") -> Summary:
-        """Writes a checkpoint, named by the time if it has no `name`; one of the same name is replaced.
-
-        One that was begun is finished, even if nobody waits for it any more; who gives up before that leaves the line.
-        Raises Refused for a bad name, and where the disk does not take it; then nothing has changed on it.
-        """
-        if name:
-            self.directory.file(name)
-        await self._turn.acquire()
-        self._task = asyncio.create_task(self._make(name))
-        self._task.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(self._task)
-
-    async def _make(self, name: str) -> Summary:
-        began = time.monotonic()
-        try:
-            created = await asyncio.to_thread(self._time)
-            name = name or own_name(created)
-            path = self.directory.file(name)
-            partial = path.with_name(path.name + _PARTIAL)
-            self.directory.path.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)
-            writer = CheckpointWriter(partial, name, created)
-            try:
-                summary = await self._write(writer, name, created)
-                await asyncio.to_thread(_put_in_place, partial, path)
-            except BaseException:
-                await asyncio.to_thread(writer.abandon)
-                partial.unlink(missing_ok=True)
-                raise
-            await asyncio.to_thread(self.directory.prune, self._keep)
-        except OSError as error:
-            raise full(f"checkpoint {name} could not be written: {error}") from error
-        log.info(
-            "checkpoint %s: %d items with %d bytes in %.2f s",
-            path,
-            summary.items,
-            summary.bytes,
-            time.monotonic() - began,
-        )
-        return summary
-
-    def _time(self) -> float:
-        """Now, but after all checkpoints that there are: where the clock was set back the newest would be the first to
-        be removed, and `latest` another one."""
-        latest = max((entry.created for entry in self.directory.list() if entry.summary is not None), default=0.0)
-        return max(time.time(), latest + _APART)
-
-    async def _write(self, writer: CheckpointWriter, name: str, created: float) -> Summary:
-        buffer = self._buffer
-        collector = Collector(buffer)
-        buffer.watchers.append(collector)
-        copy = _Copy(self._thread, writer, buffer)
-        try:
-            seen, keys = list(buffer.seen_order), list(buffer.items)
-            for start in range(0, len(seen), _SEEN_PORTION):
-                await copy.in_thread(writer.keys, SEEN, buffer.seen(seen[start : start + _SEEN_PORTION]))
-            for portion in self._portions(keys):
-                items = pack_items(collector.items(np.array(sorted(portion), dtype=np.uint64)))
-                await copy.write(Delta(items, [], [], []))
-            rounds = 0
-            while True:
-                rounds += 1
-                last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
-                delta, version = collector.collect(), buffer.policy.version
-                whole = await copy.write(delta)
-                collector.written(delta)
-                if last and whole:
-                    break
-        finally:
-            buffer.watchers.remove(collector)
-        summary = Summary(name, created, len(copy.sizes), copy.bytes, version)
-        await copy.in_thread(writer.close, summary)
-        return summary
-
-    def _portions(self, keys: Sequence[int]) -> Iterator[list[int]]:
-        """Those of `keys` that are still there when it is their turn."""
-        portion: list[int] = []
-        nbytes = 0
-        for key in keys:
-            if (item := self._buffer.items.get(key)) is None:
-                continue
-            if portion and (len(portion) >= PORTION_ITEMS or nbytes + item.nbytes > PORTION_BYTES):
-                yield [key for key in portion if key in self._buffer.items]
-                portion, nbytes = [], 0
-            portion.append(key)
-            nbytes += item.nbytes
-        yield [key for key in portion if key in self._buffer.items]
-
-
-class _Copy:
-    """What has been written of a checkpoint so far."""
-
-    def __init__(self, thread: ThreadPoolExecutor, writer: CheckpointWriter, buffer: ReplayBuffer) -> None:
-        self._thread = thread
-        self._writer = writer
-        self._buffer = buffer
-        self.sizes: dict[int, int] = {}
-        """Bytes of the payload of each item."""
-        self.bytes = 0
-
-    async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-    async def write(self, delta: Delta) -> bool:
-        """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
-        for key in delta.removed:
-            self.bytes -= self.sizes.pop(key, 0)
-        keys = [key for key, _ in delta.items if key not in self.sizes]
-        sizes = [self._buffer.items[key].nbytes for key in keys]
-        reader = self._buffer.storage.reader(keys, sizes)
-        try:
-            damaged = [
-                key for part in portions(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
-            ]
-        finally:
-            reader.close()
-        self.sizes.update(zip(keys, sizes, strict=True))
-        self.bytes += sum(sizes)
-        await self.in_thread(self._write_records, delta)
-        if damaged:
-            self._buffer.discard(damaged)
-        return not damaged
-
-    def _copy(self, keys: list[int], reader: Reader, part: slice) -> list[int]:
-        """Writes some payloads. Returns the keys of those that are damaged."""
-        found = zip(keys, reader.read(part), strict=True)
-        whole = {key: payload for key, payload in found if payload is not None}
-        self._writer.payloads(list(whole), list(whole.values()))
-        return [key for key in keys if key not in whole]
-
-    def _write_records(self, delta: Delta) -> None:
-        self._writer.items(delta.items)
-        self._writer.keys(REMOVED, delta.removed)
-        for piece in delta.pieces:
-            self._writer.piece(piece)
-        self._writer.keys(SEEN, delta.seen)
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    """Gives a file its name, and makes that sure on the disk."""
-    partial.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -22,8 +22,10 @@ import lmdb
 
 from replay_server.errors import broken
 from replay_server.storage.checkpoints import OpenCheckpoint
-from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from replay_server.storage.snapshot import Collector, restore
+from replay_server.storage.collector import ChangeCollector
+from replay_server.storage.data_dir import UnusableDirectory
+from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.restore import restore
 from replay_server.tables.buffer import SEEN_KEYS, ReplayBuffer
 
 log = logging.getLogger("replay_server")
@@ -37,7 +39,7 @@ Fsync = Literal["always", "never"] | float
 
 
 class Journal:
-    def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: Collector, fsync: Fsync) -> None:
+    def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector, fsync: Fsync) -> None:
         """`fsync` other than "always", which is the storage's affair, is how many seconds may pass between two."""
         self._buffer = buffer
         self._storage = storage
@@ -63,7 +65,7 @@ class Journal:
         began = time.monotonic()
         try:
             state = storage.load()
-            collector = Collector(buffer, state)
+            collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
             if checkpoint is None:
                 restore(buffer, state)
@@ -121,7 +123,7 @@ class Journal:
         """Returns when all that has changed until now is written, or taken back."""
         await asyncio.shield(self.ticket())
 
-    def taken_back(self, keys: Collection[int]) -> set[int]:
+    def rolled_back(self, keys: Collection[int]) -> set[int]:
         """Those of `keys` whose insert could not be written, and has not succeeded since."""
         if not self._taken_back:
             return set()

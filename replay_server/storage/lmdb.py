@@ -7,7 +7,7 @@ them.
 LMDB trusts its file: a damaged page can crash it. So before it opens the file, every page that it could ever follow is
 verified (lmdb_check.py); payload bytes and records have checksums of their own.
 
-    payloads   key (8 bytes, big-endian), number of the piece (4 bytes) -> checksum, at most PIECE bytes
+    payloads   key (8 bytes, big-endian), number of the piece (4 bytes) -> checksum, at most CHUNK_BYTES bytes
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     seen       number of the commit -> checksum, keys inserted with it
@@ -16,7 +16,6 @@ verified (lmdb_check.py); payload bytes and records have checksums of their own.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -26,26 +25,34 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from replay_server.storage.lmdb_check import problems_of
-from replay_server.storage.records import FORMAT, Damaged, Items, join_items, seal, unpack_items, unseal
-from replay_server.storage.snapshot import Delta, State
+from replay_server.storage.data_dir import (
+    CHUNK_KEY,
+    COMMIT,
+    COMMIT_RECORD,
+    KEY,
+    UnusableDirectory,
+    lock,
+    put_aside,
+    verify,
+    why_damaged,
+)
+from replay_server.storage.records import FORMAT, Damaged, Delta, Items, State, join_items, seal, unpack_items, unseal
 from replay_server.tables.payloads import DamagedPayloads, Payload, Reader
 
 log = logging.getLogger("replay_server")
 
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
-PIECE = 256 * 1024 - 16 - 8
+CHUNK_BYTES = 256 * 1024 - 16 - 8
 """Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
 pieces find room where others were: whole values of up to 5 MB would need half as much space again."""
-PORTION = 64 << 20
+BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
 SEEN_KEYS = 1 << 18
 """How many of the last inserted keys are kept, at least."""
@@ -55,22 +62,7 @@ where that is less."""
 _LOOK_EVERY = 0.2
 """Seconds after which the room on the disk is looked up anew."""
 
-_PIECE_KEY = struct.Struct(">QI")
-_PIECE = np.dtype([("key", ">u8"), ("number", ">u4")])
-_KEY = struct.Struct(">Q")
-_COMMIT = b"commit"
-_COMMIT_RECORD = struct.Struct("<QQ")
-"""FORMAT, number of the transaction."""
-
-# Of LMDB's pages 0 and 1, which hold the roots of its last two commits (MDB_meta in mdb.c, 64 bit).
-_PAGE_SIZE, _PAGE_SIZE_AT = struct.Struct("<I"), 40
-_ROOT, _ROOT_AT = struct.Struct("<QQQ"), 128
-"""Root page of the main database, last page, number of the transaction."""
-_U16 = struct.Struct("<H")
-
-
-class UnusableDirectory(ValueError):
-    """A data directory that cannot be served from, with the reason and the remedy."""
+_CHUNK = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class LmdbStorage:
@@ -85,14 +77,14 @@ class LmdbStorage:
         self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory)
+            self._lock = lock(directory)
         except OSError as error:
             raise UnusableDirectory(f"data_dir {directory} cannot be written: {error.strerror}") from error
         try:
             if replace:
-                _put_aside(directory)
+                put_aside(directory)
                 os.ftruncate(self._lock, 0)
-            _verify(directory, used=os.fstat(self._lock).st_size > 0)
+            verify(directory, used=os.fstat(self._lock).st_size > 0)
             (directory / "lock.mdb").unlink(missing_ok=True)  # who held the lock before is gone: ours says so
             self._env = lmdb.open(
                 str(directory),
@@ -203,7 +195,7 @@ class LmdbStorage:
 
     def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
         """Writes it all or, raising lmdb.Error, nothing that counts. The only method for another thread."""
-        portion = PORTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
+        portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         values = _values(new)
         old_seen: int | None = None
         while old_seen is None:
@@ -217,7 +209,7 @@ class LmdbStorage:
                         break
                 else:  # all payloads are there: what makes them count goes with the last of them
                     old_seen = self._write_records(txn, delta, new, gone)
-                txn.put(_COMMIT, seal(_COMMIT_RECORD.pack(FORMAT, txn.id())))
+                txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
         for _ in range(old_seen):
             self._seen_total -= self._seen_counts.popleft()[1]
@@ -231,13 +223,13 @@ class LmdbStorage:
         """Returns how many records of seen keys are obsolete now."""
         for key, size in gone:
             for number in range(0 if key in new else _count(size)):
-                txn.delete(_PIECE_KEY.pack(key, number), db=self._payloads)
+                txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
         for stray in self._strays:
-            if _PIECE_KEY.unpack(stray)[0] not in new:
+            if CHUNK_KEY.unpack(stray)[0] not in new:
                 txn.delete(stray, db=self._payloads)
         for key in delta.removed:
-            txn.delete(_KEY.pack(key), db=self._items)
-        txn.cursor(self._items).putmulti([(_KEY.pack(key), record) for key, record in delta.items])
+            txn.delete(KEY.pack(key), db=self._items)
+        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
         for piece in delta.pieces:
             if piece.record is None:
                 txn.delete(piece.name, db=self._pieces)
@@ -245,12 +237,12 @@ class LmdbStorage:
                 txn.put(piece.name, piece.record, db=self._pieces)
         obsolete = 0
         if delta.seen:
-            txn.put(_KEY.pack(txn.id()), seal(np.array(delta.seen, dtype="<u8").tobytes()), db=self._seen)
+            txn.put(KEY.pack(txn.id()), seal(np.array(delta.seen, dtype="<u8").tobytes()), db=self._seen)
             total = self._seen_total + len(delta.seen)
             for number, n in self._seen_counts:
                 if (total := total - n) < SEEN_KEYS:
                     break
-                txn.delete(_KEY.pack(number), db=self._seen)
+                txn.delete(KEY.pack(number), db=self._seen)
                 obsolete += 1
         return obsolete
 
@@ -298,7 +290,7 @@ class LmdbStorage:
     # ------------------------------------------------------------------------------------------------ start
 
     def why_damaged(self, what: str) -> str:
-        return _damaged(self.directory, what)
+        return why_damaged(self.directory, what)
 
     def load(self) -> State:
         """What was committed, without reading payloads. Items whose payload is not all there are left out.
@@ -306,7 +298,7 @@ class LmdbStorage:
         Raises UnusableDirectory if the directory is not one, or of another version.
         """
         with self._env.begin() as txn:
-            commit = txn.get(_COMMIT)
+            commit = txn.get(COMMIT)
             entries = [txn.stat(db)["entries"] for db in (self._payloads, self._items, self._pieces, self._seen)]
             if commit is None and any(entries):
                 raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
@@ -322,7 +314,7 @@ class LmdbStorage:
                 except (Damaged, ValueError):
                     bad_seen += 1
                 seen += keys
-                self._seen_counts.append((_KEY.unpack(key)[0], len(keys)))
+                self._seen_counts.append((KEY.unpack(key)[0], len(keys)))
                 self._seen_total += len(keys)
             parts, skipped = [], []
             cursor = txn.cursor(self._items)
@@ -335,18 +327,18 @@ class LmdbStorage:
                 parts.append(part)
             names = txn.cursor(self._payloads).iternext(values=False)
             there = [
-                np.frombuffer(b"".join(some), dtype=_PIECE) for some in iter(lambda: list(islice(names, 1 << 16)), [])
+                np.frombuffer(b"".join(some), dtype=_CHUNK) for some in iter(lambda: list(islice(names, 1 << 16)), [])
             ]
         items = join_items(parts)
-        complete = self._match_payloads(items, np.concatenate([np.empty(0, _PIECE), *there]))
+        complete = self._match_payloads(items, np.concatenate([np.empty(0, _CHUNK), *there]))
         skipped += items.items["key"][~complete].tolist()
         return State(pieces, items.select(complete), seen, skipped, bad_seen)
 
     def _check_format(self, commit: bytes) -> None:
         try:
-            version, _ = _COMMIT_RECORD.unpack(unseal(commit))
+            version, _ = COMMIT_RECORD.unpack(unseal(commit))
         except (Damaged, struct.error):
-            raise UnusableDirectory(_damaged(self.directory, "the record of the last commit")) from None
+            raise UnusableDirectory(why_damaged(self.directory, "the record of the last commit")) from None
         if version != FORMAT:
             raise UnusableDirectory(
                 f"data_dir {self.directory} has format {version}, and this version of the software reads {FORMAT}: use "
@@ -355,7 +347,7 @@ class LmdbStorage:
 
     def _match_payloads(self, items: Items, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Which items have all pieces of their payload. What belongs to none goes with the next commit."""
-        keys, counts = items.items["key"], -(-items.items["nbytes"] // PIECE)
+        keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
         first = np.searchsorted(there["key"], keys)
         last = first + counts - 1
         inside = last < there.size
@@ -368,7 +360,7 @@ class LmdbStorage:
         if keys.size:
             mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
         for key, number in there[~mine].tolist():
-            self._strays.append(_PIECE_KEY.pack(key, number))
+            self._strays.append(CHUNK_KEY.pack(key, number))
         return np.asarray(complete)
 
 
@@ -393,8 +385,8 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
     """The payload in its pieces; None if it is not what was written."""
     pieces = []
     for number in range(_count(size)):
-        value = txn.get(_PIECE_KEY.pack(key, number))
-        if value is None or len(value) != 8 + min(PIECE, size - number * PIECE):
+        value = txn.get(CHUNK_KEY.pack(key, number))
+        if value is None or len(value) != 8 + min(CHUNK_BYTES, size - number * CHUNK_BYTES):
             return None
         piece = bytes(value[8:])  # the view ends with the transaction
         if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
@@ -409,13 +401,13 @@ def _values(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
             checksum = xxh3_64(seed=_seed(key, number))
             for part in parts:
                 checksum.update(part)
-            yield _PIECE_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
 
 
 def _cut(payload: Payload) -> Iterator[list[bytes | memoryview]]:
-    """The bytes of a payload, PIECE of them at a time."""
+    """The bytes of a payload, CHUNK_BYTES of them at a time."""
     parts: list[bytes | memoryview] = []
-    room = PIECE
+    room = CHUNK_BYTES
     for whole in payload:
         rest = memoryview(whole)
         while len(rest):
@@ -424,7 +416,7 @@ def _cut(payload: Payload) -> Iterator[list[bytes | memoryview]]:
             rest = rest[len(parts[-1]) :]
             if not room:
                 yield parts
-                parts, room = [], PIECE
+                parts, room = [], CHUNK_BYTES
     if parts:
         yield parts
 
@@ -436,93 +428,8 @@ def _seed(key: int, number: int) -> int:
 
 def _count(size: int) -> int:
     """Pieces of a payload."""
-    return -(-size // PIECE)
+    return -(-size // CHUNK_BYTES)
 
 
 def _length(payload: Payload) -> int:
     return sum(map(len, payload))
-
-
-def _lock(directory: Path) -> int:
-    file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise UnusableDirectory(
-            f"data_dir {directory} is in use by another server: stop that one, or name another folder"
-        ) from None
-    return file
-
-
-def _put_aside(directory: Path) -> None:
-    path = directory / "data.mdb"
-    if path.exists():
-        aside = directory / f"replaced-{time.time_ns()}.mdb"
-        path.rename(aside)
-        log.warning("what was in %s is in %s now; remove it when nothing of it is needed", directory, aside)
-
-
-def _damaged(directory: Path, what: str) -> str:
-    return (
-        f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
-        f"--restore latest"
-    )
-
-
-def _verify(directory: Path, used: bool) -> None:
-    """Makes sure that LMDB can open the file and never fall over anything in it. `used`: there was something in it."""
-    path = directory / "data.mdb"
-    if not path.exists() or not path.stat().st_size:
-        if used:
-            raise UnusableDirectory(_damaged(directory, "data.mdb is gone or empty"))
-        return
-    try:
-        problems = problems_of(path, {b"items": _KEY.size, b"payloads": _PIECE_KEY.size}) or list(_wrong_roots(path))
-    except (struct.error, IndexError, OverflowError) as error:
-        problems = [str(error)]
-    if problems:
-        raise UnusableDirectory(_damaged(directory, f"{len(problems)} problems, the first: {problems[0]}"))
-
-
-def _wrong_roots(path: Path) -> Iterator[str]:
-    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. Were that number damaged,
-    it would take up an old state without noticing; but each of our commits knows its own number."""
-    with path.open("rb") as file:
-        file.seek(0)
-        size = _PAGE_SIZE.unpack_from(file.read(4096), _PAGE_SIZE_AT)[0]
-        roots = []
-        for number in (0, 1):
-            file.seek(number * size)
-            root, _, txn = _ROOT.unpack_from(file.read(size), _ROOT_AT)
-            roots.append((txn, root))
-        roots.sort()
-        (old, old_root), (new, new_root) = roots
-        known_new, known_old = (_commit_number(file, root, size) for root in (new_root, old_root))
-    if known_new is None:
-        return  # no commit yet, or what `load` refuses
-    if known_new != new:
-        yield f"commit {known_new} says that it is {new}"
-    if known_old is None and old != new - 1:
-        yield f"commits {old} and {new} follow each other"
-    if known_old is not None and known_old != old:
-        yield f"commit {known_old} says that it is {old}"
-
-
-def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
-    """The number that our own record in the main database has, whose only page is `root`."""
-    if root * size >= file.seek(0, os.SEEK_END):  # also where there is none
-        return None
-    file.seek(root * size)
-    page = file.read(size)
-    try:
-        lower = _U16.unpack_from(page, 12)[0]
-        for at in range(16, lower, 2):
-            node = _U16.unpack_from(page, at)[0]
-            length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
-            if page[node + 8 : node + 8 + key_length] == _COMMIT:
-                start = node + 8 + key_length
-                return int(_COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
-    except (struct.error, Damaged):
-        return None
-    return None

@@ -5,8 +5,9 @@ Every record has a checksum, so that damage is found where it is and costs what 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgpack
@@ -46,6 +47,9 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
+TABLE, SCOPE, POLICY, ADMISSION = b"table/", b"scope/", b"policy", b"admission"
+"""Names of state records, or how they begin."""
+
 
 class Damaged(Exception):
     """A record whose bytes are not those that were written."""
@@ -72,7 +76,7 @@ class Items:
         return Items(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts))
 
 
-class Piece(NamedTuple):
+class StateRecord(NamedTuple):
     """A record under a name, or None where it is to be forgotten."""
 
     name: bytes
@@ -161,3 +165,54 @@ def unseal(record: bytes | memoryview) -> bytes | memoryview:
     if len(record) < _CHECKSUM or xxh3_64_digest(data) != bytes(record[:_CHECKSUM]):
         raise Damaged
     return data
+
+
+@dataclass
+class Delta:
+    """All that changed since the Delta before."""
+
+    items: list[tuple[int, bytes]]
+    """(key, record), ascending."""
+    removed: list[int]
+    """Keys of items that are gone; some may never have been written."""
+    pieces: list[StateRecord]
+    """Tables, scopes, policy, admission."""
+    seen: list[int]
+    """Inserted keys, in order."""
+
+    def __bool__(self) -> bool:
+        return bool(self.items or self.removed or self.pieces or self.seen)
+
+
+@dataclass
+class State:
+    """A whole buffer but for its payloads."""
+
+    pieces: dict[bytes, bytes] = field(default_factory=dict)
+    items: Items = field(default_factory=lambda: join_items([]))
+    seen: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Keys of items that are left out because their bytes are not what was written."""
+    damaged: int = 0
+    """Other records that are left out for that reason."""
+
+
+def table_numbers(state: State) -> dict[int, str]:
+    """The tables that the rows of `state` name by number. Raises ValueError if that cannot be told."""
+    return {
+        int(name.removeprefix(TABLE)): unpack_named(name, record)["name"]
+        for name, record in state.pieces.items()
+        if name.startswith(TABLE)
+    }
+
+
+def unpack_named(name: bytes, record: bytes) -> Any:
+    try:
+        return unpack(record)
+    except Damaged:
+        raise ValueError(f"the record {name.decode(errors='replace')!r} is damaged") from None
+
+
+def wall_offset(clock: float) -> float:
+    """What turns seconds of the server's clock, which shows `clock`, into wall-clock seconds."""
+    return time.time() - clock

@@ -2,7 +2,7 @@
 
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * groups_per_step, the rule of AReaL
 (arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit ends by
-the insert (running -> accepted), by release, or by expiry of its lease (both lower running only).
+the insert (running -> accepted), by release, or by expiry of its grant (both lower running only).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from replay_server.tables.waiting import Line, Pending
 
 
 @dataclass
-class Lease:
+class Grant:
     id: int
     count: int
     """Permits left."""
     expires: float
 
 
-class PendingPermits(Pending[Lease]):
+class PendingPermits(Pending[Grant]):
     def __init__(self, count: int, since: float, deadline: float) -> None:
         super().__init__(since, deadline)
         self.count = count
 
     @property
-    def lease(self) -> Lease | None:
-        """The lease, once there is one."""
+    def grant(self) -> Grant | None:
+        """The grant, once there is one."""
         return self.value
 
 
@@ -44,12 +44,12 @@ class Admission:
         self._version = 0
         self.accepted = 0
         self.expired = 0
-        self._leases: dict[int, Lease] = {}
+        self._grants: dict[int, Grant] = {}
         self.line: Line[PendingPermits] = Line()
 
     @property
     def running(self) -> int:
-        return sum(lease.count for lease in self._leases.values())
+        return sum(grant.count for grant in self._grants.values())
 
     @property
     def capacity(self) -> int:
@@ -83,24 +83,24 @@ class Admission:
         self.progress()
         return pending
 
-    def release(self, lease_id: int, count: int = 0) -> int:
+    def release(self, grant_id: int, count: int = 0) -> int:
         """Gives permits back (0: all that are left). Returns how many."""
-        lease = self._leases.get(lease_id)
-        if lease is None:
+        grant = self._grants.get(grant_id)
+        if grant is None:
             return 0
-        if count > lease.count:
-            raise invalid(f"lease {lease_id:#x} has {lease.count} permits left, not {count}")
-        released = count or lease.count
-        self._use(lease, released)
+        if count > grant.count:
+            raise invalid(f"permit lease {grant_id:#x} has {grant.count} permits left, not {count}")
+        released = count or grant.count
+        self._use(grant, released)
         self.progress()
         return released
 
-    def accept(self, lease_id: int) -> None:
-        """A group was inserted with a permit. One whose lease has expired in the meantime is work done all the same."""
+    def accept(self, grant_id: int) -> None:
+        """A group was inserted with a permit. One whose grant has expired in the meantime is work done all the same."""
         self.accepted += 1
-        lease = self._leases.get(lease_id)
-        if lease is not None:
-            self._use(lease, 1)
+        grant = self._grants.get(grant_id)
+        if grant is not None:
+            self._use(grant, 1)
 
     def forget(self) -> None:
         """An accepted group is gone without ever having been sampled (stale, evicted, deleted): no step will use it.
@@ -122,9 +122,9 @@ class Admission:
     def expire(self) -> None:
         """Takes back the permits whose time is up."""
         now = self._clock()
-        for lease in [lease for lease in self._leases.values() if lease.expires <= now]:
-            self.expired += lease.count
-            del self._leases[lease.id]
+        for grant in [grant for grant in self._grants.values() if grant.expires <= now]:
+            self.expired += grant.count
+            del self._grants[grant.id]
         self.progress()
 
     def time_out(self, pending: PendingPermits) -> None:
@@ -146,14 +146,14 @@ class Admission:
                 if pending.count > self._most:
                     continue
                 break
-            lease = Lease(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
-            self._leases[lease.id] = lease
-            pending.finish(lease)
+            grant = Grant(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
+            self._grants[grant.id] = grant
+            pending.finish(grant)
 
-    def _use(self, lease: Lease, count: int) -> None:
-        lease.count -= count
-        if lease.count == 0:
-            del self._leases[lease.id]
+    def _use(self, grant: Grant, count: int) -> None:
+        grant.count -= count
+        if grant.count == 0:
+            del self._grants[grant.id]
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -162,16 +162,16 @@ class Admission:
         return {
             "accepted": self.accepted,
             "expired": self.expired,
-            "leases": [(lease.id, lease.count, lease.expires + offset) for lease in self._leases.values()],
+            "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any], offset: float) -> None:
         self.accepted, self.expired = state["accepted"], state["expired"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
-        self._leases = {
-            lease: Lease(lease, count, min(expires - offset, latest)) for lease, count, expires in state["leases"]
+        self._grants = {
+            grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]
         }
 
     def expiries(self) -> list[float]:
-        """When the leases that are out end."""
-        return [lease.expires for lease in self._leases.values()]
+        """When the grants that are out end."""
+        return [grant.expires for grant in self._grants.values()]

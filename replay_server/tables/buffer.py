@@ -22,17 +22,15 @@ from pydantic import ValidationError
 
 from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.batch import Batch, SampleRequest
+from replay_server.tables.batches import InsertBatch, SampleBatch, SampleRequest
 from replay_server.tables.columns import FloatArray, IntArray, KeyArray
 from replay_server.tables.config import MAX_PRIORITY, AdmissionConfig, TableConfig, explain
-from replay_server.tables.inserts import Inserts
-from replay_server.tables.memory_storage import MemoryStorage
-from replay_server.tables.payloads import DamagedPayloads, Payload, Storage, read
+from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage, read
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line, Pending
 
 if TYPE_CHECKING:
-    from replay_server.storage.snapshot import Collector
+    from replay_server.storage.collector import ChangeCollector
 
 log = logging.getLogger("replay_server")
 
@@ -66,12 +64,12 @@ class Item:
 class PendingInsert(Pending[None]):
     """One row that waits."""
 
-    def __init__(self, insert: Inserts, since: float, deadline_at: float) -> None:
+    def __init__(self, insert: InsertBatch, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
         self.insert = insert
 
 
-class PendingSample(Pending[tuple[int, Batch]]):
+class PendingSample(Pending[tuple[int, SampleBatch]]):
     def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
         self.table = table
@@ -114,12 +112,12 @@ class ReplayBuffer:
         self.policy = Policy(set_at=clock())
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
-        self._batches: dict[int, tuple[Table, Batch]] = {}
+        self._batches: dict[int, tuple[Table, SampleBatch]] = {}
         self._batch_ids = count(secrets.randbits(62) | 1)
         self._seen: set[int] = set()
         self.seen_order: deque[int] = deque()
         self._closed = False
-        self.watchers: list[Collector] = []
+        self.watchers: list[ChangeCollector] = []
         """Told of every change to items, by key."""
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
@@ -138,7 +136,7 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def insert(self, inserts: Inserts, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
+    def insert(self, inserts: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
         """Inserts rows from the first one on. Returns how many are in their tables, and what has to wait of the next.
 
         Raises Refused if the first row is refused; then nothing has changed. For all rows call it until none is left.
@@ -165,7 +163,7 @@ class ReplayBuffer:
         self._mark_blocked(tables)
         return 0, pending
 
-    def _admissible(self, inserts: Inserts) -> int:
+    def _admissible(self, inserts: InsertBatch) -> int:
         """How many of the first rows may enter at once, with the same outcome as one after the other.
 
         The rules are those of one row below, decided for all rows together; where any row is special in any way this is
@@ -202,7 +200,7 @@ class ReplayBuffer:
     def _anyone_waits_to_insert(self, tables: list[Table]) -> bool:
         return any(self.lines[table.name].inserts for table in tables)
 
-    def _check_insert(self, insert: Inserts) -> list[Table]:
+    def _check_insert(self, insert: InsertBatch) -> list[Table]:
         """What makes the item invalid, whatever the state of the server. Returns its tables."""
         self.check_open()
         key, nbytes, version = insert.keys[0], int(insert.sizes[0]), int(insert.policy_versions[0])
@@ -225,7 +223,7 @@ class ReplayBuffer:
             raise too_large(f"item of {nbytes} bytes; this server takes at most {limit}")
         return tables
 
-    def _known(self, insert: Inserts, tables: list[Table]) -> bool:
+    def _known(self, insert: InsertBatch, tables: list[Table]) -> bool:
         """Whether the key was inserted before: then this is a retry, and acknowledged without doing anything."""
         if insert.keys[0] not in self._seen and insert.keys[0] not in self.items:
             return False
@@ -233,7 +231,7 @@ class ReplayBuffer:
             table.counters.duplicates += 1
         return True
 
-    def _check_state(self, insert: Inserts, tables: list[Table]) -> None:
+    def _check_state(self, insert: InsertBatch, tables: list[Table]) -> None:
         """What refuses the item as things stand now."""
         version, nbytes = int(insert.policy_versions[0]), int(insert.sizes[0])
         if why := self.storage.why_full(nbytes):
@@ -250,7 +248,7 @@ class ReplayBuffer:
             if table.config.when_full == "reject" and (why := table.why_full(nbytes)):
                 raise full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
 
-    def _why_no_insert(self, insert: Inserts, tables: list[Table]) -> str | None:
+    def _why_no_insert(self, insert: InsertBatch, tables: list[Table]) -> str | None:
         nbytes = int(insert.sizes[0])
         for table in tables:
             if why := table.why_no_insert(nbytes):
@@ -264,7 +262,7 @@ class ReplayBuffer:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
         return None
 
-    def _make_room(self, insert: Inserts, tables: list[Table]) -> None:
+    def _make_room(self, insert: InsertBatch, tables: list[Table]) -> None:
         """Evicts from the item's tables until the server's own bound allows it; nothing if that cannot be reached."""
         nbytes = int(insert.sizes[0])
         if (why := self._why_full(nbytes)) is None:
@@ -293,7 +291,7 @@ class ReplayBuffer:
                         return True
         return False
 
-    def _apply(self, inserts: Inserts, tables: list[Table]) -> None:
+    def _apply(self, inserts: InsertBatch, tables: list[Table]) -> None:
         now, leased = self.clock(), bool(inserts.permits and self.admission is not None)
         sizes, versions = inserts.sizes.tolist(), inserts.policy_versions.tolist()
         for key, nbytes, version in zip(inserts.keys, sizes, versions, strict=True):
@@ -376,7 +374,7 @@ class ReplayBuffer:
         if priority == 0 or source.name in item.forwarded:
             return
         item.forwarded += (source.name,)
-        if target.has_or_lent_out(key):
+        if target.has_or_may_return(key):
             source.counters.forwarded += 1
             return
         if target.too_stale(item.policy_version, self.policy.version):
@@ -421,16 +419,16 @@ class ReplayBuffer:
         return try_again(f"{damage}, and removed now: ask again")
 
     def hold(self, keys: Iterable[int]) -> None:
-        """Keeps these items' payloads, which count until `let_go`, whatever becomes of the items."""
+        """Keeps these items' payloads, which count until `release`, whatever becomes of the items."""
         for key in keys:
             self.items[key].holders += 1
 
-    def let_go(self, keys: Sequence[int]) -> None:
+    def release(self, keys: Sequence[int]) -> None:
         self._release(keys)
         if self._freed:
             self._progress(self.tables.values())
 
-    def _draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, Batch]:
+    def _draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         batch = table.draw(request, n)
         # The batch holds every row, so that a payload stays while it is being sent; a consumed row leaves its table.
         for key, consumed in zip(batch.keys.tolist(), batch.consumed.tolist(), strict=True):
@@ -600,7 +598,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(table.lent_out())
+                watcher.changed(table.consumed_keys())
                 watcher.scope_changed(table.name, "")
         removed = sum(table.reset() for table in tables)
         self._progress(tables)

@@ -9,7 +9,7 @@ from typing import Protocol
 Payload = tuple[bytes | memoryview, ...]
 """The bytes of one item, in the pieces in which they came. A view is of a message that holds little else."""
 
-PORTION_BYTES = 8 << 20
+BYTES_PER_READ = 8 << 20
 """What is read, or copied, between two turns of everyone else. Of an answer that is longer no more is in memory."""
 
 
@@ -51,9 +51,47 @@ class Storage(Protocol):
         """Lets go of every resource."""
 
 
+class MemoryStorage:
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._payloads: dict[int, Payload] = {}
+
+    def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        self._payloads.update(zip(keys, payloads, strict=True))
+
+    def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        return [self._payloads[key] for key in keys]
+
+    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
+        return _MemoryReader(self.get(keys, sizes))
+
+    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+        for key in keys:
+            del self._payloads[key]
+
+    def why_full(self, nbytes: int) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._payloads.clear()
+
+
+class _MemoryReader:
+    def __init__(self, payloads: list[Payload]) -> None:
+        self._payloads = payloads
+
+    def read(self, part: slice) -> list[Payload | None]:
+        return list(self._payloads[part])
+
+    def close(self) -> None:
+        self._payloads = []
+
+
 def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
-    """What `Storage.get` gives, PORTION_BYTES of it now and the rest as it is asked for. Raises DamagedPayloads, now or
-    then. The keys must stay in use until it is all read.
+    """The payloads of `keys`, as `Storage.get` gives them: the first BYTES_PER_READ now, the rest as they are iterated.
+
+    Raises DamagedPayloads, now or while they are iterated. The keys must stay in use until then.
     """
     parts = portions(sizes)
     first = next(parts, slice(0))
@@ -62,10 +100,10 @@ def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterato
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Payloads of these sizes, PORTION_BYTES of them at a time; those without bytes go with others."""
+    """Payloads of these sizes, BYTES_PER_READ of them at a time; those without bytes go with others."""
     start = nbytes = 0
     for place, size in enumerate(sizes):
-        if place > start and nbytes + size > PORTION_BYTES:
+        if place > start and nbytes + size > BYTES_PER_READ:
             yield slice(start, place)
             start, nbytes = place, 0
         nbytes += size

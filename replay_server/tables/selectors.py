@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from replay_server.tables.columns import Columns, FloatArray, IntArray
-from replay_server.tables.min_tree import MinTree
-from replay_server.tables.sum_tree import SumTree
+from replay_server.tables.trees import MinTree, SumTree
 
 NONE = np.zeros(0, dtype=np.int64)
 

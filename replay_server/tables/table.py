@@ -2,7 +2,7 @@
 
 An item is a key with its columns; its payload belongs to the buffer, which counts the tables and batches that hold it:
 
-    insert ──▶ in the table ──draw──▶ in the table and in a Batch ──take──▶ in the table, or consumed
+    insert ──▶ in the table ──draw──▶ in the table and in a SampleBatch ──take──▶ in the table, or consumed
                     │                              └────────────give_back──▶ as before the draw
                     └── evicted, deleted, stale: gone
 """
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_server.storage.records import ROW
-from replay_server.tables.batch import Batch, SampleRequest
+from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import BlockedTime, Meter
@@ -55,7 +55,7 @@ class Table:
     clock: Callable[[], float]
     """Seconds; never goes back."""
     on_leave: Callable[[Sequence[int]], None]
-    """Called with the keys of items that leave the table, except those that leave into a Batch."""
+    """Called with the keys of items that leave the table, except those that leave into a SampleBatch."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -76,9 +76,9 @@ class Table:
         same = self.config.remover == self.config.sampler
         self.remover = self.sampler if same else self.config.remover.build(self.columns)
         self.bytes = 0
-        self.in_hand = 0
+        self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
-        self._consumed: dict[int, tuple[Batch, int]] = {}
+        self._consumed: dict[int, tuple[SampleBatch, int]] = {}
         """Rows in hand that left the table with their draw, by key: other batches in hand may hold the same item."""
         self.scopes: OrderedDict[str, set[int]] = OrderedDict()
         self._trim_scopes_at = _MAX_SCOPED_KEYS
@@ -95,11 +95,11 @@ class Table:
     def __contains__(self, key: int) -> bool:
         return key in self.columns.slots
 
-    def has_or_lent_out(self, key: int) -> bool:
+    def has_or_may_return(self, key: int) -> bool:
         """Whether the item is here, or left with a batch that may still give it back."""
         return key in self or key in self._consumed
 
-    def lent_out(self) -> list[int]:
+    def consumed_keys(self) -> list[int]:
         """Items that left with batches in hand."""
         return list(self._consumed)
 
@@ -220,7 +220,7 @@ class Table:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
 
-    def draw(self, request: SampleRequest, n: int) -> Batch:
+    def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has asked `why_no_sample`."""
         columns = self.columns
         if request.distinct:
@@ -232,7 +232,7 @@ class Table:
         np.add.at(columns.times_sampled, slots, 1)
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
-        batch = Batch(
+        batch = SampleBatch(
             keys=columns.key[slots],
             priorities=columns.priority[slots],
             probabilities=probabilities,
@@ -257,23 +257,23 @@ class Table:
         self.counters.samples += n
         self.counters.consumed += consumed
         self.sampled.add(n, self.clock())
-        self.in_hand += n
+        self.outstanding += n
         return batch
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: SampleBatch) -> None:
         """The batch is its reader's now."""
         if batch.epoch != self.epoch:
             return
-        self.in_hand -= len(batch)
+        self.outstanding -= len(batch)
         for key in batch.keys[batch.consumed].tolist():
             del self._consumed[key]
 
-    def give_back(self, batch: Batch) -> list[int]:
+    def give_back(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the rows that are in the table again; the others stay gone (reset, deleted)."""
         if batch.epoch != self.epoch:
             return []
         n, consumed = len(batch), int(batch.consumed.sum())
-        self.in_hand -= n
+        self.outstanding -= n
         self.limiter.samples -= n
         self.limiter.deletes -= consumed
         self.counters.samples -= n
@@ -317,7 +317,7 @@ class Table:
         if (total := sum(map(len, self.scopes.values()))) > self._trim_scopes_at:
             # Keys that have left do not come again; of the rest, the scopes used longest ago are forgotten.
             for known in self.scopes.values():
-                known.intersection_update([key for key in known if self.has_or_lent_out(key)])
+                known.intersection_update([key for key in known if self.has_or_may_return(key)])
             total = sum(map(len, self.scopes.values()))
             while len(self.scopes) > 1 and total > _MAX_SCOPED_KEYS // 2:
                 total -= len(self.scopes.popitem(last=False)[1])
@@ -451,9 +451,9 @@ class Table:
         return {
             "name": self.name,
             "order": self._order,
-            "limiter": [limiter.inserts, limiter.samples - self.in_hand, limiter.deletes - consumed],
+            "limiter": [limiter.inserts, limiter.samples - self.outstanding, limiter.deletes - consumed],
             "counters": self.counts()
-            | {"samples": self.counters.samples - self.in_hand, "consumed": self.counters.consumed - consumed},
+            | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
             "rng": [
                 rng["state"]["state"].to_bytes(16),
                 rng["state"]["inc"].to_bytes(16),

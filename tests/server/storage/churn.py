@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.snapshot import Delta
+from replay_server.storage.records import Delta
 
 ORDERS = ("oldest first", "newest first", "random", "largest first")
 

@@ -23,11 +23,12 @@ import numpy as np
 from lmdb.verify import VerifyError, verify
 
 from replay_server.storage import lmdb
+from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from replay_server.storage.snapshot import Collector, restore
+from replay_server.storage.restore import restore
+from replay_server.tables.batches import InsertBatch
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.inserts import Inserts
 from replay_server.tables.payloads import DamagedPayloads
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
@@ -37,11 +38,11 @@ def payload_of(key: int) -> bytes:
     return random.Random(key).randbytes([0, 10, 500, 5000, 20_000][key % 5])
 
 
-def open_buffer(directory: Path) -> tuple[ReplayBuffer, LmdbStorage, Collector]:
+def open_buffer(directory: Path) -> tuple[ReplayBuffer, LmdbStorage, ChangeCollector]:
     storage = LmdbStorage(directory)
     buffer = ReplayBuffer(TABLES, time.monotonic, storage=storage)
     state = storage.load()
-    collector = Collector(buffer, state)
+    collector = ChangeCollector(buffer, state)
     buffer.watchers.append(collector)
     try:
         restore(buffer, state)
@@ -51,7 +52,7 @@ def open_buffer(directory: Path) -> tuple[ReplayBuffer, LmdbStorage, Collector]:
     return buffer, storage, collector
 
 
-def commit(storage: LmdbStorage, collector: Collector) -> None:
+def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
     delta = collector.collect()
     storage.commit(delta, *storage.begin_commit())
     storage.end_commit(None)
@@ -62,7 +63,7 @@ def insert(buffer: ReplayBuffer, keys: list[int]) -> None:
     for key in keys:
         data = payload_of(key)
         tables = {"a": np.array([1.0 + key])} | ({"b": np.array([2.0])} if key % 2 else {})
-        buffer.insert(Inserts([key], tables, np.array([3]), np.array([len(data)]), [(data,)]))
+        buffer.insert(InsertBatch([key], tables, np.array([3]), np.array([len(data)]), [(data,)]))
 
 
 def fill(directory: Path) -> None:
@@ -150,7 +151,7 @@ def in_child(directory: Path, expected: dict[int, object]) -> str:
 
 def main(directory: Path, seconds: float) -> None:
     logging.disable()
-    lmdb.PIECE = 8000  # so that large payloads do not make a large file, in which little else would be hit
+    lmdb.CHUNK_BYTES = 8000  # so that large payloads do not make a large file, in which little else would be hit
     whole, copy = directory / "whole", directory / "copy"
     fill(whole)
     buffer, storage, _ = open_buffer(whole)

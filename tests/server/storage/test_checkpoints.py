@@ -14,7 +14,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
-from replay_server.storage import checkpoints
+from replay_server.storage import checkpointer, checkpoints
 from replay_server.storage.checkpoint_file import DamagedCheckpoint, read_contents
 from replay_server.storage.checkpoints import CheckpointDirectory
 from tests.system.ledger import payload_of
@@ -313,14 +313,14 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
 
 def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
-    put_in_place = checkpoints._put_in_place
+    put_in_place = checkpointer._put_in_place
 
     def slowly(*paths):
         begun.set()
         assert go_on.wait(20)
         put_in_place(*paths)
 
-    monkeypatch.setattr(checkpoints, "_put_in_place", slowly)
+    monkeypatch.setattr(checkpointer, "_put_in_place", slowly)
     with serving(tmp_path) as client:
         with ThreadPoolExecutor() as pool:
             first = pool.submit(client.checkpoint, "first")
@@ -352,7 +352,7 @@ def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_p
     with serving(tmp_path, keep=2) as client:
         names = [client.checkpoint()]
         clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() - 3600})
-        monkeypatch.setattr(checkpoints, "time", clock)
+        monkeypatch.setattr(checkpointer, "time", clock)
         for n in range(4):
             client.insert(bytes([n]), {"pool": 1.0})
             names.append(client.checkpoint())

@@ -18,10 +18,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from replay_server.storage import lmdb, snapshot
-from replay_server.storage.checkpoints import CheckpointDirectory, Checkpointer
+from replay_server.storage import lmdb, records
+from replay_server.storage.checkpointer import Checkpointer
+from replay_server.storage.checkpoints import CheckpointDirectory
+from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.snapshot import Collector, restore
+from replay_server.storage.restore import restore
 from replay_server.tables.buffer import ReplayBuffer
 from tests.server.tables import test_model
 
@@ -30,9 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture(autouse=True)
 def many_small_pieces(monkeypatch):
-    monkeypatch.setattr(lmdb, "PIECE", 7)
+    monkeypatch.setattr(lmdb, "CHUNK_BYTES", 7)
     monkeypatch.setattr(lmdb, "RESERVE", 0)
-    monkeypatch.setattr(snapshot, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
+    monkeypatch.setattr(records, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
 
 
 class DurableMachine(test_model.ModelMachine):
@@ -47,7 +49,7 @@ class DurableMachine(test_model.ModelMachine):
         buffer = ReplayBuffer(tables, lambda: self.now, storage=self.storage, **self.rest)
         state = self.storage.load()
         assert (state.skipped, state.damaged) == ([], 0)
-        self.collector = Collector(buffer, state)
+        self.collector = ChangeCollector(buffer, state)
         buffer.watchers.append(self.collector)
         self.loading = buffer, state
         return buffer

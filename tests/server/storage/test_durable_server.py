@@ -14,9 +14,9 @@ from replay_client import ReplayClient
 from replay_client.errors import ReplayError, TableFullError
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.storage import lmdb as lmdb_storage
-from replay_server.storage import snapshot
+from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from replay_server.storage.snapshot import Delta
+from replay_server.storage.records import Delta
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -118,7 +118,7 @@ def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
 def test_a_kill_in_the_middle_of_a_large_commit_costs_nothing_but_that_commit(tmp_path, monkeypatch):
     with serving(tmp_path) as client:
         first = client.insert(b"first", {"pool": 1.0})
-    monkeypatch.setattr(lmdb_storage, "PORTION", 10_000)
+    monkeypatch.setattr(lmdb_storage, "BYTES_PER_TRANSACTION", 10_000)
     storage = LmdbStorage(tmp_path)
     storage.load()
     storage.put(list(range(100, 200)), [(bytes(1000),)] * 100)
@@ -168,8 +168,8 @@ def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(t
     admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
-    wall_offset = snapshot.wall_offset
-    monkeypatch.setattr(snapshot, "wall_offset", lambda clock: wall_offset(clock) - 3600)
+    wall_offset = records.wall_offset
+    monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1, timeout=5.0)
 

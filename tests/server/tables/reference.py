@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from replay_server.tables.batch import Batch, SampleRequest
+from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.config import AdmissionConfig, TableConfig
 
 Code = grpc.StatusCode
@@ -84,7 +84,7 @@ class RefTable:
     def clear(self) -> None:
         self.rows: list[Row] = []
         self.counts: Counter[str] = Counter()
-        self.inserts = self.samples = self.deletes = self.in_hand = 0
+        self.inserts = self.samples = self.deletes = self.outstanding = 0
         self.scopes: dict[str, set[int]] = {}
         self.epoch += 1
 
@@ -267,7 +267,7 @@ class Reference:
         for row in hand.rows:
             self.items[row.key].unused_permit = False
         if hand.epoch == table.epoch:
-            table.in_hand -= len(hand.rows)
+            table.outstanding -= len(hand.rows)
             if table.config.forward_to is not None:
                 for row, priority in zip(hand.rows, hand.priorities, strict=True):
                     if not row.forwarded and priority > 0:
@@ -313,7 +313,7 @@ class Reference:
 
     def _undo(self, hand: Hand) -> None:
         table, n, consumed = hand.table, len(hand.rows), sum(hand.consumed)
-        table.in_hand -= n
+        table.outstanding -= n
         table.samples -= n
         table.deletes -= consumed
         table.counts["samples"] -= n
@@ -496,7 +496,7 @@ class Reference:
         table.inserts += 1
         table.counts["inserts"] += 1
 
-    def _draw(self, name: str, request: SampleRequest, batch: Batch) -> None:
+    def _draw(self, name: str, request: SampleRequest, batch: SampleBatch) -> None:
         table = self.tables[name]
         waiting = table.sampling[0]
         n = len(batch)
@@ -538,7 +538,7 @@ class Reference:
         table.deletes += sum(consumed)
         table.counts["samples"] += n
         table.counts["consumed"] += sum(consumed)
-        table.in_hand += n
+        table.outstanding += n
         waiting.served = Hand(table, rows, [row.priority for row in rows], consumed, request.scope, table.epoch)
         self._leave_lines(waiting)
         self.hands[id(batch)] = waiting.served

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from replay_server.errors import Refused
-from replay_server.tables.batch import SampleRequest
+from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.inserts import Inserts
 
 
 class Bench:
@@ -25,7 +24,7 @@ class Bench:
         self.next_key += 1
         key = self.next_key if key is None else key
         priorities = {name: np.array([value]) for name, value in (tables or {table: priority}).items()}
-        insert = Inserts([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
+        insert = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
         taken, pending = self.buffer.insert(insert, self.now + wait)
         assert taken == (pending is None)
         return key if pending is None else pending
@@ -281,7 +280,7 @@ def test_what_is_given_back_is_as_if_it_had_never_been_drawn():
     bench.buffer.give_back(batch_id)
     assert bench.keys("q") == keys
     assert bench.table("q").counters.samples == 0
-    assert bench.table("q").in_hand == 0
+    assert bench.table("q").outstanding == 0
     assert bench.keys("pool") == []
     assert bench.take(4, "q") == keys
 
@@ -293,7 +292,7 @@ def test_giving_back_after_a_reset_or_delete_brings_nothing_back():
     bench.buffer.reset("a")
     bench.buffer.give_back(batch_id)
     assert bench.buffer.items == {}
-    assert bench.table("a").in_hand == 0
+    assert bench.table("a").outstanding == 0
     bench.insert("a", key=7)
     batch_id, _ = bench.sample(1, "a").result()
     bench.buffer.delete("a", [7])

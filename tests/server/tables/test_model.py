@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replay_server.errors import Refused
-from replay_server.tables.batch import SampleRequest
+from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.inserts import Inserts
 from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
 
 EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))
@@ -67,8 +66,8 @@ timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
 picks = st.integers(0, 2**16)
 
 
-def columns_of(rows: list[Insert]) -> Inserts:
-    return Inserts(
+def columns_of(rows: list[Insert]) -> InsertBatch:
+    return InsertBatch(
         [row.key for row in rows],
         {name: np.array([row.priorities[name] for row in rows]) for name in rows[0].priorities},
         np.array([row.policy_version for row in rows]),
@@ -358,7 +357,11 @@ class ModelMachine(RuleBasedStateMachine):
                 for row in reference.rows
             ]
             assert list(facts) == expected
-            assert (table.size, table.bytes, table.in_hand) == (len(expected), reference.bytes, reference.in_hand)
+            assert (table.size, table.bytes, table.outstanding) == (
+                len(expected),
+                reference.bytes,
+                reference.outstanding,
+            )
             assert table.counts() == {counter: reference.counts[counter] for counter in table.counts()}
             limiter = table.limiter
             assert (limiter.inserts, limiter.samples, limiter.deletes) == (
@@ -446,7 +449,7 @@ class ModelMachine(RuleBasedStateMachine):
         assert self.buffer.bytes == 0
         self.nothing_is_stored()
         assert self.buffer._batches == {}
-        assert all(table.in_hand == 0 for table in self.buffer.tables.values())
+        assert all(table.outstanding == 0 for table in self.buffer.tables.values())
 
     def nothing_is_stored(self):
         assert self.buffer.storage._payloads == {}

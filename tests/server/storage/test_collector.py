@@ -1,23 +1,25 @@
-"""What a Collector makes of changes, where writing them fails."""
+"""What a ChangeCollector makes of changes, where writing them fails."""
 
 import time
 
 import numpy as np
 
-from replay_server.storage.records import unpack_items
-from replay_server.storage.snapshot import Collector, State, restore
-from replay_server.tables.batch import SampleRequest
+from replay_server.storage.collector import ChangeCollector
+from replay_server.storage.records import State, unpack_items
+from replay_server.storage.restore import restore
+from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.inserts import Inserts
 
 
 def test_what_could_not_be_written_comes_again():
     tables = [TableConfig(name="a")]
     buffer = ReplayBuffer(tables, time.monotonic)
-    collector = Collector(buffer)
+    collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
-    buffer.insert(Inserts([7, 8], {"a": np.ones(2)}, np.zeros(2, np.int64), np.ones(2, np.int64), [(b"x",), (b"y",)]))
+    buffer.insert(
+        InsertBatch([7, 8], {"a": np.ones(2)}, np.zeros(2, np.int64), np.ones(2, np.int64), [(b"x",), (b"y",)])
+    )
     batch, _ = buffer.sample("a", SampleRequest(1, 1, scope="step-1")).result()
     buffer.take(batch)
     collector.not_written(collector.collect())

@@ -1,0 +1,110 @@
+"""Restore: fills a new buffer from the records of an older one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from replay_server.storage import records
+from replay_server.storage.records import (
+    ADMISSION,
+    FORWARDED,
+    IN_TABLE,
+    POLICY,
+    SCOPE,
+    TABLE,
+    Damaged,
+    State,
+    table_numbers,
+    unpack,
+    unpack_named,
+)
+from replay_server.tables.buffer import Item, ReplayBuffer
+
+log = logging.getLogger("replay_server")
+
+
+def restore(buffer: ReplayBuffer, state: State) -> None:
+    """Fills a new buffer. What does not fit its configuration is handled and said in the log."""
+    offset = records.wall_offset(buffer.clock())
+    scopes: list[Any] = []
+    for name, record in state.pieces.items():
+        if name.startswith(SCOPE):
+            try:
+                scopes.append(unpack(record))
+            except Damaged:
+                state.damaged += 1
+            continue
+        value = unpack_named(name, record)
+        if name.startswith(TABLE) and value["name"] in buffer.tables:
+            buffer.tables[value["name"]].load_state_dict(value)
+        elif name == POLICY:
+            buffer.load_policy(value[0], value[1], value[2] - offset)
+        elif name == ADMISSION and buffer.admission is not None:
+            buffer.admission.load_state_dict(value, offset)
+    for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
+        if table_name in buffer.tables:
+            buffer.tables[table_name].scopes[scope] = set(np.frombuffer(keys, dtype="<u8").tolist())
+    with _no_garbage_collection():  # it would walk through millions of new objects again and again
+        _restore_items(buffer, state, offset)
+    buffer.remember(state.seen)
+    buffer.settle()
+
+
+def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
+    items, rows, owners = state.items.items, state.items.rows, state.items.owners
+    keys, in_table = items["key"], rows["kind"] == IN_TABLE
+    holders = np.zeros(keys.size, dtype=np.int64)
+    names = table_numbers(state)
+    for number, name in names.items():
+        chosen = np.flatnonzero(in_table & (rows["table"] == number))
+        chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
+        mine, own = rows[chosen], owners[chosen]
+        if name in buffer.tables:
+            holders[own] += 1
+            buffer.tables[name].load_rows(
+                keys[own],
+                mine["priority"],
+                items["policy_version"][own],
+                items["nbytes"][own],
+                mine["order"],
+                mine["inserted_at"] - offset,
+                mine["times_sampled"],
+            )
+            continue
+        log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
+        for watcher in buffer.watchers:
+            watcher.changed(keys[own].tolist())
+    forwarded: dict[int, tuple[str, ...]] = {}
+    passed = np.flatnonzero(rows["kind"] == FORWARDED)
+    for owner, number in zip(owners[passed].tolist(), rows["table"][passed].tolist(), strict=True):
+        if names.get(number) in buffer.tables:
+            forwarded[owner] = (*forwarded.get(owner, ()), names[number])
+    columns = (
+        keys.tolist(),
+        items["nbytes"].tolist(),
+        items["policy_version"].tolist(),
+        (items["inserted_at"] - offset).tolist(),
+        holders.tolist(),
+        (items["unused_permit"] != 0).tolist(),
+    )
+    loaded = {key: Item(*shared) for key, *shared in zip(*columns, strict=True)}
+    for owner, tables in forwarded.items():
+        loaded[columns[0][owner]].forwarded = tables
+    buffer.load_items(loaded)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
