@@ -114,7 +114,7 @@ class AsyncReplayClient:
         one of a lease.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
-        DeadlineExceededError (with the reason).
+        ServerBusyError, StorageError, DeadlineExceededError (with the reason).
         """
         seconds = self._connection.seconds(timeout)
         lease = permits.id if permits else 0
@@ -128,7 +128,7 @@ class AsyncReplayClient:
 
         response = await self._connection.call(attempt, seconds)
         for error in response.errors:
-            raise error_of(error.code, error.message)
+            raise error_of(error.code, error.message, error.reason)
         return item.key
 
     def writer(

@@ -12,6 +12,7 @@ import grpc
 
 from replay_client.access import TLS, Access
 from replay_client.errors import AuthenticationError, InvalidRequestError, ReplayError, ServerUnavailableError, error_of
+from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
@@ -171,7 +172,8 @@ class Patience:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
             # gRPC's own words: the server said nothing at all, not even after the grace.
             return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
-        return error_of(error.code(), error.details() or "")
+        reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
+        return error_of(error.code(), error.details() or "", str(reason))
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:

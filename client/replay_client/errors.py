@@ -41,8 +41,30 @@ class PayloadTooLargeError(InvalidRequestError):
 
 
 class TableFullError(ReplayError):
-    """The table is full and configured with `when_full = "reject"`, or a bound of the server is reached: its memory,
-    the bytes of inserts that wait, its calls, the samples in hand."""
+    """The table is full and configured with `when_full = "reject"`; the item was not inserted.
+
+    The client does not try again. The same insert succeeds once an item has left the table.
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class ServerBusyError(ReplayError):
+    """Clients together use all that the server allows: calls, streams, outstanding samples, waiting bytes, or memory.
+
+    The request changed nothing. The client does not try again by itself. The same request succeeds once other requests
+    have ended, so try again after a pause. A generator waits.
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class StorageError(ReplayError):
+    """The server's disk is full or fails, or a checkpoint could not be written.
+
+    The request changed nothing. The client does not try again by itself. The same request succeeds once the disk has
+    room or works again, which may need an operator. A generator waits.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -93,10 +115,15 @@ _CLASSES: dict[grpc.StatusCode, type[ReplayError]] = {
     )
 }
 _CLASSES[grpc.StatusCode.PERMISSION_DENIED] = AuthenticationError
+_BY_REASON: dict[str, type[ReplayError]] = {"server-busy": ServerBusyError, "storage-failed": StorageError}
+"""By the reason that comes with RESOURCE_EXHAUSTED. Any other reason, or none, means a full table."""
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def error_of(code: grpc.StatusCode | int, message: str) -> ReplayError:
-    """The error that a gRPC status (an enum member or its number) stands for."""
+def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
+    """The error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
     status = _BY_NUMBER.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
-    return _CLASSES.get(status, ReplayError)(message or f"the server answered {status.name} without a message")
+    kind = _CLASSES.get(status, ReplayError)
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        kind = _BY_REASON.get(reason, TableFullError)
+    return kind(message or f"the server answered {status.name} without a message")

@@ -173,7 +173,7 @@ class Pipeline:
     ) -> None:
         async for response in call:
             patience.renew()
-            errors = {error.key: error_of(error.code, error.message) for error in response.errors}
+            errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
             with self._lock:
                 for _ in range(response.decided):
                     item = self._unacknowledged.popleft()

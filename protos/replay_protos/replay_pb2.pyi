@@ -13,7 +13,8 @@ Three conventions hold everywhere:
   sends have at least 4096 bytes each, except the last of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
-Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people.
+Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
+ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values of RowError.reason.
 """
 
 from collections import abc as _abc
@@ -153,20 +154,24 @@ class RowError(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     code: _builtins.int
     """gRPC status code"""
     message: _builtins.str
+    reason: _builtins.str
+    """of RESOURCE_EXHAUSTED: table-full, server-busy or storage-failed"""
     def __init__(
         self,
         *,
         key: _builtins.int = ...,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "key", b"key", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "key", b"key", "message", b"message", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

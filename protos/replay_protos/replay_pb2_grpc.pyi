@@ -13,7 +13,8 @@ Three conventions hold everywhere:
   sends have at least 4096 bytes each, except the last of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
-Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people.
+Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
+ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values of RowError.reason.
 """
 
 from collections import abc as _abc

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from replay_server.errors import deadline, full
+from replay_server.errors import busy, deadline
 
 
 class Budget:
@@ -38,7 +38,7 @@ class Budget:
     def take(self, client: str, n: int) -> None:
         """Raises Refused (RESOURCE_EXHAUSTED) where the client cannot have n more."""
         if why := self.why_not(client, n):
-            raise full(f"{why}; try again later")
+            raise busy(f"{why}; try again later")
         self._take(client, n)
 
     def give_back(self, client: str, n: int) -> None:

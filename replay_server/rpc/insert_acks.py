@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import full
+from replay_server.errors import Refused, storage_failed
 from replay_server.storage.journal import Journal
 
 MAX_BACKLOG = 64 << 20
@@ -66,6 +66,10 @@ async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses]
         await asyncio.gather(worker, return_exceptions=True)
 
 
+def row_error(key: int, refusal: Refused) -> pb.RowError:
+    return pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
+
+
 def refuse_taken_back(answer: pb.InsertResponse, keys: Sequence[int], journal: Journal) -> None:
     """Adds the errors of those of `keys`, which `answer` decides on, that could not be written."""
     if not (rolled_back := journal.rolled_back(keys)):
@@ -73,5 +77,5 @@ def refuse_taken_back(answer: pb.InsertResponse, keys: Sequence[int], journal: J
     told = {error.key for error in answer.errors}
     for key in keys:
         if key in rolled_back and key not in told:
-            refusal = full(f"item {key} could not be written: the disk of data_dir is full or fails")
-            answer.errors.add(key=key, code=refusal.code.value[0], message=refusal.message)
+            message = f"item {key} could not be written: the disk of data_dir is full or fails"
+            answer.errors.append(row_error(key, storage_failed(message)))

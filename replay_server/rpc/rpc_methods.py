@@ -15,13 +15,15 @@ from weakref import WeakValueDictionary
 import grpc
 from google.protobuf.message import DecodeError
 
+from replay_protos import REASON_KEY
 from replay_server.config import LimitsSection
-from replay_server.errors import Refused, deadline, full, invalid
+from replay_server.errors import Refused, busy, deadline, invalid
 from replay_server.limits import MAX_ANSWERS
 from replay_server.rpc.auth import REVOKED
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 Method = Callable[..., Awaitable[T]]
 
 
@@ -47,7 +49,7 @@ class Calls:
     def counted(self) -> Iterator[None]:
         """One more is open. Raises Refused where that is one too many."""
         if self.open >= self._limits.max_calls:
-            raise full(f"{self.open} calls are open, which is as many as this server takes (max_calls); try later")
+            raise busy(f"{self.open} calls are open, which is as many as this server takes (max_calls); try later")
         self.open += 1
         try:
             yield
@@ -76,6 +78,12 @@ class Calls:
         await slots.acquire()
         # At the very end of the call: an answer that is not read stays in gRPC, even if we have given it up.
         context.add_done_callback(lambda *_: slots.release())  # type: ignore[arg-type]  # no lambda is generic
+
+
+async def abort(context: Context, refusal: Refused) -> None:
+    """Ends the call with the code, the message and, as trailing metadata, the reason of a refusal."""
+    metadata = ((REASON_KEY, str(refusal.reason)),) if refusal.reason else ()
+    await context.abort(_STATUS[refusal.code], refusal.message, metadata)
 
 
 class HasCalls(Protocol):
@@ -113,7 +121,7 @@ async def _answering(calls: Calls, context: Context) -> AsyncIterator[None]:
         with calls.counted():
             yield
     except Refused as refusal:
-        await context.abort(refusal.code, refusal.message)
+        await abort(context, refusal)
     except asyncio.CancelledError as error:
         if error.args == (REVOKED,):  # gRPC says nothing to the client of a call that is cancelled here
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)

@@ -26,7 +26,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayServicer
 from replay_server.config import LimitsSection
-from replay_server.errors import Refused, full, invalid, unsupported
+from replay_server.errors import Refused, busy, invalid, unsupported
 from replay_server.limits import (
     MAX_CHANGES,
     MAX_KEYS,
@@ -38,7 +38,7 @@ from replay_server.limits import (
 )
 from replay_server.rpc import info
 from replay_server.rpc.budget import Budget
-from replay_server.rpc.insert_acks import acknowledged, refuse_taken_back
+from replay_server.rpc.insert_acks import acknowledged, refuse_taken_back, row_error
 from replay_server.rpc.messages import join_messages, split_payloads
 from replay_server.rpc.rpc_methods import Calls, Context, endless, parser, stream, unary
 from replay_server.rpc.sampling import Leases, SampleStream, draw, responses_of
@@ -84,7 +84,7 @@ class ReplayService(ReplayServicer):
         unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
         self._unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self._waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
-        self._in_hand = Budget(MAX_ROWS_IN_HAND, "samples under leases or drawn ahead")
+        self._outstanding = Budget(MAX_ROWS_IN_HAND, "samples under leases or drawn ahead")
         self.server_id = secrets.randbits(63)
         self._started = buffer.clock()
         self._insert_streams = 0
@@ -161,7 +161,7 @@ class ReplayService(ReplayServicer):
                             taken += 1
                     except Refused as refusal:
                         key = inserts.keys[0]
-                        response.errors.add(key=key, code=refusal.code.value[0], message=refusal.message)
+                        response.errors.append(row_error(key, refusal))
                         response.decided += 1
                         taken = 1
                     if taken == len(inserts):
@@ -183,7 +183,7 @@ class ReplayService(ReplayServicer):
         with ExitStack() as held:
             try:
                 if request.lease:
-                    held.enter_context(self._in_hand.held(context.peer(), len(batch)))
+                    held.enter_context(self._outstanding.held(context.peer(), len(batch)))
                 responses = responses_of(self.buffer, batch_id, batch, payloads)
                 last = next(responses)
                 for response in responses:
@@ -219,8 +219,8 @@ class ReplayService(ReplayServicer):
             raise invalid("the first message of a sample stream must have `open`")
         client = context.peer()
         if self._streams_of[client] >= MAX_SAMPLE_STREAMS:
-            raise full(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
-        share = functools.partial(self._in_hand.held, client)
+            raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
+        share = functools.partial(self._outstanding.held, client)
         sample_stream = SampleStream(self.buffer, reader, opening, share, self._durable)
         self._sample_streams += 1
         self._streams_of[client] += 1

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from replay_server.errors import Refused, full
+from replay_server.errors import Refused, storage_failed
 from replay_server.storage.checkpoint_file import (
     REMOVED,
     SEEN,
@@ -113,7 +113,7 @@ class Checkpointer:
                 raise
             await asyncio.to_thread(self.directory.prune, self._keep)
         except OSError as error:
-            raise full(f"checkpoint {name} could not be written: {error}") from error
+            raise storage_failed(f"checkpoint {name} could not be written: {error}") from error
         log.info(
             "checkpoint %s: %d items with %d bytes in %.2f s",
             path,

@@ -20,7 +20,19 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from replay_server.errors import Refused, closed, deadline, full, invalid, not_found, stale, too_large, try_again
+from replay_server.errors import (
+    Refused,
+    busy,
+    closed,
+    deadline,
+    full,
+    invalid,
+    not_found,
+    stale,
+    storage_failed,
+    too_large,
+    try_again,
+)
 from replay_server.tables.admission import Admission
 from replay_server.tables.batches import InsertBatch, SampleBatch, SampleRequest
 from replay_server.tables.columns import FloatArray, IntArray, KeyArray
@@ -235,7 +247,7 @@ class ReplayBuffer:
         """What refuses the item as things stand now."""
         version, nbytes = int(insert.policy_versions[0]), int(insert.sizes[0])
         if why := self.storage.why_full(nbytes):
-            raise full(why)
+            raise storage_failed(why)
         for table in tables:
             if table.too_stale(version, self.policy.version):
                 table.counters.stale_refused += 1
@@ -269,7 +281,7 @@ class ReplayBuffer:
             return
         evicting = [table for table in tables if table.config.when_full == "evict"]
         if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
-            raise full(f"the server is full: {why}, and {', '.join(insert.priorities)} has too little to evict")
+            raise busy(f"the server is full: {why}, and {', '.join(insert.priorities)} has too little to evict")
         self._evict(nbytes, evicting)
 
     def _evict(self, nbytes: int, tables: list[Table]) -> None:

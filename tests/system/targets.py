@@ -158,5 +158,5 @@ class Service:
         assert {key: item.holders for key, item in buffer.items.items()} == held
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
         assert (service.calls.open, service._unfinished.used, service._waiting.used) == (0, 0, 0)
-        assert service._in_hand.used == sum(len(batch) for _, batch in buffer._batches.values())
+        assert service._outstanding.used == sum(len(batch) for _, batch in buffer._batches.values())
         assert len(buffer._batches) == len(service._leases)

@@ -2,12 +2,11 @@
 
 import asyncio
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_server.errors import Refused
+from replay_server.errors import Code, Refused
 from replay_server.rpc.budget import Budget
 
 
@@ -96,7 +95,7 @@ async def test_a_wait_ends_with_the_reason():
     await settle()
     with pytest.raises(Refused, match="60 of 100 things are in use, and 50 more were asked for") as caught:
         await holder(budget, "b", 50, order, release, timeout=0.01)
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
     release.set()
     await task
     assert budget.used == 0

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError, TableFullError
+from replay_client.errors import ReplayError, StorageError
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
@@ -191,7 +191,7 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk,
     payload = os.urandom(200_000)
     kept = []
     with serving(small_disk) as client:
-        with pytest.raises(TableFullError, match=r"data_dir .*bytes (are )?free|could not be written"):
+        with pytest.raises(StorageError, match=r"data_dir .*bytes (are )?free|could not be written"):
             kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
         assert len(kept) > 60
         assert keys_in(client, "pool") == sorted(kept)
@@ -217,7 +217,7 @@ def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(sm
     )  # it seems free
     payload = os.urandom(100_000)
     with serving(small_disk) as client:
-        with pytest.raises(TableFullError):
+        with pytest.raises(StorageError):
             write_many(client, payload)
         there = keys_in(client, "pool")
         assert client.server_info().tables["pool"].inserts == len(there)
@@ -260,7 +260,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
             info = client.server_info().tables["pool"]
         go_on.set()
         for future in (first, other):
-            with pytest.raises(TableFullError, match="could not be written"):
+            with pytest.raises(StorageError, match="could not be written"):
                 future.result(10)
         assert keys_in(client, "pool") == []
         client.insert(b"x", {"pool": 1.0}, key=1)

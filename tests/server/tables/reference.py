@@ -11,12 +11,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
+from replay_server.errors import Code
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.config import AdmissionConfig, TableConfig
-
-Code = grpc.StatusCode
 
 
 @dataclass(eq=False)

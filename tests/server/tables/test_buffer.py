@@ -2,11 +2,10 @@
 
 import math
 
-import grpc
 import numpy as np
 import pytest
 
-from replay_server.errors import Refused
+from replay_server.errors import Code, Refused
 from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -108,7 +107,7 @@ def test_a_deadline_ends_a_wait_with_its_reason_and_disturbs_nobody():
     sample = bench.sample(wait=1.0)
     bench.buffer.time_out(sample)
     assert refusal(sample.result).message == "t: sampling blocked: size 3 < min_size 5"
-    assert refusal(sample.result).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert refusal(sample.result).code is Code.DEADLINE_EXCEEDED
     assert bench.table().counters.samples == 0
     bench.insert(), bench.insert()
     assert bench.sample().done
@@ -139,7 +138,7 @@ def test_a_request_that_nobody_waits_for_any_more_gives_its_place_away():
 def test_a_bad_priority_is_refused_and_changes_nothing(priority):
     bench = Bench(table("a"), table("b"))
     key = bench.insert("a")
-    assert refusal(bench.insert, a=1.0, b=priority).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal(bench.insert, a=1.0, b=priority).code is Code.INVALID_ARGUMENT
     keys, priorities = np.array([key, 77], dtype=np.uint64), np.array([0.5, priority])
     assert "priority" in refusal(bench.buffer.update_priorities, "a", keys, priorities).message
     assert bench.keys("a") == [key]
@@ -158,7 +157,7 @@ def test_extreme_but_valid_priorities_are_taken(priority):
 def test_an_unknown_table_is_named_together_with_those_there_are():
     bench = Bench(table("a"), table("b"))
     assert refusal(bench.insert, "c").message == "no table 'c'; tables: a, b"
-    assert refusal(bench.sample, 1, "c").code is grpc.StatusCode.NOT_FOUND
+    assert refusal(bench.sample, 1, "c").code is Code.NOT_FOUND
 
 
 def test_inserting_a_key_again_does_nothing_even_after_it_was_consumed():
@@ -223,7 +222,7 @@ def test_max_bytes_evicts_as_much_as_the_new_item_needs():
         bench.insert(nbytes=25)
     big = bench.insert(nbytes=60)
     assert bench.keys() == [4, big]
-    assert refusal(bench.insert, nbytes=101).code is grpc.StatusCode.OUT_OF_RANGE
+    assert refusal(bench.insert, nbytes=101).code is Code.OUT_OF_RANGE
 
 
 def test_a_full_table_blocks_or_rejects_if_told_to():
@@ -234,7 +233,7 @@ def test_a_full_table_blocks_or_rejects_if_told_to():
     bench.buffer.delete("block", [first])
     assert waiting.done
     bench.insert("reject")
-    assert refusal(bench.insert, "reject").code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal(bench.insert, "reject").code is Code.RESOURCE_EXHAUSTED
 
 
 def test_the_bound_of_the_server_holds_over_all_tables():
@@ -244,7 +243,7 @@ def test_the_bound_of_the_server_holds_over_all_tables():
     second = bench.insert("a", nbytes=30)
     assert first not in bench.buffer.items
     assert bench.buffer.bytes == 70
-    assert refusal(bench.insert, "b", nbytes=40).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal(bench.insert, "b", nbytes=40).code is Code.RESOURCE_EXHAUSTED
     assert bench.keys("a") == [second]
 
 
@@ -320,7 +319,7 @@ def test_an_item_that_is_too_stale_is_refused_on_arrival_and_while_it_waits():
     bench.insert(version=0)
     waiting = bench.insert(version=0)
     bench.buffer.set_policy_version(1, "")
-    assert refusal(waiting.result).code is grpc.StatusCode.FAILED_PRECONDITION
+    assert refusal(waiting.result).code is Code.FAILED_PRECONDITION
     assert "lags 1 behind the current 1" in refusal(bench.insert, version=0).message
     assert bench.table().counters.stale_refused == 2
 
@@ -425,9 +424,9 @@ def test_closing_ends_every_wait_and_refuses_what_comes_after():
     assert sample.done  # the waiting insert came in
     waiting = bench.sample(1)
     bench.buffer.close()
-    assert refusal(waiting.result).code is grpc.StatusCode.ABORTED
+    assert refusal(waiting.result).code is Code.ABORTED
     assert insert.done
-    assert refusal(bench.insert).code is grpc.StatusCode.ABORTED
+    assert refusal(bench.insert).code is Code.ABORTED
 
 
 def admission(**options) -> Bench:

@@ -9,14 +9,13 @@ import warnings
 from collections import deque
 from functools import partial
 
-import grpc
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay_server.errors import Refused
+from replay_server.errors import Code, Refused
 from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -244,7 +243,7 @@ class ModelMachine(RuleBasedStateMachine):
     def update_priorities(self, table, keys, bad):
         poisoned = np.array([*keys, 1], dtype=np.uint64), np.array([0.25] * len(keys) + [bad])
         _, code = self.refused(self.buffer.update_priorities, table, *poisoned)
-        assert code is grpc.StatusCode.INVALID_ARGUMENT  # and nothing has changed
+        assert code is Code.INVALID_ARGUMENT  # and nothing has changed
         _, missing = self.buffer.update_priorities(
             table, np.array(list(keys), dtype=np.uint64), np.array(list(keys.values()), dtype=np.float64)
         )
@@ -267,7 +266,7 @@ class ModelMachine(RuleBasedStateMachine):
         version = max(0, self.model.version + step)
         if version < self.model.version:
             _, code = self.refused(self.buffer.set_policy_version, version, "w")
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert code is Code.INVALID_ARGUMENT
         self.buffer.set_policy_version(version, "w", rollback=step < 0)
         self.model.set_policy_version(version, rollback=step < 0)
         self.follow()
@@ -330,7 +329,7 @@ class ModelMachine(RuleBasedStateMachine):
         left = self.model.leases.get(lease, [math.inf])[0]
         released, code = self.refused(self.buffer.admission.release, lease, count)
         if count > left:
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert code is Code.INVALID_ARGUMENT
         else:
             assert released == self.model.release(lease, count)
         self.follow()
