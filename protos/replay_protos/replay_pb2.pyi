@@ -833,6 +833,7 @@ class TableInfo(_message.Message):
     SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     INSERT_BLOCKED_SHARE_FIELD_NUMBER: _builtins.int
     SAMPLE_BLOCKED_SHARE_FIELD_NUMBER: _builtins.int
+    LIMITER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in"""
@@ -877,6 +878,10 @@ class TableInfo(_message.Message):
     def staleness(self) -> Global___Quantiles: ...
     @_builtins.property
     def priority(self) -> Global___Quantiles: ...
+    @_builtins.property
+    def limiter(self) -> Global___Limiter:
+        """where the rate limiter stands now"""
+
     def __init__(
         self,
         *,
@@ -905,14 +910,57 @@ class TableInfo(_message.Message):
         samples_per_second: _builtins.float = ...,
         insert_blocked_share: _builtins.float = ...,
         sample_blocked_share: _builtins.float = ...,
+        limiter: Global___Limiter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "inserting", b"inserting", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "evicted", b"evicted", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "evicted", b"evicted", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
+
+@_typing.final
+class Limiter(_message.Message):
+    """Sampling n items waits until size >= min_size and difference - n >= min_diff. Inserting n items waits until
+    size + n <= min_size or difference + n * samples_per_insert <= max_diff.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_PER_INSERT_FIELD_NUMBER: _builtins.int
+    MIN_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_DIFF_FIELD_NUMBER: _builtins.int
+    MAX_DIFF_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    samples_per_insert: _builtins.float
+    min_size: _builtins.int
+    min_diff: _builtins.float
+    """-inf: no bound"""
+    max_diff: _builtins.float
+    """inf: no bound"""
+    difference: _builtins.float
+    """inserts * samples_per_insert - samples, as the limiter counts them"""
+    size: _builtins.int
+    """inserts - deletes, as the limiter counts them"""
+    def __init__(
+        self,
+        *,
+        samples_per_insert: _builtins.float = ...,
+        min_size: _builtins.int = ...,
+        min_diff: _builtins.float = ...,
+        max_diff: _builtins.float = ...,
+        difference: _builtins.float = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "max_diff", b"max_diff", "min_diff", b"min_diff", "min_size", b"min_size", "samples_per_insert", b"samples_per_insert", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Limiter: _TypeAlias = Limiter  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):

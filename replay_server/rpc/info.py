@@ -15,6 +15,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.meters import Quantiles
+from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
 
@@ -75,6 +76,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         samples_per_second=table.sampled.per_second(now),
         insert_blocked_share=table.insert_blocked.share(now),
         sample_blocked_share=table.sample_blocked.share(now),
+        limiter=_limiter(table.limiter),
         **table.counts(),
     )
 
@@ -84,6 +86,17 @@ def _waiting(buffer: ReplayBuffer, line: Line[Any], reason: str | None) -> pb.Wa
     if head is None:
         return pb.Waiting()
     return pb.Waiting(count=len(line), reason=reason or "", seconds=buffer.clock() - head.since)
+
+
+def _limiter(limiter: RateLimiter) -> pb.Limiter:
+    return pb.Limiter(
+        samples_per_insert=limiter.samples_per_insert,
+        min_size=limiter.min_size,
+        min_diff=limiter.min_diff,
+        max_diff=limiter.max_diff,
+        difference=limiter.inserts * limiter.samples_per_insert - limiter.samples,
+        size=max(0, limiter.size),
+    )
 
 
 def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:

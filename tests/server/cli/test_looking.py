@@ -99,7 +99,16 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     assert sorted(data["tables"]["replay"]) == [
         *("age", "bytes", "config", "consumed", "deleted", "duplicates", "evicted", "evicted_unsampled"),
         *("forward_refused", "forwarded", "insert_blocked_share", "inserting", "inserts", "inserts_per_second"),
-        *("name", "priority", "reserved", "sample_blocked_share", "samples", "samples_per_second", "sampling"),
+        *(
+            "limiter",
+            "name",
+            "priority",
+            "reserved",
+            "sample_blocked_share",
+            "samples",
+            "samples_per_second",
+            "sampling",
+        ),
         *("size", "stale", "stale_refused", "staleness"),
     ]
     page = document(replay("items", "replay", "--json"))

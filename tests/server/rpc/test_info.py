@@ -46,3 +46,24 @@ def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
     priority = table_info(buffer, table).priority
     assert table.size == 6001
     assert (priority.min, priority.p50, priority.max, priority.mean) == (10_000, 25_000, 40_000, 25_000)
+
+
+def test_the_limiter_says_where_it_stands_in_its_window(rng):
+    limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 2.0, "min_size": 3, "error_buffer": 4.0}
+    buffer = ReplayBuffer([TableConfig(name="pool", rate_limiter=limiter)], lambda: 0.0)
+    table = buffer.tables["pool"]
+    table.on_leave = lambda keys: None
+    table.insert([1, 2, 3, 4], np.ones(4), np.zeros(4), np.ones(4, dtype=np.int64))
+    said = table_info(buffer, table).limiter
+    assert (said.samples_per_insert, said.min_size, said.min_diff, said.max_diff) == (2.0, 3, 2.0, 10.0)
+    assert (said.difference, said.size) == (8.0, 4)
+    assert table.limiter.can_insert(1)
+    assert not table.limiter.can_insert(2)  # (difference + 2 * spi = 12) > max_diff
+    assert table.limiter.can_sample(6)
+    assert not table.limiter.can_sample(7)  # (difference - 7 = 1) < min_diff
+
+
+def test_a_limiter_without_a_window_has_no_bounds():
+    buffer = ReplayBuffer([TableConfig(name="pool")], lambda: 0.0)
+    said = table_info(buffer, buffer.tables["pool"]).limiter
+    assert (said.min_size, said.min_diff, said.max_diff) == (1, -np.inf, np.inf)
