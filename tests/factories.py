@@ -1,14 +1,15 @@
-"""What several tests make: groups, and servers that end with the test."""
+"""What several tests make: groups, servers that end with the test, and `until`, which waits for a condition."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -36,6 +37,15 @@ def make_group(
         policy_version=version,
         **fields,
     )
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0, pause: float = 0.01) -> Any:
+    """The first value of `condition()` that counts as true. Fails with the last value after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still {value!r} after {seconds:g} s"
+        time.sleep(pause)
+    return value
 
 
 @dataclass

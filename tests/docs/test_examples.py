@@ -67,7 +67,7 @@ def commands() -> list[str]:
             if block.language in ("sh", "console", "text"):
                 text = block.text.replace("\\\n", " ")
                 found += re.findall(r"^(?:\$ )?(replay [a-z-]+.*?)(?:\s+#.*|\s*&)?$", text, re.MULTILINE)
-        found += re.findall(r"^    (replay [a-z-]+.*)$", page.read_text(), re.MULTILINE)
+        found += re.findall(r"^    (replay [a-z-]+.*?)(?:\s+#.*)?$", page.read_text(), re.MULTILINE)
     return sorted({re.sub(r"\$\w+", "1", line) for line in found})
 
 
