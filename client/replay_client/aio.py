@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import grpc
 import numpy as np
@@ -30,6 +30,7 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
     item_page_of,
+    mutation_of,
     policy_of,
     samples_of,
     server_info_of,
@@ -40,9 +41,6 @@ from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
-
-if TYPE_CHECKING:
-    from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
 MOST_KEYS = 1_000_000
 """Keys in one request."""
@@ -121,7 +119,7 @@ class AsyncReplayClient:
         item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, lease)
         frames = list(pack_items([item]))
 
-        async def attempt(_: ReplayAsyncStub, rpc_timeout: float | None) -> pb.InsertResponse:
+        async def attempt(rpc_timeout: float | None) -> pb.InsertResponse:
             if len(frames) == 1 and tracing.active():  # a call of its own carries the trace context
                 return await self._connection.payloads.Insert(frames[0], timeout=rpc_timeout)
             return await self._insert_streams.insert(frames, rpc_timeout)
@@ -182,7 +180,7 @@ class AsyncReplayClient:
             lease=lease,
         )
 
-        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[Sample]:
+        async def attempt(rpc_timeout: float | None) -> list[Sample]:
             first, payloads = await _joined(self._connection.payloads.Sample(request, timeout=rpc_timeout))
             return samples_of(first, payloads, leased=lease > 0)
 
@@ -198,10 +196,8 @@ class AsyncReplayClient:
         request = pb.AcknowledgeSamplesRequest(
             batches=sorted({sample.info.lease for sample in samples} - {0}), give_back=give_back
         )
-        response = await self._connection.call(
-            lambda stub, seconds: stub.AcknowledgeSamples(request, timeout=seconds), self._connection.seconds(timeout)
-        )
-        return MutationResult(response.applied, tuple(response.missing))
+        response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, request, timeout)
+        return mutation_of(response)
 
     def sampler(
         self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
@@ -249,22 +245,20 @@ class AsyncReplayClient:
             keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
             priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
         )
-        return await self._mutate(lambda stub, seconds: stub.UpdatePriorities(request, timeout=seconds), timeout)
+        response = await self._connection.unary(self._connection.stub.UpdatePriorities, request, timeout)
+        return mutation_of(response)
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table; those that are in other tables stay there."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
-        return await self._mutate(lambda stub, seconds: stub.Delete(request, timeout=seconds), timeout)
-
-    async def _mutate(self, attempt: Any, timeout: Timeout) -> MutationResult:
-        response: pb.MutationResponse = await self._connection.call(attempt, self._connection.seconds(timeout))
-        return MutationResult(response.applied, tuple(response.missing))
+        response = await self._connection.unary(self._connection.stub.Delete, request, timeout)
+        return mutation_of(response)
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items of these keys that the server holds, without counting as sampling."""
         request = message_of(pb.GetRequest, keys=list(keys))
 
-        async def attempt(stub: ReplayAsyncStub, rpc_timeout: float | None) -> list[StoredItem]:
+        async def attempt(rpc_timeout: float | None) -> list[StoredItem]:
             first, payloads = await _joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
             return stored_items_of(first, payloads)
 
@@ -297,9 +291,7 @@ class AsyncReplayClient:
             min_staleness=min_staleness,
             max_staleness=max_staleness,
         )
-        response = await self._connection.call(
-            lambda stub, seconds: stub.ListItems(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        response = await self._connection.unary(self._connection.stub.ListItems, request, timeout)
         return item_page_of(response)
 
     # ------------------------------------------------------------------------------------------------ tables
@@ -307,24 +299,18 @@ class AsyncReplayClient:
     async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
         """The server and its tables (all, or those named)."""
         request = message_of(pb.GetServerInfoRequest, tables=list(tables))
-        response = await self._connection.call(
-            lambda stub, seconds: stub.GetServerInfo(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        response = await self._connection.unary(self._connection.stub.GetServerInfo, request, timeout)
         return server_info_of(response)
 
-    async def update_table(self, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
+    async def update_table(self, /, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
         """Changes fields of a table's TableConfig at run time, for example `max_size=8192`; items and counters stay."""
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        return await self._connection.call(
-            lambda stub, seconds: stub.UpdateTable(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        return await self._connection.unary(self._connection.stub.UpdateTable, request, timeout)
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
         request = message_of(pb.ResetRequest, table=table)
-        response = await self._connection.call(
-            lambda stub, seconds: stub.Reset(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        response = await self._connection.unary(self._connection.stub.Reset, request, timeout)
         return response.removed
 
     # ------------------------------------------------------------------------------- policy version, admission
@@ -338,17 +324,12 @@ class AsyncReplayClient:
         what it had taken beyond its finished steps is lost, and permits are counted anew.
         """
         request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
-        response = await self._connection.call(
-            lambda stub, seconds: stub.SetPolicyVersion(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        response = await self._connection.unary(self._connection.stub.SetPolicyVersion, request, timeout)
         return policy_of(response)
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
         """The current policy version and where its weights lie."""
-        response = await self._connection.call(
-            lambda stub, seconds: stub.GetPolicy(pb.GetPolicyRequest(), timeout=seconds),
-            self._connection.seconds(timeout),
-        )
+        response = await self._connection.unary(self._connection.stub.GetPolicy, pb.GetPolicyRequest(), timeout)
         return policy_of(response)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
@@ -375,17 +356,13 @@ class AsyncReplayClient:
         """
         seconds = self._connection.seconds(timeout)
         request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
-        response = await self._connection.call(
-            lambda stub, rpc_seconds: stub.AcquirePermits(request, timeout=rpc_seconds), seconds
-        )
+        response = await self._connection.unary(self._connection.stub.AcquirePermits, request, seconds)
         return PermitLease(response.lease, response.count, response.ttl)
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
         """Gives back permits that will not be used (0: all that are left). Returns how many."""
         request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
-        response = await self._connection.call(
-            lambda stub, seconds: stub.ReleasePermits(request, timeout=seconds), self._connection.seconds(timeout)
-        )
+        response = await self._connection.unary(self._connection.stub.ReleasePermits, request, timeout)
         return response.released
 
     # ------------------------------------------------------------------------------------------------ the client
@@ -397,17 +374,13 @@ class AsyncReplayClient:
         even if nobody waits for it any more. Raises UnsupportedError where the server has no place for checkpoints.
         """
         request = message_of(pb.CheckpointRequest, name=name)
-        response = await self._connection.call(
-            lambda stub, seconds: stub.Checkpoint(request, timeout=seconds),
-            self._connection.seconds(timeout),
-        )
+        response = await self._connection.unary(self._connection.stub.Checkpoint, request, timeout)
         return response.name
 
     async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
         """The server's checkpoints, the newest first. `verify` makes it read every byte of them."""
-        response = await self._connection.call(
-            lambda stub, seconds: stub.ListCheckpoints(pb.ListCheckpointsRequest(verify=verify), timeout=seconds),
-            self._connection.seconds(timeout),
+        response = await self._connection.unary(
+            self._connection.stub.ListCheckpoints, pb.ListCheckpointsRequest(verify=verify), timeout
         )
         return list(response.checkpoints)
 

@@ -6,12 +6,20 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
 
 import grpc
 
+from replay_client import forks
 from replay_client.access import TLS, Access
-from replay_client.errors import AuthenticationError, InvalidRequestError, ReplayError, ServerUnavailableError, error_of
+from replay_client.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ReplayError,
+    ServerClosedError,
+    ServerUnavailableError,
+    error_of,
+)
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
@@ -27,6 +35,9 @@ SampleStreamCall: TypeAlias = "grpc.aio.StreamStreamMultiCallable[pb.SampleStrea
 GetCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]"
 
 T = TypeVar("T")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
 _GRACE = 5.0
 """Seconds that the server gets beyond the timeout to say what the request waited for."""
@@ -78,32 +89,40 @@ class PayloadStub:
 
 
 class Connection:
+    """One server, as a client sees it. Raises RuntimeError in a forked process in which gRPC cannot work."""
+
     def __init__(self, access: Access, timeout: float | None) -> None:
+        forks.check_grpc()
         check_timeout(timeout)
         self.access = access
         self.address = access.address
         self.timeout = timeout
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: ReplayAsyncStub | None = None
-        self._payloads: PayloadStub | None = None
-
-    def _channel_now(self) -> grpc.aio.Channel:
-        """Made at the first use, because a channel belongs to the event loop that runs then."""
-        if self._channel is None:
-            self._channel = self.access.channel(_OPTIONS)
-        return self._channel
+        self._stubs: _Stubs | None = None
+        self._closed = False
 
     @property
     def stub(self) -> ReplayAsyncStub:
-        if self._stub is None:
-            self._stub = ReplayStub(self._channel_now())
-        return self._stub
+        """Calls whose messages protobuf reads and writes."""
+        return self._open().plain
 
     @property
     def payloads(self) -> PayloadStub:
-        if self._payloads is None:
-            self._payloads = PayloadStub(self._channel_now())
-        return self._payloads
+        """Calls whose messages carry payloads."""
+        return self._open().payloads
+
+    def _open(self) -> _Stubs:
+        # Made at the first use, because a channel belongs to the event loop that runs then.
+        if self._stubs is None:
+            if self._closed:
+                raise ServerClosedError("this client is closed")
+            forks.check_grpc()
+            channel = self.access.channel(_OPTIONS)
+            self._stubs = _Stubs(channel, ReplayStub(channel), PayloadStub(channel), forks.count())
+        elif self._stubs.made_at != forks.count():
+            raise RuntimeError(
+                "this client was used before a fork and does not work after it; make one in each process"
+            )
+        return self._stubs
 
     def seconds(self, timeout: Timeout) -> float | None:
         """The timeout that holds."""
@@ -112,19 +131,35 @@ class Connection:
         check_timeout(timeout)
         return timeout
 
-    async def call(self, attempt: Callable[[ReplayAsyncStub, float | None], Awaitable[T]], timeout: float | None) -> T:
-        """The result of `attempt(stub, rpc_timeout)`, tried again while no server answers and there is time."""
+    async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
+        """The result of `attempt(rpc_timeout)`, tried again while no server answers and there is time."""
         patience = Patience(self, timeout)
         patience.start()
         while True:
             try:
-                return await attempt(self.stub, None if timeout is None else patience.remaining() + _GRACE)
+                return await attempt(None if timeout is None else patience.remaining() + _GRACE)
             except grpc.aio.AioRpcError as error:
                 await patience.pause_or_raise(error)
 
+    async def unary(self, rpc: Rpc[Request, Response], request: Request, timeout: Timeout) -> Response:
+        """The response to one request, asked for again while no server answers and there is time."""
+        return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
+
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
+        stubs, self._stubs, self._closed = self._stubs, None, True
+        if stubs is not None:
+            await stubs.channel.close()
+
+
+class _Stubs(NamedTuple):
+    """An open channel with its calls."""
+
+    channel: grpc.aio.Channel
+    plain: ReplayAsyncStub
+    payloads: PayloadStub
+    made_at: int
+    """`forks.count()` then."""
 
 
 class Patience:

@@ -174,6 +174,11 @@ def policy_of(message: pb.Policy) -> Policy:
     return Policy(message.version, message.weights, message.age)
 
 
+def mutation_of(message: pb.MutationResponse | pb.AcknowledgeSamplesResponse) -> MutationResult:
+    """The result in its message."""
+    return MutationResult(message.applied, tuple(message.missing))
+
+
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The server and its tables in their message."""
     return ServerInfo(

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
 import threading
@@ -384,25 +382,6 @@ def test_several_threads_share_one_client(client):
         thread.join()
     assert errors == []
     assert size(client, "plain") == 200
-
-
-def _use_after_fork(client: ReplayClient, queue) -> None:
-    try:
-        client.policy()
-    except RuntimeError as error:
-        queue.put(str(error))
-    os._exit(0)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_client_refuses_to_work_after_a_fork(client):
-    client.policy()
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=_use_after_fork, args=(client, queue))
-    process.start()
-    assert "before a fork" in queue.get()
-    process.join()
 
 
 def wait_in_a_thread(client: ReplayClient) -> tuple[threading.Thread, list[str]]:

@@ -1,0 +1,34 @@
+"""ReplayClient has every method of AsyncReplayClient, with its signature and docstring."""
+
+import inspect
+import typing
+
+import pytest
+
+from replay_client import AsyncReplayClient, ReplayClient
+
+METHODS = [name for name, _ in inspect.getmembers(AsyncReplayClient, inspect.isfunction) if not name.startswith("_")]
+WRAPPED = [name for name in METHODS if inspect.iscoroutinefunction(getattr(AsyncReplayClient, name))]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_are_those_of_the_asyncio_client(name):
+    theirs = inspect.signature(getattr(AsyncReplayClient, name)).parameters
+    mine = inspect.signature(getattr(ReplayClient, name)).parameters
+    assert list(mine.values()) == list(theirs.values())
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_blocking_method_has_the_docstring_and_result_of_its_origin(name):
+    mine, origin = getattr(ReplayClient, name), getattr(AsyncReplayClient, name)
+    assert not inspect.iscoroutinefunction(mine)
+    assert mine.__doc__
+    assert mine.__qualname__ == f"ReplayClient.{name}"
+    assert typing.get_type_hints(mine)["return"] == typing.get_type_hints(origin)["return"]
+    if name != "close":
+        assert mine.__doc__ == origin.__doc__
+
+
+def test_constructors_take_the_same():
+    for name in ("__init__", "from_env"):
+        assert inspect.signature(getattr(ReplayClient, name)) == inspect.signature(getattr(AsyncReplayClient, name))
