@@ -16,9 +16,9 @@ from tests.factories import until
 
 SHORTER = {
     "replay_trainer.demo.prepare run": "replay_trainer.demo.prepare run 0 0.005",
-    "--steps 60": "--steps 3",
-    "--steps 90": "--steps 4",
-    "step-60": "step-3",
+    "--steps 100": "--steps 3",
+    "--steps 150": "--steps 4",
+    "step-100": "step-3",
 }
 """What the test does less of than the reader."""
 
