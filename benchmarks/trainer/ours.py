@@ -22,7 +22,7 @@ from benchmarks.trainer.workload import old_offsets as offsets_of
 from replay_client import Policy, Sample, SampleInfo, group_from_completions
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
 from replay_trainer.batching import micro_batches, packed_input, to_batch
-from replay_trainer.presets import PRESETS
+from replay_trainer.correction.presets import PRESETS
 
 STEPS = 10**6
 

@@ -53,7 +53,7 @@ def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
         logprobs = group.rollout_logprobs[start : start + length]
         start += length
         number = batch.group_B[row]
-        prompt_ids = batch.prompt_ids_GP[number, : batch.prompt_lengths_G[number]]
+        prompt_ids = batch.prompt_ids_UP[number, : batch.prompt_lengths_U[number]]
         assert prompt_ids.tolist() == group.prompt_ids.tolist()
         assert batch.completion_ids_BT[row, :length].tolist() == tokens.tolist()
         assert batch.mask_BT[row].sum().item() == length

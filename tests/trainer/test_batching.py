@@ -90,7 +90,7 @@ def logprobs_one_by_one(model: Any, group: RolloutGroup) -> list[torch.Tensor]:
 
 def test_every_completion_is_a_row_and_every_prompt_comes_once() -> None:
     batch = to_batch(RAGGED)
-    assert batch.prompt_ids_GP.tolist() == [[3, 4, 5, 6, 7], [14, 0, 0, 0, 0]]
+    assert batch.prompt_ids_UP.tolist() == [[3, 4, 5, 6, 7], [14, 0, 0, 0, 0]]
     assert batch.completion_ids_BT.tolist() == [
         [8, 9, 0, 0, 0],
         [0, 0, 0, 0, 0],

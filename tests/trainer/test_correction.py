@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay_trainer.correction import CorrectionConfig, Rejection, correct, weight_totals, weights_and_mask
+from replay_trainer.correction import CorrectionConfig, Moments, Rejection, correct
 
 NAN = math.nan
 
@@ -227,20 +227,22 @@ def test_the_parts_of_a_batch_are_normalised_by_the_mean_of_the_whole() -> None:
         old, rollout, mask = logprobs_of([[0.5, 1.0], [3.0, 0], [NAN, 0.2]])
         whole = correct(old, rollout, mask, config).weights
         parts = [slice(0, 1), slice(1, 3)]
-        totals = [weight_totals(old[part], rollout[part], mask[part], config) for part in parts]
+        totals = [correct(old[part], rollout[part], mask[part], config).weight_totals() for part in parts]
         mean = sum(total for total, _ in totals) / sum(count for _, count in totals)
         for part in parts:
             piece = correct(old[part], rollout[part], mask[part], config, mean_weight=mean)
             torch.testing.assert_close(piece.weights, whole[part])
 
 
-def test_weights_and_mask_are_those_of_the_correction() -> None:
+def test_moments_of_parts_give_the_metrics_of_the_whole() -> None:
     config = CorrectionConfig(veto=0.1, off_policy_mask_threshold=0.5)
     batch, advantages = logprobs_of(OFF_POLICY), torch.tensor([-1.0, 0.0, -1.0, -0.1])
-    weights_BT, mask_BT = weights_and_mask(*batch, config, advantages=advantages)
-    correction = correct(*batch, config, advantages=advantages)
-    assert torch.equal(weights_BT, correction.weights)
-    assert torch.equal(mask_BT, correction.mask)
+    parts = [
+        correct(*(tensor[rows] for tensor in batch), config, advantages=advantages[rows]).moments
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    whole = correct(*batch, config, advantages=advantages).metrics
+    assert Moments.of_parts(parts).metrics() == pytest.approx(whole, nan_ok=True)
 
 
 def test_the_mask_keeps_its_dtype() -> None:

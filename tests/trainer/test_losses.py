@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from replay_trainer.correction import CorrectionConfig, Rejection
-from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer, policy_loss
+from replay_trainer.losses import LossConfig, corrected_policy_loss, kl_loss, loss_normalizer, policy_loss
 
 # Two completions: ratios 2 and 0.5 with A = 1, and a ratio of 2 with A = -2; the last place is padding.
 # -min(c A, clip(c, 0.8, 1.2) A):  -min(2, 1.2) = -1.2,  -min(0.5, 0.8) = -0.5,  -min(-4, -2.4) = 4.
@@ -27,14 +29,24 @@ def old_of(ratios: list[list[float]], logprobs: Tensor = LOGPROBS) -> Tensor:
     return torch.where(torch.tensor(ratios) > 0, logprobs - torch.tensor(ratios).log(), -7.0)
 
 
+def policy_loss_of(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """`policy_loss`, the fields of LossConfig among its options."""
+    names = {field.name for field in fields(LossConfig)}
+    config = LossConfig(**{name: value for name, value in options.items() if name in names})
+    others = {name: value for name, value in options.items() if name not in names}
+    return policy_loss(logprobs, old, advantages, mask, config, **others)
+
+
 def loss_of(**options: object) -> float:
-    loss, _ = policy_loss(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, **options)  # type: ignore[arg-type]
+    loss, _ = policy_loss_of(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, **options)
     return loss.item()
 
 
 def gradient_of(ratios: list[list[float]] = RATIOS, **options: object) -> list[list[float]]:
     logprobs = LOGPROBS.clone().requires_grad_()
-    policy_loss(logprobs, old_of(ratios), ADVANTAGES, MASK, **options)[0].backward()  # type: ignore[arg-type]
+    policy_loss_of(logprobs, old_of(ratios), ADVANTAGES, MASK, **options)[0].backward()
     assert logprobs.grad is not None
     return [[round(x, 4) for x in row] for row in logprobs.grad.tolist()]
 
@@ -78,7 +90,7 @@ def test_cispo_caps_the_ratio_and_keeps_the_gradient_of_every_token() -> None:
 
 def test_gspo_clips_the_geometric_ratio_of_the_sequence() -> None:
     ratios = [[4.0, 1.0], [2.0, 0.0]]  # c = 2 clipped at 1.2, and 2: l = -1.2, 4
-    loss, _ = policy_loss(LOGPROBS, old_of(ratios), ADVANTAGES, MASK, loss_type="gspo")
+    loss, _ = policy_loss(LOGPROBS, old_of(ratios), ADVANTAGES, MASK, LossConfig("gspo"))
     assert loss.item() == pytest.approx((-1.2 + 4) / 2)
     # c = sqrt(0.5 * 2) = 1 is not clipped: dl/dlogp = -c A / 2 tokens / 2 sequences
     assert gradient_of([[0.5, 2.0], [2.0, 0.0]], loss_type="gspo") == [[-0.25, -0.25], [2.0, 0.0]]
@@ -131,7 +143,7 @@ def test_the_kl_penalty_is_k3_of_the_reference() -> None:
     loss, metrics = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1)
     assert loss.item() == pytest.approx(0.1 * sum(k3) / 3)
     assert metrics == pytest.approx({"kl": sum(k3) / 3})
-    loss, _ = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1, loss_type="grpo", normalizer=2)
+    loss, _ = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1, config=LossConfig("grpo"), normalizer=2)
     assert loss.item() == pytest.approx(0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2)
 
 
@@ -236,7 +248,9 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
 
 def loss_and_gradient(batch: dict[str, Tensor], **options: object) -> tuple[Tensor, Tensor]:
     logprobs = batch["logprobs"].clone().requires_grad_()
-    loss, _ = policy_loss(**(batch | {"logprobs": logprobs}), **options)  # type: ignore[arg-type]
+    old, advantages, mask = batch["old_logprobs"], batch["advantages"], batch["mask"]
+    extra = {name: batch[name] for name in ("weights", "keep") if name in batch}
+    loss, _ = policy_loss_of(logprobs, old, advantages, mask, **extra, **options)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from replay_trainer.alarms import Alarms
 from replay_trainer.correction import CorrectionConfig, correct
-from replay_trainer.losses import corrected_policy_loss
-from replay_trainer.presets import PRESETS, areal, dppo, prime_rl, trl, verl
+from replay_trainer.correction.presets import PRESETS, areal, dppo, prime_rl, trl, verl
+from replay_trainer.losses import LossConfig, corrected_policy_loss
 
 # Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.
 RATIOS = torch.tensor([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]])
@@ -105,7 +105,7 @@ def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_
     rollout, mask = ROLLOUT.clone(), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     rollout[1, 0] = math.nan
     loss, _ = corrected_policy_loss(
-        logprobs, logprobs.detach(), rollout, torch.zeros(2), mask, dppo(kl_tau=0.5), loss_type="grpo", normalizer=4
+        logprobs, logprobs.detach(), rollout, torch.zeros(2), mask, dppo(kl_tau=0.5), LossConfig("grpo"), normalizer=4
     )
     weights = torch.tensor([[1 / 2, 1 / 2, 0.0], [0.0, 1 / 3, 1 / 3]]) / 4
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], weights * RATIOS.log())

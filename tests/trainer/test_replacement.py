@@ -14,8 +14,7 @@ import torch
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
-from replay_trainer.dynamic_sampling import DynamicSampler
-from replay_trainer.replacement import unreplaced
+from replay_trainer.sources import DynamicSource, KeepingSource
 from tests.trainer.factories import FakeClient, make_group, make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
@@ -61,7 +60,7 @@ def test_every_row_of_a_replaced_group_is_the_stored_one() -> None:
     batch, alone = to_batch(replacement.groups), to_batch([stored])
     rows = batch.group_B == 1
     assert int(rows.sum()) == 3
-    assert torch.equal(batch.prompt_ids_GP[1, :3], alone.prompt_ids_GP[0])
+    assert torch.equal(batch.prompt_ids_UP[1, :3], alone.prompt_ids_UP[0])
     assert torch.equal(batch.completion_ids_BT[rows, :3], alone.completion_ids_BT)
     assert torch.equal(batch.mask_BT[rows, :3], alone.mask_BT)
     assert not batch.mask_BT[rows, 3:].any()
@@ -193,7 +192,7 @@ def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
 
 def test_without_replacement_the_batch_is_what_came() -> None:
     batch = make_batch(ALL_WRONG, MIXED)
-    taken = unreplaced(batch)
+    taken = KeepingSource(iter([batch])).next(1)
     assert (taken.samples, taken.replaced) == (batch, [])
     assert taken.stats["groups_zero_variance"] == taken.stats["groups_missing"] == 1
     assert taken.stats.keys() == ZeroVarianceReplacer(FakeClient()).replace(batch).stats.keys()
@@ -207,26 +206,26 @@ def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
 
 def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much() -> None:
     stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
-    sampler = DynamicSampler(stream, size=2, max_batches=5)
-    first = sampler.next()
+    source = DynamicSource(stream, size=2, max_batches=5)
+    first = source.next(1)
     assert keys(first.samples) == [0, 4]
     assert keys(first.fresh) == [0, 1, 2, 3, 4, 5]
     assert first.stats["groups_zero_variance"] == first.stats["groups_dropped"] == 3
     assert first.stats["groups_missing"] == 0
-    second = sampler.next()
+    second = source.next(2)
     assert keys(second.samples) == [5, 7]
     assert keys(second.fresh) == [6, 7]
 
 
 def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short() -> None:
-    sampler = DynamicSampler(batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED]), size=4, max_batches=3)
-    taken = sampler.next()
+    source = DynamicSource(batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED]), size=4, max_batches=3)
+    taken = source.next(1)
     assert keys(taken.samples) == [1, 3, 5]
     assert taken.stats["groups_missing"] == 1
 
 
 def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
-    sampler = DynamicSampler(batches_of([MIXED] * 4, [MIXED] * 4), size=2, max_batches=1)
-    assert keys(sampler.next().samples) == [0, 1]
-    taken = sampler.next()
+    source = DynamicSource(batches_of([MIXED] * 4, [MIXED] * 4), size=2, max_batches=1)
+    assert keys(source.next(1).samples) == [0, 1]
+    taken = source.next(2)
     assert (keys(taken.samples), taken.fresh) == ([2, 3], [])

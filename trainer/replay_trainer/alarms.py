@@ -1,6 +1,6 @@
-"""Alarms: correction metrics that say a run is in danger, each told once with its remedy.
+"""Alarms: warnings about correction metrics that show a run in danger. Each is logged once, with its remedy.
 
-The levels are those of verl's guide to rollout correction.
+The limits come from verl's guide to rollout correction.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A metric of `correct`, when it is in danger, and what to do then."""
+    """A metric of `correct`, the values that trigger the alarm, and the remedy."""
 
     metric: str
-    rings: Callable[[float], bool]
+    triggered_by: Callable[[float], bool]
     safe: str
     remedy: str
 
@@ -53,19 +53,19 @@ ALARMS = (
 
 
 class Alarms:
-    """Remembers which alarms have rung."""
+    """Remembers which alarms were triggered."""
 
     def __init__(self) -> None:
-        self._rung: set[str] = set()
+        self._triggered: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """The warnings that these metrics give for the first time; each is logged as well. NaN gives none."""
+        """Log and return the warnings that these metrics trigger for the first time. NaN triggers none."""
         warnings = []
         for alarm in ALARMS:
             value = metrics.get(alarm.metric, math.nan)
-            if alarm.metric in self._rung or math.isnan(value) or not alarm.rings(value):
+            if alarm.metric in self._triggered or math.isnan(value) or not alarm.triggered_by(value):
                 continue
-            self._rung.add(alarm.metric)
+            self._triggered.add(alarm.metric)
             warnings.append(
                 f"correction/{alarm.metric} is {value:.3g}, safe is {alarm.safe}: {alarm.remedy} (said once)"
             )

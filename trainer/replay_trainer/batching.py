@@ -1,6 +1,6 @@
 """Groups to tensors, and a batch to micro-batches that fit a budget of tokens. No token is lost or padded into a model.
 
-    prompt_ids_GP          q q q .         one row a group         P: longest prompt
+    prompt_ids_UP          q q q .         one row a group         P: longest prompt
     completion_ids_BT      c c c c         one row a completion    T: longest completion
                            c c . .         everything named _BT lines up with the completion's tokens
 
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 class Batch:
     """Completions as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` says what counts."""
 
-    prompt_ids_GP: Tensor
+    prompt_ids_UP: Tensor
     """int64"""
     completion_ids_BT: Tensor
     """int64"""
@@ -41,7 +41,7 @@ class Batch:
     """float32"""
     temperature_B: Tensor
     """float32, of the sampling, > 0."""
-    prompt_lengths_G: Ints
+    prompt_lengths_U: Ints
     """At least 1. Lengths and groups stay on the host: they shape what the device does."""
     completion_lengths_B: Ints
     """May be 0."""
@@ -108,17 +108,17 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
                 f"the policy gradient needs samples at a temperature above 0"
             )
     group_B = np.repeat(np.arange(len(groups)), [group.group_size for group in groups]).astype(np.int64)
-    prompt_lengths_G = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
+    prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _per_row([group.completion_lengths for group in groups], np.int64)
     shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
 
-    prompt_ids_GP = np.zeros((len(groups), int(prompt_lengths_G.max(initial=1))), np.int64)
+    prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
     completion_ids_BT = np.zeros(shape, np.int64)
     mask_BT = np.zeros(shape, np.bool_)
     rollout_logprobs_BT = np.zeros(shape, np.float32)
     row = 0
     for index, group in enumerate(groups):
-        prompt_ids_GP[index, : group.prompt_ids.size] = group.prompt_ids
+        prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
         start = 0
         for member, length in enumerate(group.completion_lengths.tolist()):
             tokens = slice(start, start + length)
@@ -132,13 +132,13 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
         return torch.from_numpy(array).to(device)
 
     return Batch(
-        prompt_ids_GP=tensor(prompt_ids_GP),
+        prompt_ids_UP=tensor(prompt_ids_UP),
         completion_ids_BT=tensor(completion_ids_BT),
         mask_BT=tensor(mask_BT),
         rollout_logprobs_BT=tensor(rollout_logprobs_BT),
         advantages_B=tensor(_per_row([group.advantages for group in groups], np.float32)),
         temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
-        prompt_lengths_G=prompt_lengths_G,
+        prompt_lengths_U=prompt_lengths_U,
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
     )
@@ -151,7 +151,7 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
     their prompt. Otherwise rows of like length share a micro-batch, longest first, and padding counts.
     """
     lengths_B = batch.completion_lengths_B
-    prompts_B = batch.prompt_lengths_G[batch.group_B]
+    prompts_B = batch.prompt_lengths_U[batch.group_B]
     order_B = np.arange(batch.num_rows)
     if not packed:
         order_B = np.argsort(-(lengths_B + prompts_B), kind="stable")
@@ -174,14 +174,14 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
 
 def packed_input(batch: Batch) -> ModelInput:
     """All rows in one, each prompt once; the last token of a completion predicts nothing and stays away."""
-    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_GP.cpu().numpy()
+    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     segments: list[Segment] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
     start = 0
     for group in np.unique(batch.group_B).tolist():
-        prompt = int(batch.prompt_lengths_G[group])
+        prompt = int(batch.prompt_lengths_U[group])
         tokens.append(prompts[group, :prompt])
         positions.append(np.arange(prompt))
         end, lengths = start + prompt, []
@@ -215,10 +215,10 @@ def padded_input(batch: Batch) -> ModelInput:
     That needs no care of the model: tokens stand at positions 0, 1, 2, … and a causal model never looks to the right,
     whichever side its tokenizer pads on.
     """
-    prompts_B = batch.prompt_lengths_G[batch.group_B]
+    prompts_B = batch.prompt_lengths_U[batch.group_B]
     lengths_B = prompts_B + batch.completion_lengths_B
     R, S = batch.num_rows, int(lengths_B.max(initial=1))
-    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_GP.cpu().numpy()
+    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
     input_ids_RS = np.zeros((R, S), np.int64)
     for row, (group, prompt, length) in enumerate(zip(batch.group_B, prompts_B, lengths_B, strict=True)):
         input_ids_RS[row, :prompt] = prompts[group, :prompt]

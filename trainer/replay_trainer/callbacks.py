@@ -1,4 +1,4 @@
-"""Callback: what may be told of a run while it goes on; and those that show or send what it reports."""
+"""Callbacks: what a training run tells others while it goes on, and the callbacks that show or send its metrics."""
 
 from __future__ import annotations
 
@@ -9,20 +9,35 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from replay_client import Sample
-
-if TYPE_CHECKING:
-    from replay_trainer.config import GRPOConfig
-    from replay_trainer.grpo import GRPOTrainer
+from replay_client import ReplayClient, Sample
+from replay_trainer.config import GRPOConfig
+from replay_trainer.ranks import Ranks
 
 Metrics = dict[str, float]
-"""What one step reports: docs/metrics.md says how to read each."""
+"""The metrics of one step: docs/metrics.md explains each."""
+
+
+class Run(Protocol):
+    """The training run that a callback or an evaluation may look at; GRPOTrainer is one."""
+
+    @property
+    def config(self) -> GRPOConfig: ...
+    @property
+    def client(self) -> ReplayClient: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    def decode(self, token_ids: Any) -> str:
+        """The text of tokens; their numbers if there is no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -33,40 +48,41 @@ class StepReport:
     samples: Sequence[Sample]
     """The groups this rank trained on."""
     replaced: Sequence[int]
-    """Which of them came from the pool."""
+    """Indices of the groups that came from the pool."""
 
 
 class Callback:
-    """Told of a run by its first rank; every method may be left out."""
+    """The first rank calls these methods during a run; each does nothing unless overridden."""
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         """Before the first step; `version` is the policy version that the run starts or continues from."""
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         """After each update, before its version is published."""
 
-    def on_end(self, trainer: GRPOTrainer) -> None:
-        """At the end, also by an error."""
+    def on_end(self, trainer: Run) -> None:
+        """At the end, also after an error."""
 
 
 class MetricsFile(Callback):
-    """A line of JSON a step; what is not a finite number becomes null.
+    """Writes a line of JSON for each step; numbers that are not finite become null.
 
-    Written before publication: a resume drops the lines beyond the version it continues from, and misses none.
+    A line is written before its version is published. A resume drops the lines after the version that it continues
+    from, so no step is missing and none is there twice.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         truncate_lines(self.path, version)
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         append_lines(self.path, [report.metrics])
 
 
 class CompletionsFile(Callback):
-    """Some completions of each step: a line of JSON each, and a table on the screen.
+    """Shows some completions of each step: a line of JSON each, and a table on the screen.
 
     Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
     """
@@ -76,10 +92,10 @@ class CompletionsFile(Callback):
         self.count = count
         self.console = console
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         truncate_lines(self.path, version)
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         rows = completion_rows(report, self.count, trainer.decode)
         append_lines(self.path, rows)
         if self.console is not None and rows:
@@ -87,7 +103,7 @@ class CompletionsFile(Callback):
 
 
 class ProgressDisplay(Callback):
-    """A bar on a terminal; elsewhere a line a step."""
+    """Shows a progress bar on a terminal; elsewhere prints a line for each step."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -101,12 +117,12 @@ class ProgressDisplay(Callback):
             console=console,
         )
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         if self.console.is_terminal:
             self._task = self._bar.add_task("training", total=trainer.config.max_steps, completed=version, text="")
             self._bar.start()
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         metrics = report.metrics
         text = (
             f"fresh reward {metrics['fresh/reward_mean']:.3f}, replaced {metrics['replay/groups_replaced']:.0f}, "
@@ -117,60 +133,60 @@ class ProgressDisplay(Callback):
         else:
             self.console.print(f"step {metrics['step']}: {text}", highlight=False, soft_wrap=True)
 
-    def on_end(self, trainer: GRPOTrainer) -> None:
+    def on_end(self, trainer: Run) -> None:
         if self.console.is_terminal:
             self._bar.stop()
 
 
 class TensorBoard(Callback):
-    """Event files for `tensorboard --logdir`."""
+    """Writes event files for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer: Any = None
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Its reader then hides what an earlier part of the run wrote beyond this step.
+        # The reader then hides what an earlier part of the run wrote after this step.
         self._writer = SummaryWriter(str(self.folder), purge_step=version + 1)
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         for name, value in report.metrics.items():
             if name != "step" and math.isfinite(value):
                 self._writer.add_scalar(name, value, int(report.metrics["step"]))
 
-    def on_end(self, trainer: GRPOTrainer) -> None:
+    def on_end(self, trainer: Run) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
 class WeightsAndBiases(Callback):
-    """A run of Weights & Biases; its environment variables say of which project and where."""
+    """Sends metrics to Weights & Biases; its environment variables choose the project and the server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._run: Any = None
 
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None:
+    def on_start(self, trainer: Run, version: int) -> None:
         import wandb
 
         config = {name: str(value) for name, value in vars(trainer.config).items()}
-        self._run = wandb.init(dir=str(self.folder.parent), config=config)  # it adds a folder "wandb" itself
+        self._run = wandb.init(dir=str(self.folder.parent), config=config)  # wandb adds the folder "wandb" itself
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         self._run.log(
             {name: value for name, value in report.metrics.items() if math.isfinite(value)},
             step=int(report.metrics["step"]),
         )
 
-    def on_end(self, trainer: GRPOTrainer) -> None:
+    def on_end(self, trainer: Run) -> None:
         if self._run is not None:
             self._run.finish()
 
 
 def reporters(config: GRPOConfig) -> list[Callback]:
-    """The callbacks that a configuration asks for. Raises ImportError for one that is named and not installed."""
+    """The callbacks that a configuration asks for. Raises ImportError if a named one is not installed."""
     folder = Path(config.output_dir)
     console = Console(stderr=True)
     asked = config.report_to
@@ -194,7 +210,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """One completion of each of at most `count` groups, half of them replayed where there are as many."""
+    """One completion of each of at most `count` groups; half of the groups are replayed if there are enough."""
     replaced = list(report.replaced)
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
     step = int(report.metrics["step"])
@@ -218,7 +234,7 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
 
 
 def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows for a screen."""
+    """The rows as a table for the screen."""
     table = Table(title=f"step {rows[0]['step']}", box=None, header_style="bold", title_justify="left")
     for name in ("prompt", "completion"):
         table.add_column(name, overflow="ellipsis", no_wrap=True, ratio=1)
@@ -238,7 +254,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Add lines of JSON; a number that is not finite becomes null."""
+    """Append lines of JSON; numbers that are not finite become null."""
     with path.open("a") as file:
         for line in lines:
             values = {
@@ -249,7 +265,7 @@ def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Drop the lines of later steps, and one that a killed process left unfinished; all or nothing."""
+    """Drop the lines of later steps, and a line that a killed process left unfinished. Atomic."""
     if not path.exists():
         return
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

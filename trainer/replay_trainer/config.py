@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from replay_trainer.correction import CorrectionConfig, Rejection
-from replay_trainer.losses import LossType
-from replay_trainer.presets import PRESETS
+from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
+from replay_trainer.losses import LossConfig, LossType
 from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
@@ -161,10 +160,12 @@ class GRPOConfig:
             raise ValueError(
                 f"correction must be a CorrectionConfig, such as PRESETS['icepop'](), not {self.correction!r}"
             )
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise ValueError("loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens")
+        _ = self.loss  # LossConfig checks its options
+
+    @property
+    def loss(self) -> LossConfig:
+        """The loss and its constants."""
+        return LossConfig(self.loss_type, self.epsilon, self.epsilon_high, self.max_completion_length)
 
     def check_admission(self, groups_per_step: int) -> None:
         """Raises ValueError if a server with this groups_per_step in its [admission] lets in fewer fresh groups than we

@@ -1,16 +1,13 @@
-"""What groups are like: the few facts about each that ranks exchange, and the metrics made of them."""
+"""Metrics that describe groups, and the few facts about each group that ranks exchange for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from replay_client import Sample
 from replay_client.scoring import is_zero_variance
-
-if TYPE_CHECKING:
-    from replay_client import Sample
 
 
 @dataclass(frozen=True)
@@ -20,9 +17,9 @@ class GroupFacts:
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     truncated: int
-    """Completions that ended for their length."""
+    """Completions that the length limit ended."""
     staleness: int
-    """Policy versions it lagged."""
+    """Policy versions it lagged when it was drawn."""
     age: float
     """Seconds since it was inserted."""
     times_sampled: int
@@ -41,7 +38,7 @@ class GroupFacts:
 
 
 def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
-    """What a batch of groups is like; NaN where it has none."""
+    """Metrics of a batch of groups; NaN if it has none."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.lengths]
     staleness = [group.staleness for group in groups]
@@ -61,7 +58,7 @@ def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
 
 
 def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
-    """What came from the pool; NaN if nothing did."""
+    """Metrics of the groups from the pool; NaN if there are none."""
     ages, staleness = [group.age for group in groups], [group.staleness for group in groups]
     return {
         "age_mean": mean(ages),
@@ -80,7 +77,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _spread(rewards: Sequence[float]) -> float:
-    """Standard deviation with Bessel's correction; 0 of a single one."""
+    """Standard deviation with Bessel's correction; 0 for a single reward."""
     if len(rewards) < 2:
         return 0.0
     center = mean(rewards)

@@ -1,23 +1,18 @@
-"""Evaluation on held-out prompts, from the groups that a generator makes of them."""
+"""Evaluation on held-out prompts: a generator makes the groups, the trainer describes them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_trainer.callbacks import Metrics
+from replay_trainer.callbacks import Metrics, Run
 from replay_trainer.description import GroupFacts, describe_groups
-
-if TYPE_CHECKING:
-    from replay_client import ReplayClient
-    from replay_trainer.grpo import GRPOTrainer
 
 
 class TableEvaluation:
-    """Describes the groups of a table that nobody trains on; hand it to GRPOTrainer as `evaluate`.
+    """Describes the groups of a table that no trainer uses. Pass it to GRPOTrainer as `evaluate`.
 
-    A second `replay generate` with held-out prompts and `--table eval` fills it. Give the table the fifo sampler and
-    remover and a max_times_sampled of 1: each evaluation then sees the groups made since the last.
+    A second `replay generate` with held-out prompts and `--table eval` fills the table. Give the table the fifo sampler
+    and remover and a max_times_sampled of 1: each evaluation then sees the groups made since the one before.
     """
 
     def __init__(self, client: ReplayClient, table: str = "eval", max_groups: int = 256) -> None:
@@ -25,8 +20,9 @@ class TableEvaluation:
         self.table = table
         self.max_groups = max_groups
 
-    def __call__(self, trainer: GRPOTrainer) -> Metrics:
-        """As describe_groups; staleness_mean says of which policy. Without groups all but `groups` are NaN."""
+    def __call__(self, trainer: Run) -> Metrics:
+        """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups: groups = 0, else
+        NaN."""
         if not trainer.ranks.is_first:
             return {}
         try:

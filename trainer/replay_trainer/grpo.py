@@ -5,44 +5,42 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.alarms import Alarms
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
 from replay_trainer.config import GRPOConfig
-from replay_trainer.correction import Moments, measure, weight_totals, weights_and_mask
+from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.description import GroupFacts, describe_groups, describe_replayed
-from replay_trainer.dynamic_sampling import DynamicSampler
 from replay_trainer.laps import Laps
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.publication import Publication
-from replay_trainer.ranks import Ranks, shard, whole
-from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, unreplaced
+from replay_trainer.ranks import Ranks, gather_full, shard
+from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
+from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource
 from replay_trainer.weights import saved, server_checkpoint_of
-
-if TYPE_CHECKING:
-    from replay_client import ReplayClient, Sample
 
 
 class GRPOTrainer:
     """Trains `model` on the groups of a replay server and publishes each version for the generators.
 
     `model` is any causal language model of transformers, the same on every rank; `tokenizer` is saved beside its
-    weights. `callbacks` are told of each step on the first rank. `evaluate` is called on every rank each `eval_every`
-    steps, and what it returns on the first becomes eval/*: see TableEvaluation, or use `trainer.model`.
+    weights. The first rank calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`;
+    the metrics that it returns on the first rank become eval/*: see TableEvaluation, or use `trainer.model`.
 
-    Under torchrun each rank makes a trainer with a client of its own; `fsdp` shards the model over them.
+    Under torchrun each rank makes a trainer with a client of its own; `fsdp` shards the model over the ranks.
     """
 
     def __init__(
@@ -89,14 +87,14 @@ class GRPOTrainer:
     def train(self) -> None:
         """Train up to `max_steps`.
 
-        Raises DeadlineExceededError when no groups come in time (it says why), FloatingPointError before an
-        update that is not finite, and what `Publication.start` raises where output_dir or the server belong to
-        another run.
+        Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before an update that
+        is not finite, and the errors of `Publication.start` if output_dir or the server belong to another run.
         """
-        config, ranks = self.config, self.ranks
-        publication = Publication(self.policy, self.optimizer, self.tokenizer, self.client, config, ranks, self.sharded)
+        config = self.config
+        publication = Publication(
+            self.policy, self.optimizer, self.tokenizer, self.client, config, self.ranks, self.sharded
+        )
         version = publication.start()
-        run = ranks.from_first(secrets.token_hex(8))  # a step done again after a resume may get the same groups again
         laps = Laps()
         try:
             for callback in self.callbacks:
@@ -107,34 +105,17 @@ class GRPOTrainer:
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
             ) as stream:
-                fresh_batches = laps.timed("sample", stream)
-                fuller_batches = DynamicSampler(fresh_batches, self.groups_per_rank, config.max_dynamic_batches)
+                source = self._group_source(laps.timed("sample", stream))
                 for step in range(version + 1, config.max_steps + 1):
-                    if config.zero_variance == "replace":
-                        fresh = next(fresh_batches)
-                        others = [key for keys in ranks.all([sample.info.key for sample in fresh]) for key in keys]
-                        taken = self.replacer.replace(fresh, scope=f"{run}/step-{step}", exclude=others)
-                    elif config.zero_variance == "dynamic":
-                        taken = fuller_batches.next()
-                    else:
-                        taken = unreplaced(next(fresh_batches))
+                    taken = source.next(step)
                     laps.lap("replace")
 
                     batch = self._to_batch(taken.groups)
-                    for group in self.optimizer.param_groups:
-                        group["lr"] = config.learning_rate_at(step)
-                    old_BT: Tensor | None = None
-                    for _ in range(config.num_iterations):
-                        old_BT, loss, loss_metrics = self._backward(batch, old_BT)
-                        grad_norm = self._update(step, loss)
-                    assert old_BT is not None
+                    old_BT, train_metrics = self._train_on(step, batch)
                     laps.lap("update")
 
-                    metrics = self._describe(step, taken, batch, old_BT)
-                    metrics |= _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **loss_metrics})
-                    if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
-                        metrics |= _prefixed("eval", self.evaluate(self))
-                        laps.lap("evaluate")
+                    metrics = self._describe(step, taken, batch, old_BT) | train_metrics
+                    metrics |= self._evaluate(step, laps)
                     if config.update_priorities:
                         metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
                     metrics |= _prefixed("time", laps.take())
@@ -149,17 +130,27 @@ class GRPOTrainer:
                 callback.on_end(self)
 
     def decode(self, token_ids: Any) -> str:
-        """Text of tokens; their numbers where there is no tokenizer."""
+        """The text of tokens; their numbers if there is no tokenizer."""
         ids = [int(token) for token in token_ids]
         return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
 
     @property
     def server_checkpoint(self) -> str:
-        """The server's checkpoint that belongs to the last full state, to start it from; empty: there is none."""
+        """Name of the server's checkpoint that was made with the last full state; empty: there is none."""
         folders = saved(self.output_dir)
         return server_checkpoint_of(folders[-1]) if folders else ""
 
     # ------------------------------------------------------------------------------------------------------- a step
+
+    def _group_source(self, batches: Iterator[list[Sample]]) -> GroupSource:
+        """The source that `zero_variance` asks for, over this rank's fresh batches."""
+        config = self.config
+        if config.zero_variance == "none":
+            return KeepingSource(batches)
+        if config.zero_variance == "dynamic":
+            return DynamicSource(batches, self.groups_per_rank, config.max_dynamic_batches)
+        # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
+        return ReplacingSource(batches, self.replacer, self.ranks, run=self.ranks.from_first(secrets.token_hex(8)))
 
     def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for."""
@@ -179,10 +170,11 @@ class GRPOTrainer:
         return replace(batch, advantages_B=torch.from_numpy(flat_B).to(self.device))
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """As micro_batches. Sharded, each rank makes as many forward passes as the busiest: they meet in each layer."""
+        """As micro_batches. If sharded, every rank makes as many forward passes as the busiest."""
         config = self.config
         parts = list(micro_batches(batch, config.max_tokens_per_micro_batch, packed=self.policy.route == "packed"))
         if self.sharded:
+            # A forward pass of sharded layers waits for all ranks.
             idle = max(self.ranks.all(len(parts))) - len(parts)
             parts += [(np.zeros(0, np.int64), _nothing(self.device))] * idle
         return parts
@@ -203,27 +195,34 @@ class GRPOTrainer:
             _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
         return logprobs_BT
 
+    def _train_on(self, step: int, batch: Batch) -> tuple[Tensor, Metrics]:
+        """All updates of one step; returns the (B, T) log-probabilities before the first one, and metrics of all ranks.
+
+        Raises FloatingPointError before an update that is not finite.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate_at(step)
+        old_BT: Tensor | None = None
+        for _ in range(self.config.num_iterations):
+            old_BT, loss, metrics = self._backward(batch, old_BT)
+            grad_norm = self._update(step, loss)
+        assert old_BT is not None
+        return old_BT, _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **metrics})
+
     def _backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
         """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
 
-        Without `old_BT` the current weights are the old ones: this very pass gives the old log-probabilities, unless
-        each weight depends on all of them; then they take a pass of their own.
+        Without `old_BT` the current weights are the old ones, and this pass yields the old log-probabilities.
+        With batch_normalize they need a pass of their own, because each weight depends on all of them.
         """
         config, ranks = self.config, self.ranks
-        count = ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0]
-        aggregation: dict[str, Any] = {
-            "loss_type": config.loss_type,
-            "normalizer": max(count, 1),
-            "max_completion_length": config.max_completion_length,
-        }
+        normalizer = max(ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0], 1)
         mean_weight = None
         if config.correction.batch_normalize:
             decoupled = config.correction.objective == "decoupled"
             source_BT = old_BT if decoupled and old_BT is not None else self._logprobs(batch)
             old_BT = source_BT if old_BT is None else old_BT
-            totals = weight_totals(source_BT, batch.rollout_logprobs_BT, batch.mask_BT, config.correction)
-            total, units = ranks.sum(totals)
-            mean_weight = total / units if units else None
+            mean_weight = self._mean_weight(batch, source_BT)
 
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
@@ -239,40 +238,46 @@ class GRPOTrainer:
                 micro.advantages_B,
                 micro.mask_BT,
                 config.correction,
+                config.loss,
                 mean_weight=mean_weight,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-                **aggregation,
+                normalizer=normalizer,
             )
             if self.reference is not None:
                 with torch.no_grad():
                     reference_BT, _ = self._forward(self.reference, micro)
-                penalty, kl_metrics = kl_loss(logprobs_BT, reference_BT, micro.mask_BT, config.beta, **aggregation)
+                penalty, kl_metrics = kl_loss(
+                    logprobs_BT, reference_BT, micro.mask_BT, config.beta, config.loss, normalizer=normalizer
+                )
                 loss, metrics = loss + penalty, metrics | kl_metrics
-            # The normalizer counts all ranks: gradients are to be summed, where FSDP averages them.
+            # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
             torch.autograd.backward(loss * ranks.size if self.sharded else loss)
             tokens = int(micro.mask_BT.sum())
+            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
             sums["loss"] += loss.item()
             sums["tokens"] += tokens
-            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
         if not self.sharded:
             ranks.sum_gradients(self.policy.parameters())
 
         names = sorted(set().union(*ranks.all(set(sums))))
-        totals_by_name = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
-        loss_of_all, tokens_of_all = totals_by_name.pop("loss"), totals_by_name.pop("tokens")
-        means = {name: total / tokens_of_all for name, total in totals_by_name.items() if tokens_of_all}
-        return (current_BT if old_BT is None else old_BT), loss_of_all, means
+        totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
+        total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
+        means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
+        return (current_BT if old_BT is None else old_BT), total_loss, means
+
+    def _mean_weight(self, batch: Batch, source_BT: Tensor) -> float | None:
+        """The mean correction weight of the step over all ranks; None: the step has no tokens."""
+        total, count = self.ranks.sum(self._correct(batch, source_BT).weight_totals())
+        return total / count if count else None
 
     def _update(self, step: int, loss: float) -> float:
-        """One optimizer step with the gradient at hand; returns its norm before scaling.
+        """One optimizer step with the accumulated gradient; returns its norm before scaling.
 
         Raises FloatingPointError before any weight has changed if the loss or the norm is not finite.
         """
         parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
-        norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
+        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {norm}; this update was not applied and the published "
@@ -283,6 +288,14 @@ class GRPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def _evaluate(self, step: int, laps: Laps) -> Metrics:
+        """The metrics of `evaluate` at the steps that are due."""
+        if self.evaluate is None or not self.config.eval_every or step % self.config.eval_every:
+            return {}
+        metrics = _prefixed("eval", self.evaluate(self))
+        laps.lap("evaluate")
+        return metrics
+
     def _describe(self, step: int, taken: Replacement, batch: Batch, old_BT: Tensor) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
         config = self.config
@@ -291,13 +304,7 @@ class GRPOTrainer:
             trained=[GroupFacts.of(sample) for sample in taken.samples],
             replaced=taken.replaced,
             counts=taken.counts,
-            moments=measure(
-                old_BT,
-                batch.rollout_logprobs_BT,
-                batch.mask_BT,
-                config.correction,
-                advantages=batch.advantages_B,
-            ),
+            moments=self._correct(batch, old_BT).moments,
             rows=batch.num_rows,
             tokens=int(batch.mask_BT.sum()),
         )
@@ -320,11 +327,9 @@ class GRPOTrainer:
         }
 
     def _update_priorities(self, samples: Sequence[Sample], batch: Batch, old_BT: Tensor) -> int:
-        """As ZeroVarianceReplacer.update_priorities, for what every rank trained on; returns how many there were."""
-        weights_BT, keep_BT = weights_and_mask(
-            old_BT, batch.rollout_logprobs_BT, batch.mask_BT, self.config.correction, advantages=batch.advantages_B
-        )
-        trust_B = (weights_BT.clamp(max=1) * keep_BT).sum(dim=1).cpu().numpy()
+        """ZeroVarianceReplacer.update_priorities for the groups of all ranks; returns how many the table still has."""
+        correction = self._correct(batch, old_BT)
+        trust_B = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_B = batch.mask_BT.sum(dim=1).cpu().numpy()
         trust = {}
         for index, sample in enumerate(samples):
@@ -332,10 +337,16 @@ class GRPOTrainer:
             trust[sample.info.key] = float(trust_B[rows].sum() / max(tokens_B[rows].sum(), 1))
         return int(self.ranks.sum([self.replacer.update_priorities(trust, samples)])[0])
 
+    def _correct(self, batch: Batch, old_BT: Tensor) -> Correction:
+        """The correction of the whole step."""
+        return correct(
+            old_BT, batch.rollout_logprobs_BT, batch.mask_BT, self.config.correction, advantages=batch.advantages_B
+        )
+
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank tells the others of its part of a step."""
+    """What the ranks exchange about a step, for its metrics."""
 
     fresh: list[GroupFacts]
     trained: list[GroupFacts]
@@ -347,12 +358,12 @@ class RankPart:
 
 
 def _nothing(device: torch.device) -> Batch:
-    """A batch of one token that counts for nothing."""
+    """A batch of one token that is not trained on: a forward pass for a rank that has no more micro-batches."""
     return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
-    """Writes a micro-batch's values to their rows; nothing for one that was only there to keep others company."""
+    """Write the values of a micro-batch to its rows; an idle one (see _micro_batches) has no rows."""
     if rows.size:
         values_BT[rows, : part_BT.shape[1]] = part_BT
 

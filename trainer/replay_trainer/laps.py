@@ -1,4 +1,4 @@
-"""Laps: where the time of a step goes."""
+"""Laps: how long each part of a step takes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Laps:
         self._seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """What passed since the last lap was spent on `name`."""
+        """Count the time since the last lap as time of `name`."""
         now = time.perf_counter()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """`items`; a lap ends with each that came."""
+        """Yield `items`, and count the wait for each as time of `name`."""
         for item in items:
             self.lap(name)
             yield item
 
     def take(self) -> dict[str, float]:
-        """All laps and their sum, "step"; and start afresh."""
+        """All laps and their sum, "step"; then start again at zero."""
         seconds, self._seconds = self._seconds, {}
         return {**seconds, "step": sum(seconds.values())}

@@ -1,6 +1,6 @@
 """Policy losses: from log-probabilities and advantages to the scalar that is minimised. Pure functions.
 
-Axes: B sequences, T tokens of the longest. m: response mask, A: advantage, w: weight of the off-policy
+Axes: B sequences, T tokens of the longest sequence. m: response mask, A: advantage, w: weight of the off-policy
 correction.
 
     c = exp(log θ - log old), of the token; for gspo exp(sum_t (log θ - log old) m / sum_t m), of the sequence
@@ -13,14 +13,13 @@ correction.
     gspo        as dapo, with the c of the sequence          as grpo                          sequences
     dr_grpo     as dapo                                      sum(l m) / (N max_completion_length)  sequences
 
-The normalizer counts what the gradient is the mean of: by default the tokens or sequences in the call. A
-batch that is cut into micro-batches, or spread over ranks, passes the count of the whole (`loss_normalizer`
-of the whole mask, summed over ranks) with every part: the parts' losses and gradients then add up to those of
-the whole. In TRL bnpo is dapo normalised by whatever happens to lie in one micro-batch of one rank; here the
-normalizer is an argument for both, so that a batch gives one gradient however it is cut, and they differ by name
-only.
+The normalizer N is the count that the gradient is averaged over; by default the tokens or sequences of the call.
+A batch in micro-batches or on several ranks passes the count of the whole batch with every part: `loss_normalizer` of
+the whole mask, summed over ranks. The losses and gradients of the parts then add up to those of the whole.
+In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here both take the same normalizer, so that
+the gradient does not depend on how a batch is cut: the two differ by name only.
 
-`corrected_policy_loss` joins these with correction.py: the objective of its configuration picks the ratio.
+`corrected_policy_loss` joins these losses with the correction: the objective of its configuration picks the ratio.
 
 Sources: GRPO arXiv 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, CISPO 2506.13585, GSPO 2507.18071; names
 as in TRL.
@@ -28,14 +27,49 @@ as in TRL.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from replay_trainer.correction import LOG_RATIO_LIMIT, CorrectionConfig, at_least_float32, weights_and_mask
+from replay_trainer.correction import CorrectionConfig, correct
+from replay_trainer.correction.config import LOG_RATIO_LIMIT
+from replay_trainer.correction.weights import at_least_float32
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Which loss, and its constants; the module has the formulas.
+
+    Raises ValueError for an unknown loss type, and if the type needs a constant that is missing.
+    """
+
+    loss_type: LossType = "dapo"
+    epsilon: float = 0.2
+    """The ratio is clipped below 1 - epsilon."""
+    epsilon_high: float | None = None
+    """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
+    max_completion_length: int | None = None
+    """The generator's limit in tokens; required for dr_grpo, which divides by it."""
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in get_args(LossType):
+            raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, not {self.loss_type!r}")
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
+        if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
+            raise ValueError(
+                f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
+                f"not {self.max_completion_length}"
+            )
+
+    @property
+    def clip_high(self) -> float:
+        """epsilon_high, or its default."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 def loss_normalizer(mask: Tensor, loss_type: LossType) -> int:
@@ -48,46 +82,39 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    loss_type: LossType = "dapo",
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
+    config: LossConfig | None = None,
+    *,
     weights: Tensor | None = None,
-    normalizer: float | None = None,
-    max_completion_length: int | None = None,
     keep: Tensor | None = None,
+    normalizer: float | None = None,
     reinforce: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
 
-    logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) a token.
+    logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) one per token.
     mask: (B, T) response mask before any rejection; every denominator counts it.
-    epsilon, epsilon_high: the clip range is [1 - epsilon, 1 + epsilon_high], epsilon_high = epsilon unless set;
-    for cispo epsilon_high is the cap of c itself and has to be set.
-    weights: (B, T) `Correction.weights`.
-    normalizer, max_completion_length (dr_grpo only): see the module.
-    keep: (B, T) `Correction.mask`. Tokens of `mask` that are not in it add no loss, yet still count in the
-    denominators, so that rejecting some does not inflate the rest.
-    reinforce: the loss of a token is -A w log θ instead, without c and without clipping; the type only aggregates.
+    config: LossConfig() unless given. weights: (B, T) `Correction.weights`. normalizer: see the module.
+    keep: (B, T) `Correction.mask`. Tokens of `mask` outside `keep` add no loss. The denominators still count them, so
+    that rejecting some tokens does not inflate the others.
+    reinforce: the loss of a token is -A w log θ, without c and without clipping; the loss type only aggregates.
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
-    ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where the clip took
-    the gradient away (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0.
+    ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where clipping removed
+    the gradient (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0.
 
-    Raises ValueError for shapes that do not fit, an unknown loss type, or what that type needs and lacks.
+    Raises ValueError for shapes that do not fit.
     """
-    _check(logprobs, old_logprobs, advantages, mask, weights, keep, loss_type)
-    if loss_type == "cispo" and epsilon_high is None and not reinforce:
-        raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    config = config or LossConfig()
+    _check_shapes(logprobs, {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "keep": keep}, advantages)
     mask_BT = mask.bool()
-    # Zeros, not products with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
+    # `where` instead of a product with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
     logprobs_BT = torch.where(mask_BT, at_least_float32(logprobs), 0.0)
     old_BT = torch.where(mask_BT, at_least_float32(old_logprobs.detach()), 0.0)
     advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).detach().to(logprobs_BT.dtype)
     advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
 
     log_ratio_BT = logprobs_BT - old_BT
-    if loss_type == "gspo":
+    if config.loss_type == "gspo":
         tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / tokens_B1).expand_as(log_ratio_BT)
     log_ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -96,20 +123,20 @@ def policy_loss(
     if reinforce:
         loss_BT = -advantages_BT * logprobs_BT
         low_BT = high_BT = torch.zeros_like(mask_BT)
-    elif loss_type == "cispo":
-        loss_BT = -ratio_BT.detach().clamp(max=epsilon_high) * advantages_BT * logprobs_BT
-        low_BT, high_BT = torch.zeros_like(mask_BT), (ratio_BT > epsilon_high) & (advantages_BT > 0)
+    elif config.loss_type == "cispo":
+        loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
+        low_BT, high_BT = torch.zeros_like(mask_BT), (ratio_BT > config.clip_high) & (advantages_BT > 0)
     else:
-        clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon_high)
-        loss_BT = -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-        low_BT = (ratio_BT < 1 - epsilon) & (advantages_BT < 0)
-        high_BT = (ratio_BT > 1 + epsilon_high) & (advantages_BT > 0)
+        least, most = 1 - config.epsilon, 1 + config.clip_high
+        loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
+        low_BT = (ratio_BT < least) & (advantages_BT < 0)
+        high_BT = (ratio_BT > most) & (advantages_BT > 0)
     if weights is not None:
         loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
     if keep is not None:
         loss_BT = torch.where(keep.bool(), loss_BT, 0.0)
 
-    loss = aggregate_loss(loss_BT, mask_BT, loss_type, normalizer, max_completion_length)
+    loss = aggregate_loss(loss_BT, mask_BT, config, normalizer)
     with torch.no_grad():
         values_BT = (ratio_BT, log_ratio_BT.expm1() - log_ratio_BT, low_BT.float(), high_BT.float())
         means = torch.stack([values[mask_BT].mean() for values in values_BT]).tolist()
@@ -124,12 +151,10 @@ def corrected_policy_loss(
     advantages: Tensor,
     mask: Tensor,
     correction: CorrectionConfig,
+    config: LossConfig | None = None,
     *,
     mean_weight: float | None = None,
-    loss_type: LossType = "dapo",
     normalizer: float | None = None,
-    max_completion_length: int | None = None,
-    **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
     """`policy_loss` under an off-policy correction, by the objective of `correction`.
 
@@ -137,41 +162,36 @@ def corrected_policy_loss(
         bypass              -E[min(r A, clip(r) A)]      r = θ/rollout, no w
         bypass_reinforce    -E[sg(w) A log θ]            w from θ/rollout
 
-    With a `rollout_penalty` τ, + τ E[(log θ - log rollout)²], which rejection does not touch.
-    Rejection follows the same ratio as w; for bypass it is θ/rollout. All (B, T), advantages (B,) or (B, T). A token
-    with unknown (NaN) rollout log-probability has w = 1, and for bypass r = 1 with its gradient. `options` are those
-    of `policy_loss`, like the parameters before them; `mean_weight` is as in `correct`.
+    A `rollout_penalty` τ adds τ E[(log θ - log rollout)²]; rejection does not touch it.
+    Rejection judges the same ratio as w; for bypass, θ/rollout. All tensors are (B, T); advantages (B,) or (B, T).
+    A token with unknown (NaN) rollout log-probability has w = 1; for bypass it has r = 1, with its gradient.
+    config, normalizer: as in `policy_loss`. mean_weight: as in `correct`.
     """
+    config = config or LossConfig()
     current = logprobs.detach()
     source = old_logprobs if correction.objective == "decoupled" else current
-    weights: Tensor | None
-    weights, keep = weights_and_mask(
+    corrected = correct(
         source, rollout_logprobs, mask, correction, advantages=advantages, logprobs=current, mean_weight=mean_weight
     )
-    if correction.objective == "bypass":
+    bypass = correction.objective == "bypass"
+    if bypass:
         old_logprobs = torch.where(rollout_logprobs.isnan(), current.to(rollout_logprobs.dtype), rollout_logprobs)
-        weights = None
-    aggregation: dict[str, Any] = {
-        "loss_type": loss_type,
-        "normalizer": normalizer,
-        "max_completion_length": max_completion_length,
-    }
     loss, metrics = policy_loss(
         logprobs,
         old_logprobs,
         advantages,
         mask,
-        weights=weights,
-        keep=keep,
+        config,
+        weights=None if bypass else corrected.weights,
+        keep=corrected.mask,
+        normalizer=normalizer,
         reinforce=correction.objective == "bypass_reinforce",
-        **aggregation,
-        **options,
     )
     if correction.rollout_penalty:
         known_BT = mask.bool() & ~rollout_logprobs.isnan()
         difference_BT = torch.where(known_BT, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
         squares_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).square()
-        loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, **aggregation)
+        loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, config, normalizer)
     return loss, metrics
 
 
@@ -180,9 +200,9 @@ def kl_loss(
     ref_logprobs: Tensor,
     mask: Tensor,
     beta: float,
-    loss_type: LossType = "dapo",
+    config: LossConfig | None = None,
+    *,
     normalizer: float | None = None,
-    max_completion_length: int | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """beta * k3, to be added to the policy loss, and {"kl": mean k3 over tokens}.
 
@@ -196,51 +216,30 @@ def kl_loss(
     difference_BT = torch.where(mask_BT, at_least_float32(ref_logprobs.detach()) - at_least_float32(logprobs), 0.0)
     difference_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_BT = difference_BT.expm1() - difference_BT
-    loss = beta * aggregate_loss(k3_BT, mask_BT, loss_type, normalizer, max_completion_length)
+    loss = beta * aggregate_loss(k3_BT, mask_BT, config or LossConfig(), normalizer)
     return loss, {"kl": float(k3_BT.detach()[mask_BT].mean())}
 
 
-def aggregate_loss(
-    loss_BT: Tensor,
-    mask: Tensor,
-    loss_type: LossType,
-    normalizer: float | None = None,
-    max_completion_length: int | None = None,
-) -> Tensor:
+def aggregate_loss(loss_BT: Tensor, mask: Tensor, config: LossConfig, normalizer: float | None = None) -> Tensor:
     """One scalar from the (B, T) losses of the tokens of `mask`, by the table of the module."""
     mask_BT = mask.bool()
     loss_BT = torch.where(mask_BT, loss_BT, 0.0)
-    divisor = max(loss_normalizer(mask_BT, loss_type), 1) if normalizer is None else normalizer
+    divisor = max(loss_normalizer(mask_BT, config.loss_type), 1) if normalizer is None else normalizer
     if divisor <= 0:
         raise ValueError(f"normalizer must be positive, not {divisor}")
-    if loss_type in ("grpo", "gspo"):
+    if config.loss_type in ("grpo", "gspo"):
         loss_B = loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
         return loss_B.sum() / divisor
-    if loss_type == "dr_grpo":
-        if max_completion_length is None or max_completion_length < 1:
-            raise ValueError(
-                f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
-                f"not {max_completion_length}"
-            )
-        return loss_BT.sum() / (divisor * max_completion_length)
+    if config.loss_type == "dr_grpo":
+        assert config.max_completion_length is not None  # LossConfig checks it
+        divisor = divisor * config.max_completion_length
     return loss_BT.sum() / divisor
 
 
-def _check(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor | None,
-    keep: Tensor | None,
-    loss_type: str,
-) -> None:
-    if loss_type not in get_args(LossType):
-        raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, not {loss_type!r}")
+def _check_shapes(logprobs: Tensor, others: dict[str, Tensor | None], advantages: Tensor) -> None:
     shape = logprobs.shape
     if len(shape) != 2:
         raise ValueError(f"logprobs must have shape (B, T), not {tuple(shape)}")
-    others = {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "keep": keep}
     for name, tensor in others.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have the shape of logprobs, {tuple(shape)}, not {tuple(tensor.shape)}")

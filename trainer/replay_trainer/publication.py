@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from replay_client import ReplayClient
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.logprobs import LogprobModel
@@ -30,9 +31,6 @@ from replay_trainer.weights import (
     saved,
     version_of,
 )
-
-if TYPE_CHECKING:
-    from replay_client import ReplayClient
 
 logger = logging.getLogger(__name__)
 

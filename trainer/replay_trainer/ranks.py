@@ -1,6 +1,6 @@
-"""Ranks: the processes of one training run, as torchrun starts them, and what they tell each other.
+"""Ranks: the processes of one training run, as torchrun starts them, and how they exchange values.
 
-With one process everything here is the identity, and torch.distributed is never touched.
+With one process every operation here is the identity, and torch.distributed is not used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among all of the run: those of torch's process group, or of torchrun, which it then joins."""
+    """This process among the processes of the run: torch's process group, which it joins if torchrun started it."""
 
     def __init__(self, device: str = "auto") -> None:
         """`device` as GRPOConfig has it."""
@@ -28,14 +28,14 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             distributed.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
-            # Its threads must end before the process does, or that ends now and then by SIGABRT.
-            atexit.register(_leave)
+            # The threads of the group must end before the process, or the process sometimes ends with SIGABRT.
+            atexit.register(_leave_group)
         self.size = distributed.get_world_size() if distributed.is_initialized() else 1
         self.index = distributed.get_rank() if distributed.is_initialized() else 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and speaks to the server for all."""
+        """Whether this rank writes files and announces versions for all ranks."""
         return self.index == 0
 
     def share(self, count: int, name: str) -> int:
@@ -54,7 +54,7 @@ class Ranks:
         return total
 
     def all(self, value: T) -> list[T]:
-        """The value of every rank, in the order of ranks; any picklable object, from these processes alone."""
+        """The value of every rank, in the order of ranks; any object that pickle can copy between these processes."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -70,18 +70,18 @@ class Ranks:
         return values[0]
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             distributed.barrier()
 
     def copy_from_first(self, module: nn.Module) -> None:
-        """Gives `module` the weights of the first rank's."""
+        """Copy the weights of `module` from the first rank to all."""
         if self.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 distributed.broadcast(tensor.data, src=0)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds up the gradients of parameters that every rank holds whole."""
+        """Sum over the ranks the gradients of parameters that every rank holds in full."""
         if self.size == 1:
             return
         pending = []
@@ -95,7 +95,7 @@ class Ranks:
 
 
 def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
-    """Spread the parameters of `module` over the ranks: a unit for each layer of these class names, one for the rest.
+    """Shard the parameters of `module` over the ranks: one unit for each layer of these class names, one for the rest.
 
     Gradients come out averaged over the ranks. `bf16`: compute in bfloat16, reduce in float32.
     """
@@ -104,7 +104,7 @@ def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, b
 
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
     if bf16:
-        # Inputs stay as they are: log-probabilities and temperatures among them are for float32.
+        # No cast of inputs: log-probabilities and temperatures among them must stay in float32.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -114,11 +114,11 @@ def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, b
     fully_shard(module, **options)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over the ranks, as a whole one on each of them."""
+def gather_full(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank; the argument may be sharded over the ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _leave() -> None:
+def _leave_group() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,75 +1,61 @@
-"""Zero-variance replacement: groups that teach nothing give their place to informative ones from the pool."""
+"""Zero-variance replacement: informative groups of the pool replace groups whose completions all have one reward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_priority, is_zero_variance
 from replay_trainer.description import GroupFacts, describe_replayed
 
-if TYPE_CHECKING:
-    from replay_client import ReplayClient, Sample
-
 OnEmpty = Literal["keep", "drop", "wait"]
+"""What happens to a zero-variance group if the pool has no replacement.
+keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
+COUNTS = ("zero_variance", "replaced", "missing", "dropped", "too_stale", "uninformative")
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """The batch to train on, and where it comes from."""
+    """The groups of one step, and where they come from."""
 
     samples: list[Sample]
-    """In the order they were given, each replaced one in the place of the one that left."""
+    """The groups to train on, in the order of the fresh ones; each replacement stands where its group stood."""
     replaced: list[int]
-    """Which of `samples` came from the pool, ascending."""
+    """Indices of the `samples` that came from the pool, ascending."""
     fresh: list[Sample]
-    """All fresh groups that were taken for it, in the batch or not."""
+    """All fresh groups that were taken for this step, whether it trains on them or not."""
     counts: dict[str, int]
-    """groups_zero_variance: found among the fresh; groups_replaced: of them, by groups of the pool; groups_missing:
-    found and not replaced (with dynamic sampling, how short the batch is); groups_dropped: of those found, the ones
-    left out of the batch; groups_too_stale: from the pool, older than wanted; groups_uninformative: from the pool,
-    without variance themselves."""
+    """groups_zero_variance: fresh groups without variance. groups_replaced: those that a group of the pool replaced.
+    groups_missing: those that nothing replaced (with dynamic sampling: how many groups the batch lacks).
+    groups_dropped: those that were left out. groups_too_stale, groups_uninformative: groups of the pool that were not
+    used because they lag too far, or have no variance themselves."""
 
     @property
     def groups(self) -> list[RolloutGroup]:
-        """The groups of `samples`, each with the tokens, advantages and log-probabilities of one rollout."""
+        """The groups of `samples`."""
         return [sample.group for sample in self.samples]
 
     @property
     def stats(self) -> dict[str, float]:
-        """`counts`, and over what came from the pool age_mean, age_max (seconds), staleness_mean, staleness_max (policy
-        versions), times_sampled_mean, reward_mean, group_size_mean; NaN if nothing did."""
+        """`counts`, and of the groups from the pool: age_mean, age_max (seconds), staleness_mean, staleness_max (policy
+        versions), times_sampled_mean, reward_mean, group_size_mean; NaN if there are none."""
         return {**self.counts, **describe_replayed([GroupFacts.of(self.samples[i]) for i in self.replaced])}
 
 
-def unreplaced(samples: Sequence[Sample]) -> Replacement:
-    """The batch as it came."""
-    barren = sum(is_zero_variance(sample.group.rewards) for sample in samples)
-    counts = _counts() | {"groups_zero_variance": barren, "groups_missing": barren}
-    return Replacement(samples=list(samples), replaced=[], fresh=list(samples), counts=counts)
-
-
-def refilled(samples: Sequence[Sample], fresh: Sequence[Sample], size: int) -> Replacement:
-    """A batch of informative groups out of `fresh` and those that were left before; `size` had been wanted."""
-    barren = sum(is_zero_variance(sample.group.rewards) for sample in fresh)
-    counts = _counts() | {"groups_zero_variance": barren, "groups_dropped": barren}
-    counts["groups_missing"] = size - len(samples)
-    return Replacement(samples=list(samples), replaced=[], fresh=list(fresh), counts=counts)
-
-
-def _counts() -> dict[str, int]:
-    names = ("zero_variance", "replaced", "missing", "dropped", "too_stale", "uninformative")
-    return {f"groups_{name}": 0 for name in names}
+def new_counts(**counts: int) -> dict[str, int]:
+    """Every count of `Replacement`, 0 unless given: the metrics of each step have the same names."""
+    return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
 class ZeroVarianceReplacer:
-    """Puts groups of a replay table in the place of groups whose completions all have one reward.
+    """Replaces zero-variance groups by groups of a replay table.
 
-    A group is replaced as a whole, by one of any size G. Its correction is computed afterwards, from its own sampler's
-    log-probabilities and the current weights, like that of any other group.
+    A group is replaced as a whole, by one of any size G. The correction then treats the replacement like every other
+    group: by the log-probabilities of its own sampler and the current weights.
     """
 
     def __init__(
@@ -80,10 +66,10 @@ class ZeroVarianceReplacer:
         timeout: float | None = 60.0,
         max_staleness: int | None = None,
     ) -> None:
-        """`on_empty` says what becomes of a zero-variance group for which the pool has nothing: "keep" trains
-        on it (it adds no gradient), "drop" leaves it out, "wait" waits up to `timeout` seconds (None: for
-        ever) for the pool to fill. Groups that lag by more than `max_staleness` policy versions do not come;
-        the table's own limit, which also removes them, is the better place where it serves one trainer.
+        """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
+
+        Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
+        set the limit of the table instead: it also removes these groups.
         """
         if on_empty not in get_args(OnEmpty):
             raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
@@ -94,25 +80,25 @@ class ZeroVarianceReplacer:
         self.max_staleness = max_staleness
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
-        """The batch with its zero-variance groups replaced as far as the pool goes.
+        """Replace the zero-variance groups of a batch as far as the pool has others.
 
-        What comes from the pool is distinct, is not in the batch already, has none of the keys in `exclude` (the
-        batches of the other ranks), and is not given out again under the same `scope`: ranks of one step that name it
-        alike get different groups.
+        The replacements are distinct. None is in the batch already, and none has a key in `exclude` (the batches of
+        the other ranks). The server gives no group twice under one `scope`: ranks that name the same scope in a step
+        get different groups.
 
-        Raises DeadlineExceededError with on_empty="wait" when the time is up, saying what the table waits
-        for. There must then be somebody else who fills it: a pool fed only by what this trainer takes never
-        fills while it waits.
+        Raises DeadlineExceededError with on_empty="wait" at the end of the timeout; it says what the table waits for.
+        Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
+        this trainer waits.
         """
-        barren = [i for i, sample in enumerate(samples) if is_zero_variance(sample.group.rewards)]
-        counts = _counts()
-        drawn = self._draw(len(barren), {*exclude, *(sample.info.key for sample in samples)}, scope, counts)
-        places, missing = barren[: len(drawn)], barren[len(drawn) :]
+        zero_variance = [i for i, sample in enumerate(samples) if is_zero_variance(sample.group.rewards)]
+        counts = new_counts()
+        drawn = self._draw(len(zero_variance), {*exclude, *(sample.info.key for sample in samples)}, scope, counts)
+        places, missing = zero_variance[: len(drawn)], zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
         source = dict(enumerate(samples)) | dict(zip(places, drawn, strict=True))
         order = [i for i in source if i not in dropped]
-        counts |= {"groups_zero_variance": len(barren), "groups_replaced": len(drawn)}
+        counts |= {"groups_zero_variance": len(zero_variance), "groups_replaced": len(drawn)}
         counts |= {"groups_missing": len(missing), "groups_dropped": len(dropped)}
         return Replacement(
             samples=[source[i] for i in order],
@@ -122,10 +108,10 @@ class ZeroVarianceReplacer:
         )
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
-        """Gives groups that were trained on their score times `trust[key]` as priority; returns how many were there.
+        """Set the priority of trained groups to their score times `trust[key]`; returns how many the table still has.
 
-        `trust`, from 0 to 1, is the mean over a group's tokens of min(w, 1), w being its correction's weight: what the
-        policy has moved away from is drawn less often.
+        `trust`, from 0 to 1, is the mean over the tokens of a group of min(w, 1), with w the weight of the correction.
+        The pool then gives groups less often that the policy has moved away from.
         """
         priorities = {
             sample.info.key: group_priority(sample.group.rewards, sample.group.advantages) * trust[sample.info.key]
@@ -135,7 +121,7 @@ class ZeroVarianceReplacer:
         return self.client.update_priorities(self.table, priorities).applied if priorities else 0
 
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int]) -> list[Sample]:
-        """At most `count` informative samples; fewer only if the table holds no more and we do not wait."""
+        """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
         while len(chosen) < count:
@@ -151,15 +137,15 @@ class ZeroVarianceReplacer:
             except DeadlineExceededError:
                 if waits:
                     raise
-                break  # there is not one more
+                break  # the table has no more
             except ServerUnavailableError:
-                # Not to wait for groups does not mean not to wait for a server that is starting again: this call does,
-                # for as long as its client was told to.
+                # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts: this call
+                # retries for as long as its client is configured to.
                 self.client.policy()
                 continue
             exclude |= {sample.info.key for sample in drawn}
             for sample in drawn:
-                # Whoever fills the table may have put in what this class takes out.
+                # Other writers may have inserted groups that the replacer exists to remove.
                 if is_zero_variance(sample.group.rewards):
                     counts["groups_uninformative"] += 1
                 elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:

@@ -1,18 +1,14 @@
-"""StepSpans: an OpenTelemetry span for each step, linked to those in which its groups were generated."""
+"""StepSpans: an OpenTelemetry span for each step, linked to the spans that generated its groups."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from replay_client.tracing import TRACEPARENT
-from replay_trainer.callbacks import Callback, StepReport
-
-if TYPE_CHECKING:
-    from replay_trainer.grpo import GRPOTrainer
+from replay_trainer.callbacks import Callback, Run, StepReport
 
 
 class StepSpans(Callback):
@@ -22,7 +18,7 @@ class StepSpans(Callback):
         self._tracer = trace.get_tracer("replay_trainer")
         self._propagator = TraceContextTextMapPropagator()
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         metrics, end = report.metrics, time.time_ns()
         links = []
         for sample in report.samples:

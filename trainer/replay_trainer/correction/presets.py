@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from replay_trainer.correction import Action, CorrectionConfig, Level, Objective, Rejection
+from replay_trainer.correction.config import Action, CorrectionConfig, Level, Objective, Rejection
 
 _OFF: dict[str, Any] = {"clip_min": 1.0, "clip_max": 1.0}
 """Weights of 1."""

@@ -1,0 +1,32 @@
+"""Off-policy correction: weights and masks for tokens that another policy wrote.
+
+Three policies: b wrote the tokens (rollout), o is the trainer's before the update (old), θ is being updated.
+This package is about o/b. That one ratio holds the mismatch of the engines and the staleness.
+Axes: B sequences, T tokens of the longest sequence. m is the response mask.
+
+    l_t = (log o_t - log b_t) * m_t, clamped to ±20; 0 where log b_t is NaN (unknown: counted as on-policy)
+
+    level       ratio ρ                            action     weight w
+    token       exp(l_t)                           truncate   clamp(ρ, clip_min, clip_max)
+    sequence    exp(sum_t l_t)                     mask       ρ inside the bounds (inclusive), 0 outside
+    geometric   exp(sum_t l_t / sum_t m_t)         none       ρ
+
+A weight multiplies the loss of its token. Four rules remove tokens from the loss; its denominators still count them:
+
+    rejection        tokens or sequences whose divergence from b lies outside bounds (see Rejection)
+    veto             sequences with a token of ρ_t < veto
+    off-policy mask  sequences with A < 0 and mean_t(log b - log θ) > off_policy_mask_threshold
+    DPPO mask        tokens with A > 0 and p_θ - p_b > dppo_mask_high, or A <= 0 and p_θ - p_b < -dppo_mask_low
+
+The objective says which of the three policies the loss compares (see Objective and losses.corrected_policy_loss).
+
+Sources: truncation, Yao et al. 2025 (TIS) and TRL; masking, IcePop; rejection, veto and metrics, verl's rollout
+correction; off-policy mask, DeepSeek-V3.2 (arXiv 2512.02556), TRL and slime; DPPO mask, prime-rl.
+"""
+
+from replay_trainer.correction.apply import Correction, correct
+from replay_trainer.correction.config import CorrectionConfig, Rejection
+from replay_trainer.correction.metrics import Moments
+from replay_trainer.correction.presets import PRESETS
+
+__all__ = ["PRESETS", "Correction", "CorrectionConfig", "Moments", "Rejection", "correct"]

@@ -1,0 +1,128 @@
+"""CorrectionConfig and Rejection: the options of the off-policy correction, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Level = Literal["token", "sequence", "geometric"]
+Action = Literal["truncate", "mask", "none"]
+Estimator = Literal["k1", "k2", "k3"]
+Aggregate = Literal["token", "sum", "mean", "max"]
+Objective = Literal["decoupled", "bypass", "bypass_reinforce"]
+"""decoupled: -E[w min(r A, clip(r) A)], w from o/b, r = θ/o. Three policies.
+bypass: -E[min(r A, clip(r) A)], r = θ/b. The clipped ratio is the correction; there are no weights.
+bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Bound of the log-ratio of one token, in nats."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Removes tokens or sequences from the loss whose divergence lies outside [low, high] (inclusive).
+
+        k1: exp(aggregate of l)        the ratio itself, so 1 is on-policy (verl bounds its inverse)
+        k2: aggregate of l² / 2        0 is on-policy
+        k3: aggregate of exp(l) - 1 - l
+
+    Raises ValueError for an unknown name, no bound, or bounds that nothing or everything satisfies.
+    """
+
+    estimator: Estimator = "k1"
+    """The divergence that is measured at each token."""
+    aggregate: Aggregate = "token"
+    """token: judge each token by itself. sum, mean, max: judge a whole sequence by this value of its tokens."""
+    low: float | None = None
+    """Smallest value that is kept; None: no bound."""
+    high: float | None = None
+    """Largest value that is kept; None: no bound."""
+
+    def __post_init__(self) -> None:
+        _check_choice("estimator", self.estimator, Estimator)
+        _check_choice("aggregate", self.aggregate, Aggregate)
+        _check_bounds("low", self.low, "high", self.high)
+        if self.low is None and self.high is None:
+            raise ValueError("Rejection() keeps everything: set low, high or both")
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """How `correct` computes weights, and which tokens it removes. PRESETS holds the settings of other projects.
+
+    Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics stay.
+    Raises ValueError for an unknown name, and for bounds without effect or out of range.
+    """
+
+    level: Level = "token"
+    """What one ratio covers: a token, or a sequence by the product or the geometric mean of its tokens' ratios."""
+    action: Action = "truncate"
+    """What happens to a ratio outside the bounds."""
+    clip_min: float | None = None
+    """Lower bound of the ratio; None: no bound."""
+    clip_max: float | None = 2.0
+    """Upper bound of the ratio; None: no bound."""
+    batch_normalize: bool = False
+    """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence."""
+    rejection: Rejection | tuple[Rejection, ...] | None = None
+    """Which tokens or sequences leave the loss. Each of several rejections removes its own. None: no rejection."""
+    veto: float | None = None
+    """A token with a ratio below this (such as 1e-4) rejects its whole sequence; None: no veto."""
+    off_policy_mask_threshold: float | None = None
+    """δ: sequences with A < 0 and a mean of log b - log θ above this many nats leave the loss (0.5); None: off."""
+    dppo_mask_low: float | None = None
+    """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
+    dppo_mask_high: float | None = None
+    """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
+    rollout_penalty: float = 0.0
+    """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
+    kl_tau = 1e-3); 0: off."""
+    objective: Objective = "decoupled"
+    """Which policies the loss compares."""
+
+    def __post_init__(self) -> None:
+        _check_choice("level", self.level, Level)
+        _check_choice("action", self.action, Action)
+        _check_choice("objective", self.objective, Objective)
+        _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
+        if self.action != "none" and self.clip_min is None and self.clip_max is None:
+            raise ValueError(f"action={self.action!r} needs a bound: set clip_min, clip_max, or action='none'")
+        smallest = math.exp(-LOG_RATIO_LIMIT)
+        if self.veto is not None and not smallest < self.veto < 1:
+            raise ValueError(f"veto is a ratio between {smallest:.1e} and 1, such as 1e-4, not {self.veto}")
+        if self.off_policy_mask_threshold is not None and not 0 < self.off_policy_mask_threshold < math.inf:
+            raise ValueError(
+                f"off_policy_mask_threshold must be above 0 nats, such as 0.5, not {self.off_policy_mask_threshold}"
+            )
+        for name, bound in (("dppo_mask_low", self.dppo_mask_low), ("dppo_mask_high", self.dppo_mask_high)):
+            if bound is not None and not 0 < bound < 1:
+                raise ValueError(f"{name} is a difference of probabilities between 0 and 1, such as 0.2, not {bound}")
+        if not 0 <= self.rollout_penalty < math.inf:
+            raise ValueError(f"rollout_penalty must be finite and at least 0, not {self.rollout_penalty}")
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """`rejection` as a tuple."""
+        if self.rejection is None:
+            return ()
+        return (self.rejection,) if isinstance(self.rejection, Rejection) else tuple(self.rejection)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a mask depends on the sign of the advantage."""
+        bounds = (self.off_policy_mask_threshold, self.dppo_mask_low, self.dppo_mask_high)
+        return any(bound is not None for bound in bounds)
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
+
+
+def _check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    for name, bound in ((low_name, low), (high_name, high)):
+        if bound is not None and not (math.isfinite(bound) and bound >= 0):
+            raise ValueError(f"{name} must be finite and not negative, or None for no bound, not {bound}")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"{low_name}={low} must not exceed {high_name}={high}")
