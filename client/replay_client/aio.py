@@ -16,8 +16,9 @@ from replay_client import tracing
 from replay_client.access import TLS, Access
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
-from replay_client.frames import Item, KeySequence, PayloadJoiner, pack_items
+from replay_client.frames import Item, missing_bytes, pack_items, split_rows
 from replay_client.insert_streams import InsertStreams
+from replay_client.keys import KeySequence
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -397,12 +398,11 @@ class AsyncReplayClient:
 
 
 async def _joined(call: Any) -> tuple[Any, list[Buffer]]:
-    """The first message of a stream and the payloads in all of it."""
-    first, joiner = None, PayloadJoiner([])
+    """The first message of a stream, and the payload of each of its rows."""
+    first, chunks = None, []
     async for head, payloads in call:
-        if first is None:
-            first, joiner = head, PayloadJoiner(head.payload_sizes)
-        joiner.feed(payloads)
-    if first is None or not joiner.complete:
+        first = head if first is None else first
+        chunks += payloads
+    if first is None or missing_bytes(first.payload_sizes, chunks):
         raise ServerUnavailableError("the server ended the answer in the middle")
-    return first, joiner.payloads
+    return first, split_rows(first.payload_sizes, chunks)

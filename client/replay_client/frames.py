@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from replay_client.errors import InvalidRequestError
+import grpc
+
+from replay_client.errors import InvalidRequestError, error_of
 from replay_client.records import Buffer
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame
+from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
 
-MESSAGE_BYTES = 1 << 20
-"""Payload bytes in one message, about: gRPC in Python is slow with much larger ones."""
-MESSAGE_ROWS = 256
-"""Items in one message: more of them make it no faster, and their acknowledgement later."""
-
-
-class KeySequence:
-    """Keys that no other client chooses: 38 random bits, then a counter of 24. Not safe across a fork."""
-
-    def __init__(self) -> None:
-        self._keys: Iterator[int] = iter(())
-
-    def __next__(self) -> int:
-        key = next(self._keys, None)
-        if key is None:
-            start = (secrets.randbits(38) | 1 << 38) << 24
-            self._keys = iter(range(start, start + (1 << 24)))
-            key = next(self._keys)
-        return key
-
-    def __iter__(self) -> KeySequence:
-        return self
+ROWS_PER_MESSAGE = 256
+"""More items in one message make it no faster, and their acknowledgement later."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -88,8 +69,8 @@ def pack_items(items: Sequence[Item]) -> Iterator[Frame[pb.InsertRequest]]:
         first, stop, nbytes = items[start], start, 0
         while (
             stop < len(items)
-            and stop - start < MESSAGE_ROWS
-            and (stop == start or nbytes + items[stop].nbytes <= MESSAGE_BYTES)
+            and stop - start < ROWS_PER_MESSAGE
+            and (stop == start or nbytes + items[stop].nbytes <= BYTES_PER_MESSAGE)
             and (items[stop].permits, items[stop].timeout) == (first.permits, first.timeout)
         ):
             nbytes += items[stop].nbytes
@@ -107,28 +88,12 @@ def _message(items: Sequence[Item], nbytes: int) -> Iterator[Frame[pb.InsertRequ
         timeout=items[0].timeout,
         permits=items[0].permits,
     )
-    if nbytes <= MESSAGE_BYTES:
-        yield Frame(request, [piece for item in items for piece in item.payload])
+    if nbytes <= BYTES_PER_MESSAGE:
+        yield Frame(request, [chunk for item in items for chunk in item.payload])
         return
-    for pieces in _cut(items[0].payload):
-        yield Frame(request, pieces)
+    for chunks in cut(items[0].payload, BYTES_PER_MESSAGE):
+        yield Frame(request, chunks)
         request = pb.InsertRequest()
-
-
-def _cut(payload: Sequence[Buffer]) -> Iterator[list[Buffer]]:
-    """The buffers in portions of MESSAGE_BYTES, without copying them."""
-    portion: list[Buffer] = []
-    room = MESSAGE_BYTES
-    for buffer in payload:
-        rest = memoryview(buffer).cast("B")
-        while rest:
-            portion.append(rest[:room])
-            rest, room = rest[room:], room - len(portion[-1])
-            if not room:
-                yield portion
-                portion, room = [], MESSAGE_BYTES
-    if portion:
-        yield portion
 
 
 def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
@@ -146,42 +111,26 @@ def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
     ]
 
 
-class PayloadJoiner:
-    """Gathers the payloads of the rows of a batch from its messages."""
+def missing_bytes(sizes: Iterable[int], chunks: Iterable[Buffer]) -> int:
+    """How many payload bytes of a response have not arrived. Raises ReplayError if there are too many."""
+    missing = sum(sizes) - sum(map(len, chunks))
+    if missing < 0:
+        raise error_of(
+            grpc.StatusCode.UNKNOWN, f"the server sent {-missing} payload bytes more than payload_sizes says"
+        )
+    return missing
 
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self._sizes = list(sizes)
-        self._pieces: list[memoryview] = []
-        self._missing = self._sizes[0] if self._sizes else 0
-        self.payloads: list[Buffer] = []
-        self._finish_empty()
 
-    @property
-    def complete(self) -> bool:
-        return len(self.payloads) == len(self._sizes)
-
-    def feed(self, payloads: Sequence[Buffer]) -> None:
-        for payload in payloads:
-            self._feed(memoryview(payload))
-
-    def _feed(self, rest: memoryview) -> None:
-        while rest:
-            if self.complete:
-                raise ValueError(f"{len(rest)} payload bytes more than the sizes of the batch say")
-            piece, rest = rest[: self._missing], rest[self._missing :]
-            self._pieces.append(piece)
-            self._missing -= len(piece)
-            if self._missing == 0:
-                self._finish_row()
-                self._finish_empty()
-
-    def _finish_row(self) -> None:
-        # Views, not copies, unless a payload came in several messages.
-        self.payloads.append(self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces))
-        self._pieces = []
-        if not self.complete:
-            self._missing = self._sizes[len(self.payloads)]
-
-    def _finish_empty(self) -> None:
-        while not self.complete and self._missing == 0:
-            self._finish_row()
+def split_rows(sizes: Iterable[int], chunks: Iterable[Buffer]) -> list[Buffer]:
+    """The payload of each row: a view of the chunk that holds it, or a copy where it came in several chunks."""
+    payloads: list[Buffer] = []
+    more, chunk = iter(chunks), memoryview(b"")
+    for size in sizes:
+        parts = []
+        while size:
+            chunk = chunk or memoryview(next(more))
+            parts.append(chunk[:size])
+            chunk = chunk[size:]
+            size -= len(parts[-1])
+        payloads.append(parts[0] if len(parts) == 1 else b"".join(parts))
+    return payloads

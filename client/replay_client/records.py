@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 
 TableInfo = pb.TableInfo
+"""One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
+TableConfig."""
 CheckpointInfo = pb.CheckpointInfo
-"""Everything about one table; fields as documented in replay.proto. `config` is the JSON of its TableConfig."""
+"""One checkpoint: its name, size and time, as replay.proto documents them."""
 AdmissionInfo = pb.AdmissionInfo
+"""The state of admission, as replay.proto documents it."""
 
 Buffer = bytes | memoryview
 
@@ -91,13 +95,19 @@ class ItemInfo:
 
 @dataclass(frozen=True)
 class ItemPage:
-    """Some of the items of a table."""
+    """Some of the items of a table. Iterate over the page for its items; `len` counts them."""
 
     items: Sequence[ItemInfo]
     matching: int
     """Items that match, on all pages."""
     next_page: str
     """For `list_items(page=...)`; empty: this was the last."""
+
+    def __iter__(self) -> Iterator[ItemInfo]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 @dataclass(frozen=True)
@@ -181,28 +191,11 @@ def mutation_of(message: pb.MutationResponse | pb.AcknowledgeSamplesResponse) ->
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The server and its tables in their message."""
-    return ServerInfo(
-        version=message.version,
-        server_id=message.server_id,
-        uptime=message.uptime,
-        policy=policy_of(message.policy),
-        admission=message.admission if message.HasField("admission") else None,
-        tables={table.name: table for table in message.tables},
-        items=message.items,
-        bytes=message.bytes,
-        max_bytes=message.max_bytes,
-        storage=message.storage,
-        insert_streams=message.insert_streams,
-        sample_streams=message.sample_streams,
-        time=message.time,
-        resident_bytes=message.resident_bytes,
-        memory_available=message.memory_available,
-        disk_available=message.disk_available,
-        disk_bytes=message.disk_bytes,
-        commits=message.commits,
-        commit_error=message.commit_error,
-        damaged=message.damaged,
-    )
+    given: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
+    given["policy"] = policy_of(message.policy)
+    given["admission"] = message.admission if message.HasField("admission") else None
+    given["tables"] = {table.name: table for table in message.tables}
+    return ServerInfo(**given)
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:

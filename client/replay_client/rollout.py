@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -33,6 +33,7 @@ _DTYPES = {
     )
 }
 
+S = TypeVar("S", bound=np.generic)
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -127,9 +128,12 @@ class RolloutGroup:
         return sum(array.nbytes for _, array in self._arrays())
 
     def completions(self) -> list[Int32]:
-        """The G completions as views of `completion_ids`."""
-        ends = np.cumsum(self.completion_lengths)
-        return [self.completion_ids[end - n : end] for end, n in zip(ends, self.completion_lengths, strict=True)]
+        """The tokens of each of the G completions, as views of `completion_ids`."""
+        return _split(self.completion_ids, self.completion_lengths)
+
+    def completion_logprobs(self) -> list[Float32]:
+        """The log-probabilities of each of the G completions in nats, as views of `rollout_logprobs`."""
+        return _split(self.rollout_logprobs, self.completion_lengths)
 
     def encode(self) -> bytes:
         """The group in the byte format of this module."""
@@ -228,6 +232,11 @@ class RolloutGroup:
             and all(_same(mine[name], theirs[name]) for name in mine)
             and all(getattr(self, name) == getattr(other, name) for name in small)
         )
+
+
+def _split(array_T: npt.NDArray[S], lengths_G: Int32) -> list[npt.NDArray[S]]:
+    ends_G = np.cumsum(lengths_G)
+    return [array_T[end - length : end] for end, length in zip(ends_G, lengths_G, strict=True)]
 
 
 def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

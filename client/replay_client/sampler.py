@@ -11,7 +11,7 @@ import grpc
 
 from replay_client.connection import Connection, Patience, end_stream, read_message
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
-from replay_client.frames import PayloadJoiner
+from replay_client.frames import missing_bytes, split_rows
 from replay_client.records import Sample, samples_of
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -120,11 +120,11 @@ class AsyncSampler:
             if message.taken or message.revoked:
                 assert asked in (message.taken, message.revoked)
                 return bool(message.taken)
-            joiner = PayloadJoiner(message.payload_sizes)
-            joiner.feed(payloads)
-            while not joiner.complete:
-                joiner.feed((await self._read()).payloads)
-            self._ready.append((message.batch, samples_of(message, joiner.payloads)))
+            chunks = list(payloads)
+            while missing_bytes(message.payload_sizes, chunks):
+                chunks += (await self._read()).payloads
+            rows = split_rows(message.payload_sizes, chunks)
+            self._ready.append((message.batch, samples_of(message, rows)))
             if not asked:
                 return True
 

@@ -16,7 +16,8 @@ import grpc
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout, end_stream
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError, error_of
-from replay_client.frames import Item, KeySequence, pack_items
+from replay_client.frames import Item, pack_items
+from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb

@@ -8,7 +8,7 @@ gives the payload as a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
@@ -19,6 +19,8 @@ M = TypeVar("M", bound=Message)
 
 SERVICE: str = DESCRIPTOR.services_by_name["Replay"].full_name
 
+BYTES_PER_MESSAGE = 1 << 20
+"""Payload bytes in one message, about. gRPC in Python is slow with much larger ones."""
 _MOST_FIELDS = 64
 """More top-level fields than any message has that we write; one with more is left to protobuf as a whole."""
 _PAYLOADS = 15 << 3 | 2  # field 15, length-delimited: one byte
@@ -30,6 +32,22 @@ class Frame(NamedTuple, Generic[M]):
     head: M
     payloads: Sequence[bytes | memoryview]
     """Consecutive pieces when writing; one view when reading, or none."""
+
+
+def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of the buffers in order, `size` of them at a time and without a copy. The last list may hold fewer."""
+    chunks: list[memoryview] = []
+    room = size
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        while rest:
+            chunks.append(rest[:room])
+            rest, room = rest[room:], room - len(chunks[-1])
+            if not room:
+                yield chunks
+                chunks, room = [], size
+    if chunks:
+        yield chunks
 
 
 def write_frame(frame: Frame[M]) -> bytes:

@@ -11,15 +11,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame, M
+from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
 from replay_server.errors import Refused, deadline, invalid, too_large
 from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_PIECE, MIN_RATE
 from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.payloads import Payload
-
-MESSAGE_BYTES = 1 << 20
-"""Payload bytes in one message, about: gRPC in Python is slow with much larger ones."""
 
 
 @dataclass(frozen=True)
@@ -185,12 +182,12 @@ def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     for payload in payloads:
         for whole in payload:
             cuts = (
-                [memoryview(whole)[at : at + MESSAGE_BYTES] for at in range(0, len(whole), MESSAGE_BYTES)]
-                if len(whole) > 2 * MESSAGE_BYTES
+                [memoryview(whole)[at : at + BYTES_PER_MESSAGE] for at in range(0, len(whole), BYTES_PER_MESSAGE)]
+                if len(whole) > 2 * BYTES_PER_MESSAGE
                 else [whole]
             )
             for piece in cuts:
-                if filled and filled + len(piece) > MESSAGE_BYTES:
+                if filled and filled + len(piece) > BYTES_PER_MESSAGE:
                     yield Frame(head, pieces)
                     head, pieces, filled = type(first)(), [], 0
                 pieces.append(piece)

@@ -274,7 +274,8 @@ def test_update_delete_list_and_reset(client):
     assert client.update_priorities("plain", {keys[0]: 9.0, 42: 1.0}) == MutationResult(1, (42,))
     assert client.delete("plain", [keys[4], 42]) == MutationResult(1, (42,))
     page = client.list_items("plain", order_by="priority", descending=True, limit=3)
-    assert [item.key for item in page.items] == [keys[0], keys[3], keys[2]]
+    assert [item.key for item in page] == [item.key for item in page.items] == [keys[0], keys[3], keys[2]]
+    assert len(page) == 3
     assert (page.matching, page.items[0].priority, page.items[1].nbytes) == (4, 9.0, 3)
     rest = client.list_items("plain", order_by="priority", descending=True, limit=3, page=page.next_page)
     assert ([item.key for item in rest.items], rest.next_page) == ([keys[1]], "")

@@ -137,3 +137,16 @@ def test_small_fields_that_are_not_small_are_refused_when_encoding_and_when_deco
     header = bytes(5_000_000)
     with pytest.raises(ValueError, match="header of 5000000 bytes"):
         RolloutGroup.decode(MAGIC + len(header).to_bytes(8, "little") + header)
+
+
+def test_completions_and_their_logprobs_are_views_of_the_groups_arrays():
+    group = make_group(lengths=(3, 0, 2))
+    assert [logprobs.size for logprobs in group.completion_logprobs()] == [3, 0, 2]
+    assert np.concatenate(group.completion_logprobs()).tolist() == group.rollout_logprobs.tolist()
+    for views, array in (
+        (group.completions(), group.completion_ids),
+        (group.completion_logprobs(), group.rollout_logprobs),
+    ):
+        assert all(np.shares_memory(view, array) for view in (views[0], views[2]))
+    with pytest.raises(ValueError, match="read-only"):
+        RolloutGroup.decode(group.encode()).completion_logprobs()[0][0] = 0.0

@@ -30,7 +30,6 @@ from replay_client.errors import (
     StaleItemError,
     TableFullError,
 )
-from replay_client.frames import KeySequence
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine
 from replay_client.generator.group_maker import GroupMaker, LeftOut, PromptSource, priority_of
@@ -43,6 +42,7 @@ from replay_client.generator.policy_follower import (
 )
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
+from replay_client.keys import KeySequence
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
 

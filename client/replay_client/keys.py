@@ -1,0 +1,21 @@
+"""KeySequence: keys for items, which no other client chooses."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+
+class KeySequence:
+    """Keys of 38 random bits and a counter of 24 bits. Not safe across a fork."""
+
+    def __init__(self) -> None:
+        self._keys: Iterator[int] = iter(())
+
+    def __next__(self) -> int:
+        key = next(self._keys, None)
+        if key is None:
+            start = (secrets.randbits(38) | 1 << 38) << 24
+            self._keys = iter(range(start, start + (1 << 24)))
+            key = next(self._keys)
+        return key
