@@ -55,7 +55,8 @@ class GeneratorConfig:
     takes. raise: the run ends. skip: the group is left out, counted and warned about; so many in a row that it cannot
     be the prompts end the run after all."""
     when_full: Literal["wait", "drop"] = "wait"
-    """What happens where a table with `when_full = "reject"` refuses a group. wait: try again. drop: leave it out."""
+    """What happens when a full table refuses a group (its own `when_full` is "reject"). wait: try again. drop: leave
+    the group out. A busy server and failing storage are always waited for."""
     reward_threads: int = 1
     """Groups whose reward functions, where they are not async, may run at a time. More only if they are thread-safe."""
     reward_timeout: float | None = 300.0

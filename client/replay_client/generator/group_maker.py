@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import tracing
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.metrics import GroupTimes
@@ -133,7 +132,6 @@ class GroupMaker:
             finish_reasons=tuple(each.finish_reason for each in completions),
             sampling=self._config.sampling.describe(),
             extras=extras,
-            meta=tracing.carrier(),
         )
 
 

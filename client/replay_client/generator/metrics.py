@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +48,21 @@ class GeneratorStats(TypedDict):
     """Groups that were too old when they arrived."""
     full_refused: int
     """Inserts that a table with `when_full = "reject"` had no room for."""
+    server_refused: int
+    """Calls that the server refused because it was busy or its storage failed; each was tried again."""
     insert_waits: int
     """Inserts that found their queue full for `insert_timeout`."""
     permit_waits: int
     """Times that no permit came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than the time to live of their permit."""
+
+
+def _no_stats() -> GeneratorStats:
+    stats: Any = dict.fromkeys(GeneratorStats.__annotations__, 0)
+    stats.update(tokens_per_second=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
+    result: GeneratorStats = stats
+    return result
 
 
 @dataclass
@@ -85,27 +94,7 @@ class GeneratorMetrics:
 
     solved_reward: float
     """A completion counts as solved from this reward on."""
-    stats: GeneratorStats = field(
-        default_factory=lambda: GeneratorStats(
-            groups=0,
-            completions=0,
-            tokens=0,
-            nan_logprobs=0,
-            groups_under_way=0,
-            tokens_per_second=0.0,
-            reward_mean=math.nan,
-            policy_version=0,
-            reloads=0,
-            probe_max_difference=math.nan,
-            skipped=0,
-            filtered=0,
-            stale_refused=0,
-            full_refused=0,
-            insert_waits=0,
-            permit_waits=0,
-            permits_expired=0,
-        )
-    )
+    stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_RECENT_GROUPS)  # time, tokens, mean reward

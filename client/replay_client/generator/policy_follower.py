@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from replay_client.errors import ReplayError, ServerClosedError
+from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
 from replay_client.generator.probe import Probe
 from replay_client.records import Policy
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
-"""Seconds before a server that was shutting down is asked again."""
+"""Seconds before the next attempt at a server that shuts down or is busy."""
 
 ReloadMode = Literal["between_groups", "at_once"]
 
@@ -119,9 +119,9 @@ class PolicyFollower:
                 await self._reload(policy)
 
     async def _watch(self) -> AsyncGenerator[Policy]:
-        """Every policy; a server that shuts down is waited for like one that does not answer."""
+        """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
         while True:
-            with contextlib.suppress(ServerClosedError):
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
                 async for policy in self._client.watch_policy():
                     yield policy
             await asyncio.sleep(_PAUSE)
@@ -132,7 +132,7 @@ class PolicyFollower:
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
             # What was published while groups finished counts, not what the reload was called for.
-            with contextlib.suppress(ServerClosedError):
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 policy = newest if newest.weights else policy
         await self._load(policy)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator
+from replay_client.generator.wait_log import WaitLog
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import server_process
@@ -22,6 +23,7 @@ from tests.factories import server_process
 TABLES = [
     TableConfig(name="rollouts", sampler="fifo", max_staleness=2),
     TableConfig(name="small", sampler="fifo", max_size=2, when_full="reject"),
+    TableConfig(name="large", sampler="fifo", max_size=1000, when_full="reject"),
 ]
 
 
@@ -164,6 +166,77 @@ async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
                 await client.delete("small", [sample.info.key])
             await task
             assert generator.stats["groups"] == 4
+
+
+async def test_a_group_is_dropped_for_a_full_table_alone() -> None:
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine(), tables=("small",), max_groups=5, when_full="drop") as (
+            generator,
+            _,
+            task,
+        ):
+            await task
+            assert (generator.stats["groups"], generator.stats["full_refused"]) == (2, 3)
+            assert generator.stats["server_refused"] == 0
+
+
+async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    with ReplayServer(tables=TABLES, port=0, max_bytes=3000) as server:
+        async with generating(server.address, ScriptedEngine(), tables=("large",), max_groups=20, when_full="drop") as (
+            generator,
+            client,
+            task,
+        ):
+            await until(lambda: generator.stats["server_refused"] > 0)
+            seen = 0
+            while not task.done():
+                page = await client.list_items("large")
+                seen += (await client.delete("large", [item.key for item in page])).applied
+                await asyncio.sleep(0.01)
+            await task
+            seen += (await client.server_info()).tables["large"].size
+    assert (generator.stats["groups"], seen, generator.stats["full_refused"]) == (20, 20, 0)
+    assert sum("the server refuses for now" in record.message for record in caplog.records) == 1
+
+
+async def test_storage_that_refuses_is_waited_for_and_nothing_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ReplayServer(tables=TABLES, port=0, data_dir=tmp_path) as server:
+        async with generating(server.address, ScriptedEngine(), max_groups=10, when_full="drop") as (
+            generator,
+            client,
+            task,
+        ):
+            with monkeypatch.context() as disk:
+                disk.setattr("replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (0, 1 << 30))
+                await until(lambda: generator.stats["server_refused"] > 0)
+                written = generator.stats["groups"]
+                await asyncio.sleep(0.5)
+                assert generator.stats["groups"] == written < 10
+                assert not task.done()
+            await task
+            assert (await client.server_info()).tables["rollouts"].size == 10
+    assert (generator.stats["groups"], generator.stats["full_refused"]) == (10, 0)
+
+
+def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, clock = WaitLog(), [1000.0]
+    monkeypatch.setattr("replay_client.generator.wait_log.time.monotonic", lambda: clock[0])
+    for second in range(71):
+        clock[0] = 1000.0 + second
+        log.wait("busy")
+    log.go_on()
+    log.go_on()
+    log.wait("busy again, within half a minute of the last line")
+    assert caplog.messages == [
+        "busy",
+        "busy (for 30 s now)",
+        "busy (for 60 s now)",
+        "the generator goes on after 70 s",
+    ]
 
 
 @pytest.mark.parametrize("way", ["kill", "terminate"])

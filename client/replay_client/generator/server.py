@@ -1,0 +1,146 @@
+"""GeneratorServer: the server as a generator sees it. Whatever passes by itself is waited for and logged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from replay_client.errors import (
+    DeadlineExceededError,
+    PayloadTooLargeError,
+    ReplayError,
+    ServerBusyError,
+    ServerClosedError,
+    ServerUnavailableError,
+    StaleItemError,
+    StorageError,
+    TableFullError,
+)
+from replay_client.generator.config import GeneratorConfig
+from replay_client.generator.group_maker import LeftOut, priority_of
+from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.prompts import PromptError
+from replay_client.generator.wait_log import WaitLog
+from replay_client.keys import KeySequence
+from replay_client.records import PermitLease
+from replay_client.rollout import RolloutGroup
+
+if TYPE_CHECKING:
+    from replay_client.aio import AsyncReplayClient
+
+T = TypeVar("T")
+
+_RELEASE_SECONDS = 2.0  # to give permits back at the end; the server takes the others back after their time to live
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+"""Seconds between attempts at a server that refuses or is away; doubled each time."""
+
+
+class GeneratorServer:
+    """Acquires permits and inserts groups.
+
+    A server that is away, shuts down, is busy, or whose storage fails is waited for. Only a server that does not come
+    back within the client's own timeout ends the run, with ServerUnavailableError.
+    """
+
+    def __init__(self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats) -> None:
+        self._client = client
+        self._config = config
+        self._stats = stats
+        self._keys = KeySequence()
+        self._leases: set[PermitLease] = set()
+        self._waiting = WaitLog()
+        self._table_full = WaitLog()
+
+    async def has_admission(self) -> bool:
+        """Whether generators need permits."""
+        return (await self._answer(self._client.server_info)).admission is not None
+
+    async def acquire(self) -> PermitLease:
+        """One permit, as soon as there is one."""
+        attempt = partial(self._client.acquire_permits, 1, timeout=self._config.permit_timeout)
+        lease = await self._answer(attempt, counts_as="permit_waits")
+        self._leases.add(lease)
+        return lease
+
+    async def release(self, lease: PermitLease) -> None:
+        """Gives a permit back, if the server can be reached soon."""
+        self._leases.discard(lease)
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(_RELEASE_SECONDS):
+                await self._client.release_permits(lease)
+
+    async def release_all(self) -> None:
+        """Gives back every permit that was neither used nor given back."""
+        await asyncio.gather(*map(self.release, [*self._leases]))
+
+    async def insert(self, group: RolloutGroup, lease: PermitLease | None) -> None:
+        """Returns when the group is in its tables and its permit is used up.
+
+        Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
+        Raises PromptError if the group is too large for the server.
+        """
+        priorities = dict.fromkeys(self._config.tables, priority_of(group))
+        # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
+        key, timeout = next(self._keys), self._config.insert_timeout
+        attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout)
+        try:
+            await self._answer(partial(self._insert_when_there_is_room, attempt), counts_as="insert_waits")
+        except StaleItemError as error:
+            raise LeftOut("stale_refused") from error
+        except PayloadTooLargeError as error:
+            raise PromptError(f"prompt {group.prompt_id!r}: its group cannot be inserted: {error}") from error
+        if lease is not None:
+            self._leases.discard(lease)
+
+    async def _insert_when_there_is_room(self, attempt: Callable[[], Awaitable[int]]) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                await attempt()
+            except TableFullError as error:
+                self._stats["full_refused"] += 1
+                if self._config.when_full == "drop":
+                    self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                    raise LeftOut(None) from error
+                self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self._table_full.go_on()
+                return
+
+    async def _answer(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        counts_as: Literal["insert_waits", "permit_waits"] | None = None,
+    ) -> T:
+        """The result of `attempt`, tried again while the server cannot do it. `counts_as` counts deadlines."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                result = await attempt()
+            except DeadlineExceededError:
+                if counts_as is None:
+                    raise
+                self._stats[counts_as] += 1
+            except (ServerUnavailableError, ServerClosedError) as error:
+                self._waiting.wait(f"the server is away, and the generator tries again: {error}")
+                await self._until_it_answers()
+            except (ServerBusyError, StorageError) as error:
+                self._stats["server_refused"] += 1
+                self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self._waiting.go_on()
+                return result
+
+    async def _until_it_answers(self) -> None:
+        """Raises ServerUnavailableError after the client's own timeout."""
+        await asyncio.sleep(_FIRST_PAUSE)
+        # It is on its way down, or answers but refuses: the caller tries again.
+        with contextlib.suppress(ServerClosedError, ServerBusyError):
+            await self._client.policy()
