@@ -21,15 +21,15 @@ MAX_CHANGES = 1 << 16
 """Characters in the changes of a table."""
 MAX_LEASE = 86_400.0
 """Seconds until samples under a lease go back."""
-MIN_PIECE = 4096
+MIN_CHUNK = 4096
 """Bytes in each message that continues an item, except its last: smaller ones cost more memory than they carry."""
 MIN_RATE = 1 << 20
 """Bytes a second, in the mean, at which an item in pieces has to come in, beyond the stall timeout."""
 MAX_BYTES_AHEAD = 1 << 30
 """Payload bytes drawn ahead for one sample stream; a single batch may have more."""
-MAX_ROWS_IN_HAND = 1 << 22
+MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together hold under leases or have drawn ahead."""
-MAX_ANSWERS = 64
+MAX_RESPONSES = 64
 """Answers with payloads under way to one connection; each costs some 2 MB while it is not read. More wait."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""

@@ -267,7 +267,7 @@ class ReplayServer:
         warn_of_open_address(self._address, self.config.security, tokens=self._authorizer.tokens is not None)
         await server.start()
         if metrics is not None and latencies is not None:
-            metrics.start(service.server_info, latencies)
+            metrics.start(service.administration.server_info, latencies)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
             warn_of_open_metrics(metrics.address)

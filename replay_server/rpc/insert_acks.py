@@ -1,81 +1,97 @@
-"""Acknowledging: the answers of an insert stream, each held back until its rows are written.
+"""Insert acks: holds back the response to decided rows until a commit has written them.
 
-The stream goes on inserting meanwhile; the answers that one commit covers are told as one.
+* A row is acknowledged only after it is written, or if its key was written before.
+* Responses keep the order of the rows. The rows that one commit writes share one response.
+* The stream goes on inserting while responses wait for their commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame
 from replay_server.errors import Refused, storage_failed
 from replay_server.storage.journal import Journal
 
-MAX_BACKLOG = 64 << 20
-"""Payload bytes of the whole server that wait to be written; beyond that streams wait before they read on."""
-MAX_UNTOLD = 1024
-"""Messages of one stream whose answers wait for a commit, or for a client that does not read."""
-
-Requests = AsyncIterator[Frame[pb.InsertRequest]]
-Responses = AsyncIterator[pb.InsertResponse]
+MAX_UNWRITTEN_BYTES = 64 << 20
+"""Payload bytes of the whole server that wait to be written. Above that a stream waits before it inserts more."""
+MAX_UNANSWERED = 1024
+"""Responses of one stream that wait for a commit, or for a client that does not read."""
 
 
-async def acknowledged(journal: Journal, insert: Callable[[Requests], Responses], requests: Requests) -> Responses:
-    """What `insert` answers to `requests`, as soon as it is true for good."""
-    keys: deque[int] = deque()  # of rows that are not answered yet, in order
-    answers: deque[tuple[asyncio.Future[None], pb.InsertResponse]] = deque()
-    news, told = asyncio.Event(), asyncio.Event()
+@dataclass(slots=True)
+class Decided:
+    """Rows of one stream that are inserted or refused, in order."""
 
-    async def noted() -> Requests:
-        async for request in requests:
-            keys.extend(request.head.keys)
-            yield request
+    keys: list[int] = field(default_factory=list)
+    errors: list[pb.RowError] = field(default_factory=list)
+    """Of the rows that are refused."""
 
-    async def work() -> None:
-        async for answer in insert(noted()):
-            answers.append((ticket := journal.ticket(), answer))
-            news.set()
-            if journal.backlog > MAX_BACKLOG:
+    def add(self, key: int, refusal: Refused | None) -> None:
+        self.keys.append(key)
+        if refusal is not None:
+            self.refuse(key, refusal)
+
+    def refuse(self, key: int, refusal: Refused) -> None:
+        self.errors.append(pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason))
+
+    def extend(self, later: Decided) -> None:
+        self.keys.extend(later.keys)
+        self.errors.extend(later.errors)
+
+    def response(self) -> pb.InsertResponse:
+        return pb.InsertResponse(decided=len(self.keys), errors=self.errors)
+
+
+async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:
+    """The same decisions, each once its rows are written. Those that one commit covers are joined."""
+    unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
+    decided_more, answered = asyncio.Event(), asyncio.Event()
+
+    async def collect() -> None:
+        async for decided in decisions:
+            unanswered.append((ticket := journal.ticket(), decided))
+            decided_more.set()
+            if journal.backlog > MAX_UNWRITTEN_BYTES:
                 await asyncio.shield(ticket)
-            while len(answers) >= MAX_UNTOLD:  # a client that does not read them
-                told.clear()
-                await told.wait()
+            while len(unanswered) >= MAX_UNANSWERED:
+                answered.clear()
+                await answered.wait()
 
-    worker = asyncio.create_task(work())
-    worker.add_done_callback(lambda _: news.set())
+    collector = asyncio.create_task(collect())
+    collector.add_done_callback(lambda _: decided_more.set())
     try:
-        while answers or not worker.done():
-            if not answers:
-                news.clear()
-                await news.wait()
+        while unanswered or not collector.done():
+            if not unanswered:
+                decided_more.clear()
+                await decided_more.wait()
                 continue
-            ticket, answer = answers.popleft()
+            ticket, decided = unanswered.popleft()
             await asyncio.shield(ticket)
-            while answers and answers[0][0] is ticket:
-                answer.decided += answers[0][1].decided
-                answer.errors.extend(answers.popleft()[1].errors)
-            refuse_taken_back(answer, [keys.popleft() for _ in range(answer.decided)], journal)
-            yield answer
-            told.set()
-        await worker
+            while unanswered and unanswered[0][0] is ticket:
+                decided.extend(unanswered.popleft()[1])
+            refuse_rolled_back(decided, journal)
+            yield decided
+            answered.set()
+        await collector
     finally:
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
+        collector.cancel()
+        await asyncio.gather(collector, return_exceptions=True)
 
 
-def row_error(key: int, refusal: Refused) -> pb.RowError:
-    return pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
+def refuse_rolled_back(decided: Decided, journal: Journal) -> None:
+    """Refuses the rows that could not be written.
 
-
-def refuse_taken_back(answer: pb.InsertResponse, keys: Sequence[int], journal: Journal) -> None:
-    """Adds the errors of those of `keys`, which `answer` decides on, that could not be written."""
-    if not (rolled_back := journal.rolled_back(keys)):
+    A response can wait for a later commit than the one that failed with its insert. The journal therefore remembers
+    the keys of inserts that it took back.
+    """
+    if not (rolled_back := journal.rolled_back(decided.keys)):
         return
-    told = {error.key for error in answer.errors}
-    for key in keys:
-        if key in rolled_back and key not in told:
+    refused = {error.key for error in decided.errors}
+    for key in decided.keys:
+        if key in rolled_back and key not in refused:
             message = f"item {key} could not be written: the disk of data_dir is full or fails"
-            answer.errors.append(row_error(key, storage_failed(message)))
+            decided.refuse(key, storage_failed(message))

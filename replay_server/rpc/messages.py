@@ -1,10 +1,15 @@
-"""Frames: how items are laid out over the messages of a stream (conventions in replay.proto)."""
+"""Messages: reads the items out of insert messages, and lays payloads out over response messages (see replay.proto).
+
+* A message is passed on when its last payload byte has come. A stream that ends before that never sent it.
+* A message that breaks a convention ends its stream. The messages before it stand.
+* Payload bytes of a message that is not complete count against a budget that clients share.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -13,64 +18,57 @@ import numpy as np
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
 from replay_server.errors import Refused, deadline, invalid, too_large
-from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_PIECE, MIN_RATE
+from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_CHUNK, MIN_RATE
+from replay_server.rpc.budget import Budget
 from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.payloads import Payload
 
 
 @dataclass(frozen=True)
-class Message:
+class InsertMessage:
     """The items of one InsertRequest, with all of their payloads."""
 
-    inserts: list[InsertBatch]
-    """All rows in their order, consecutive ones that go to the same tables together."""
+    batches: list[InsertBatch]
+    """All rows in order. Consecutive rows that go to the same tables are one batch."""
     timeout: float | None
+    """Seconds that each row may wait for its tables; None: for ever."""
     refusal: Refused | None
-    """Set where the payloads are too large together, or there was no room for them in time; they were let pass and not
-    kept."""
+    """Why all rows are refused: the payloads are too large, or no room for them came free in time. They were read, to
+    reach the message after them, and not kept."""
     nbytes: int
-    """Of all payloads."""
+    """Payload bytes that are kept."""
 
 
-Room = Callable[[int, float | None], AbstractAsyncContextManager[None]]
-"""Holds room for so many bytes of a message that is not complete, and waits for it as long as the timeout says."""
+async def read_messages(
+    requests: AsyncIterator[Frame[pb.InsertRequest]], max_bytes: int, unfinished: Budget, client: str, stall: float
+) -> AsyncIterator[InsertMessage]:
+    """The messages of a stream of requests. Raises Refused for a request that breaks the conventions of replay.proto.
 
-
-async def join_messages(
-    requests: AsyncIterator[Frame[pb.InsertRequest]], max_bytes: int, room: Room, stall: float
-) -> AsyncIterator[Message]:
-    """The items of a stream of requests, each message as soon as its last payload byte is there.
-
-    A request that breaks the conventions is refused as a whole, and so is one that does not go on for `stall` seconds;
-    those before it stand. A stream that ends in the middle of a message never had it.
+    `unfinished` bounds the bytes of messages whose payloads have not all come; `client` names the connection. A client
+    that sends no payload bytes for `stall` seconds in the middle of a message is refused.
     """
     async for request, payloads in requests:
+        _check_columns(request)
         rows = len(request.keys)
-        if rows > MAX_ROWS:
-            raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
-        if rows == 0:
-            raise invalid("a message without items, and no item before it lacks payload bytes")
-        for name in ("policy_versions", "payload_sizes"):
-            if len(getattr(request, name)) not in (0, rows):
-                raise invalid(f"{name} has {len(getattr(request, name))} entries for {rows} items")
         sizes = list(request.payload_sizes) or [0] * rows
         total = sum(sizes)
         timeout = request.timeout if request.HasField("timeout") else None
-        refusal, blobs = None, list(payloads)
-        missing = total - sum(map(len, blobs))
+        chunks = list(payloads)
+        missing = total - sum(map(len, chunks))
+        refusal: Refused | None = None
         if total > max_bytes:
             refusal = too_large(
                 f"{total} bytes in one message; this server takes at most {max_bytes} (max_payload_bytes)"
             )
         if missing > 0:
             async with AsyncExitStack() as held:
-                if refusal is None:
-                    try:
-                        await held.enter_async_context(room(total, timeout))
-                    except Refused as none_in_time:
-                        refusal = none_in_time
-                rest = await _rest(requests, blobs if refusal is None else None, missing, stall)
+                try:
+                    if refusal is None:
+                        await held.enter_async_context(unfinished.held_in_turn(client, total, timeout))
+                except Refused as no_room_in_time:
+                    refusal = no_room_in_time
+                rest = await _read_rest(requests, chunks if refusal is None else None, missing, stall)
             if rest is None:
                 return
             missing = rest
@@ -81,22 +79,38 @@ async def join_messages(
             priorities={},
             policy_versions=np.array(request.policy_versions or [0] * rows, dtype=np.int64),
             sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
-            payloads=[()] * rows if refusal else _cut(blobs, sizes),
+            payloads=[()] * rows if refusal else _payloads_of_rows(chunks, sizes),
             permits=request.permits,
         )
-        yield Message(
-            inserts=list(_by_tables(request, columns)),
+        yield InsertMessage(
+            batches=list(_by_tables(request, columns)),
             timeout=timeout,
             refusal=refusal,
             nbytes=0 if refusal else total,
         )
 
 
-async def _rest(
-    requests: AsyncIterator[Frame[pb.InsertRequest]], blobs: list[bytes | memoryview] | None, missing: int, stall: float
+def _check_columns(request: pb.InsertRequest) -> None:
+    rows = len(request.keys)
+    if rows > MAX_ROWS:
+        raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
+    if rows == 0:
+        raise invalid("a message without items, and no item before it lacks payload bytes")
+    for name in ("policy_versions", "payload_sizes"):
+        if len(getattr(request, name)) not in (0, rows):
+            raise invalid(f"{name} has {len(getattr(request, name))} entries for {rows} items")
+
+
+async def _read_rest(
+    requests: AsyncIterator[Frame[pb.InsertRequest]],
+    chunks: list[bytes | memoryview] | None,
+    missing: int,
+    stall: float,
 ) -> int | None:
-    """Reads the messages that bring the missing bytes, into `blobs` if there are any; how many are missing then (below
-    0: there were too many), or None where the stream ends before."""
+    """Reads the missing bytes of a message and appends them to `chunks`; None: they are not kept.
+
+    Returns how many bytes are missing after that: 0, or below 0 if too many came. None: the stream ended before.
+    """
     total, loop = missing, asyncio.get_running_loop()
     end = loop.time() + stall + missing / MIN_RATE
     while missing > 0:
@@ -114,28 +128,31 @@ async def _rest(
             raise invalid(f"{missing} of {total} payload bytes are missing")
         size = sum(map(len, more.payloads))
         missing -= size
-        if size < MIN_PIECE and missing > 0:
-            raise invalid(f"a piece of {size} bytes: all but the last of an item have at least {MIN_PIECE}")
-        if blobs is not None:
-            blobs.extend(more.payloads)
+        if size < MIN_CHUNK and missing > 0:
+            raise invalid(f"a chunk of {size} bytes: all but the last of an item have at least {MIN_CHUNK}")
+        if chunks is not None:
+            chunks.extend(more.payloads)
     return missing
 
 
-def _cut(blobs: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
-    """The pieces of each row. A message that is all one row's stays as it came; where rows share one they are copied
-    out of it, or a small item would keep a large message in memory. The same where the rest of the message is large."""
+def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
+    """Divides the payload bytes of a message among its rows.
+
+    The chunks of a single row stay as they came. Rows that share a message get copies, because a view of a small item
+    would keep the whole message in memory. A chunk that is a small part of its message is copied for the same reason.
+    """
     if len(sizes) == 1:
-        return [tuple(blob if _fills_its_message(blob) else bytes(blob) for blob in blobs)]
-    whole = memoryview(blobs[0] if len(blobs) == 1 else b"".join(blobs))
-    return [(bytes(whole[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        return [tuple(chunk if _fills_its_message(chunk) else bytes(chunk) for chunk in chunks)]
+    joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
+    return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _fills_its_message(blob: bytes | memoryview) -> bool:
-    return isinstance(blob, bytes) or len(blob.obj) <= 2 * len(blob) + MIN_PIECE  # type: ignore[arg-type]  # of bytes
+def _fills_its_message(chunk: bytes | memoryview) -> bool:
+    return isinstance(chunk, bytes) or len(chunk.obj) <= 2 * len(chunk) + MIN_CHUNK  # type: ignore[arg-type]  # of bytes
 
 
 def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[InsertBatch]:
-    """`columns` with the priorities of `request`, cut where the tables change."""
+    """The batches of a message: `columns` with their priorities, cut where the tables change."""
     rows = len(columns)
     if len(request.targets) > MAX_TARGETS:
         raise invalid(f"{len(request.targets)} targets in one message: at most {MAX_TARGETS}")
@@ -173,23 +190,27 @@ def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[Inse
 
 
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
-    """`first`, with as many payload bytes as fit, then messages with the rest of them.
+    """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    Pieces are cut where they are much larger than a message, so that a reader who does not read holds only that much.
+    A chunk goes into one message, so that the reader need not join it, unless it is much larger than a message: a
+    client that does not read would keep all of it in memory.
     """
     head, filled = first, 0
-    pieces: list[bytes | memoryview] = []
+    chunks: list[bytes | memoryview] = []
+    for chunk in _short_chunks(payloads):
+        if filled and filled + len(chunk) > BYTES_PER_MESSAGE:
+            yield Frame(head, chunks)
+            head, chunks, filled = type(first)(), [], 0
+        chunks.append(chunk)
+        filled += len(chunk)
+    yield Frame(head, chunks)
+
+
+def _short_chunks(payloads: Iterable[Payload]) -> Iterator[bytes | memoryview]:
     for payload in payloads:
-        for whole in payload:
-            cuts = (
-                [memoryview(whole)[at : at + BYTES_PER_MESSAGE] for at in range(0, len(whole), BYTES_PER_MESSAGE)]
-                if len(whole) > 2 * BYTES_PER_MESSAGE
-                else [whole]
-            )
-            for piece in cuts:
-                if filled and filled + len(piece) > BYTES_PER_MESSAGE:
-                    yield Frame(head, pieces)
-                    head, pieces, filled = type(first)(), [], 0
-                pieces.append(piece)
-                filled += len(piece)
-    yield Frame(head, pieces)
+        for chunk in payload:
+            if len(chunk) <= 2 * BYTES_PER_MESSAGE:
+                yield chunk
+            else:
+                view = memoryview(chunk)
+                yield from (view[at : at + BYTES_PER_MESSAGE] for at in range(0, len(view), BYTES_PER_MESSAGE))

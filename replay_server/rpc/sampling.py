@@ -1,6 +1,6 @@
 """Sampling: draws batches for readers, sends them, and gives back the batches that readers do not take.
 
-* A drawn batch is outstanding until exactly one call of `take` or `give_back` ends it, whatever the client does.
+* A drawn batch is outstanding until exactly one `take` or `give_back` ends it, whatever its client does.
 * The payloads of an outstanding batch stay in storage until they are sent.
 * In durable mode a reader is told that a batch is its own only after that is written.
 """
@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import invalid
-from replay_server.limits import MAX_BYTES_AHEAD, MAX_EXCLUDE, MAX_ROWS, MAX_SCOPE
+from replay_server.errors import busy, invalid
+from replay_server.limits import MAX_BYTES_AHEAD, MAX_EXCLUDE, MAX_LEASE, MAX_ROWS, MAX_SAMPLE_STREAMS, MAX_SCOPE
+from replay_server.rpc.backend import Backend
 from replay_server.rpc.messages import split_payloads
+from replay_server.rpc.open_calls import Context
+from replay_server.rpc.rpc_methods import durable, endless, stream, unary
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
@@ -25,10 +29,85 @@ from replay_server.tables.waiting import deadline_at, result_of
 Response = Frame[pb.SampleResponse]
 
 
-async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
-    """The id of the batch, for `take` or `give_back`, the batch, and the payload of each row, as ReplayBuffer.payloads.
+class SampleMethods:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.leases = Leases(backend.buffer)
+        self._streams: Counter[str] = Counter()
+        """Open sample streams, by connection."""
 
-    Waits for its turn.
+    @stream
+    async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
+        if not 0 <= request.lease <= MAX_LEASE:
+            raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {request.lease}")
+        backend, buffer = self.backend, self.backend.buffer
+        batch_id, batch, payloads = await draw(buffer, request)
+        with ExitStack() as share, ExitStack() as undo:
+            undo.callback(buffer.give_back, batch_id)
+            if request.lease:
+                share.enter_context(backend.outstanding.held(context.peer(), len(batch)))
+            try:
+                responses = responses_of(buffer, batch_id, batch, payloads)
+                last = next(responses)
+                for response in responses:
+                    yield last
+                    last = response
+            except DamagedPayloads as damage:
+                undo.close()
+                raise buffer.discarded(damage) from None
+            # A reader that has the last message may rely on the batch, even if the server is killed then. In durable
+            # mode the batch is therefore taken before that message.
+            if not request.lease and backend.journal is not None:
+                undo.pop_all()
+                buffer.take(batch_id, sent=True)
+                await backend.durable()
+            yield last
+            if request.lease:
+                undo.pop_all()
+                self.leases.begin(batch_id, request.lease, share.pop_all())
+            elif backend.journal is None:
+                undo.pop_all()
+                buffer.take(batch_id, sent=True)
+
+    @endless
+    async def SampleStream(
+        self, requests: AsyncIterator[pb.SampleStreamRequest], context: Context
+    ) -> AsyncIterator[Response]:
+        reader = aiter(requests)
+        opening = await anext(reader, None)
+        if opening is None or not opening.HasField("open"):
+            raise invalid("the first message of a sample stream must have `open`")
+        client = context.peer()
+        if self._streams[client] >= MAX_SAMPLE_STREAMS:
+            raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
+        sample_stream = SampleStream(self.backend, client, reader, opening)
+        self.backend.sample_streams += 1
+        self._streams[client] += 1
+        try:
+            async with aclosing(sample_stream.responses()) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self.backend.sample_streams -= 1
+            self._streams[client] -= 1
+            if not self._streams[client]:
+                del self._streams[client]
+
+    @unary
+    @durable
+    async def AcknowledgeSamples(
+        self, request: pb.AcknowledgeSamplesRequest, context: Context
+    ) -> pb.AcknowledgeSamplesResponse:
+        if len(request.batches) > MAX_ROWS:
+            raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
+        missing = self.leases.end(request.batches, request.give_back)
+        return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
+
+
+async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
+    """Waits until the table allows the request. Returns the id of the batch, the batch, and the payload of each row.
+
+    The caller ends the batch with ReplayBuffer.take or give_back.
     """
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
@@ -49,12 +128,12 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Sa
         try:
             batch_id, batch = await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
         except asyncio.CancelledError:
-            if pending.drawn is not None:  # drawn in the moment in which the client went away
+            if pending.drawn is not None:  # it was drawn just before the client went away
                 buffer.give_back(pending.drawn)
             raise
         try:
             return batch_id, batch, buffer.payloads(batch.keys.tolist())
-        except DamagedPayloads as damage:  # others take their place
+        except DamagedPayloads as damage:  # draw again, without the damaged items
             buffer.give_back(batch_id)
             buffer.discard(damage.keys)
 
@@ -62,7 +141,7 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Sa
 def responses_of(
     buffer: ReplayBuffer, batch_id: int, batch: SampleBatch, payloads: Iterable[Payload]
 ) -> Iterator[Frame[pb.SampleResponse]]:
-    """The messages that bring a batch. Raises DamagedPayloads."""
+    """The messages of a batch. Raises DamagedPayloads while the payloads are read."""
     first = pb.SampleResponse(
         batch=batch_id,
         keys=batch.keys.tolist(),
@@ -79,34 +158,34 @@ def responses_of(
 
 
 class SampleStream:
+    """Draws batches ahead for one reader, as many as it gave credit for. What it does not take is given back."""
+
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        backend: Backend,
+        client: str,
         requests: AsyncIterator[pb.SampleStreamRequest],
         opening: pb.SampleStreamRequest,
-        share: Callable[[int], AbstractContextManager[None]],
-        durable: Callable[[], Awaitable[object]],
     ) -> None:
-        """`share(n)` holds n samples of what this reader may have in hand; `durable()` ends when what was taken is
-        written."""
-        self._buffer = buffer
+        self._backend = backend
+        self._buffer = backend.buffer
+        self._client = client
         self._requests = requests
         self._request = opening.open
-        self._share = share
-        self._durable = durable
         self._credit = asyncio.Semaphore(self._credit_of(opening))
-        self._untaken: dict[int, tuple[SampleBatch, ExitStack]] = {}
-        self._whole: set[int] = set()
-        """Those of them that are all sent, as far as gRPC takes it."""
+        self._outstanding: dict[int, tuple[SampleBatch, ExitStack]] = {}
+        """By batch id; the stack holds the batch's share of the samples that clients may have outstanding."""
+        self._sent: set[int] = set()
+        """The outstanding batches that gRPC has accepted completely."""
         self._some_taken = asyncio.Event()
-        # Bounded: a reader that is slow holds a few messages here, and the payloads of its batches in the tables.
+        # Bounded: for a slow reader a few messages wait here. The payloads of its other batches stay in the tables.
         self._outgoing: asyncio.Queue[Response | Exception | None] = asyncio.Queue(maxsize=4)
-        self._whole_batch = asyncio.Lock()
-        """The messages of a batch follow each other."""
+        # The messages of a batch follow each other without other messages between them.
+        self._one_batch = asyncio.Lock()
 
     async def responses(self) -> AsyncGenerator[Response]:
-        """What the reader is to get, until it ends the stream. Raises Refused."""
-        tasks = [asyncio.create_task(self._draw()), asyncio.create_task(self._obey())]
+        """The messages for the reader, until it ends the stream. Raises Refused."""
+        tasks = [asyncio.create_task(self._draw_ahead()), asyncio.create_task(self._read_requests())]
         try:
             while (response := await self._outgoing.get()) is not None:
                 if isinstance(response, Exception):
@@ -115,36 +194,36 @@ class SampleStream:
         finally:
             for task in tasks:
                 task.cancel()
-            # Before anything is awaited: a second cancellation would skip what comes after that.
-            for batch_id, (_, share) in self._untaken.items():
+            # Before the first await: a second cancellation would skip everything after it.
+            for batch_id, (_, share) in self._outstanding.items():
                 share.close()
                 self._buffer.give_back(batch_id)
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _draw(self) -> None:
+    async def _draw_ahead(self) -> None:
         try:
             while True:
                 await self._credit.acquire()
-                while sum(int(batch.sizes.sum()) for batch, _ in self._untaken.values()) >= MAX_BYTES_AHEAD:
+                while sum(int(batch.sizes.sum()) for batch, _ in self._outstanding.values()) >= MAX_BYTES_AHEAD:
                     self._some_taken.clear()
                     await self._some_taken.wait()
                 batch_id, batch, payloads = await draw(self._buffer, self._request)
-                self._untaken[batch_id] = batch, (share := ExitStack())
-                share.enter_context(self._share(len(batch)))
-                async with self._whole_batch:
+                self._outstanding[batch_id] = batch, (share := ExitStack())
+                share.enter_context(self._backend.outstanding.held(self._client, len(batch)))
+                async with self._one_batch:
                     for response in responses_of(self._buffer, batch_id, batch, payloads):
                         await self._outgoing.put(response)
-                self._whole.add(batch_id)
-                await asyncio.sleep(0)  # others have their turn between two batches
+                self._sent.add(batch_id)
+                await asyncio.sleep(0)  # other requests run between two batches
         except DamagedPayloads as damage:
-            if batch_id in self._untaken:
-                self._untaken.pop(batch_id)[1].close()
+            if batch_id in self._outstanding:
+                self._outstanding.pop(batch_id)[1].close()
                 self._buffer.give_back(batch_id)
             await self._outgoing.put(self._buffer.discarded(damage))
         except Exception as error:
             await self._outgoing.put(error)
 
-    async def _obey(self) -> None:
+    async def _read_requests(self) -> None:
         try:
             async for request in self._requests:
                 for _ in range(self._credit_of(request)):
@@ -156,20 +235,20 @@ class SampleStream:
             await self._outgoing.put(error)
 
     async def _take(self, batch_id: int) -> None:
-        if batch_id not in self._untaken:
+        if batch_id not in self._outstanding:
             raise invalid(f"batch {batch_id} is not one of this stream's")
-        if batch_id not in self._whole:  # its payloads must stay until they are read
+        if batch_id not in self._sent:  # its payloads must stay until they are read
             raise invalid(f"batch {batch_id} is still being sent")
-        self._whole.discard(batch_id)
-        _, share = self._untaken.pop(batch_id)
+        self._sent.discard(batch_id)
+        _, share = self._outstanding.pop(batch_id)
         share.close()
         self._some_taken.set()
         if self._buffer.take(batch_id):
-            await self._durable()
+            await self._backend.durable()
             answer = pb.SampleResponse(taken=batch_id)
         else:
             answer = pb.SampleResponse(revoked=batch_id)
-        async with self._whole_batch:
+        async with self._one_batch:
             await self._outgoing.put(Frame(answer, ()))
 
     def _credit_of(self, request: pb.SampleStreamRequest) -> int:
@@ -182,34 +261,36 @@ class SampleStream:
 
 
 class Leases:
+    """Batches that readers have got with a time limit. A lease that is not ended in time gives its batch back."""
+
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._open: dict[int, tuple[asyncio.TimerHandle, ExitStack]] = {}
-        """By batch: what ends the lease, and its share of what clients may hold."""
-        self._settled: dict[int, bool] = {}
-        """The last batches that were acknowledged (False) or given back (True), so that a retry is recognised."""
+        """By batch id: the timer that ends the lease, and the batch's share of what clients may have outstanding."""
+        self._ended: dict[int, bool] = {}
+        """The last batches that readers took (False) or gave back (True), to recognise a retry."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def begin(self, batch_id: int, seconds: float, share: ExitStack) -> None:
-        """The batch goes back after so many seconds; `share` is closed when the lease ends."""
-        expire = functools.partial(self._settle, batch_id, give_back=True)
+        """The batch is given back after `seconds`. `share` is closed when the lease ends."""
+        expire = functools.partial(self._end, batch_id, give_back=True)
         self._open[batch_id] = asyncio.get_running_loop().call_later(seconds, expire), share
 
-    def acknowledge(self, batches: Sequence[int], give_back: bool) -> list[int]:
-        """The readers keep these batches, or give them back. Returns those whose lease is over."""
+    def end(self, batches: Sequence[int], give_back: bool) -> list[int]:
+        """Takes the batches, or gives them back. Returns the ids of the batches whose lease had ended already."""
         missing = []
         for batch_id in batches:
-            if self._settle(batch_id, give_back):
-                self._settled[batch_id] = give_back
-            elif self._settled.get(batch_id) is not give_back:  # otherwise it is a retry, whose answer was lost
+            if self._end(batch_id, give_back):
+                self._ended[batch_id] = give_back
+            elif self._ended.get(batch_id) is not give_back:  # otherwise the client did not get the first response
                 missing.append(batch_id)
-        while len(self._settled) > MAX_ROWS:
-            del self._settled[next(iter(self._settled))]
+        while len(self._ended) > MAX_ROWS:
+            del self._ended[next(iter(self._ended))]
         return missing
 
-    def _settle(self, batch_id: int, give_back: bool) -> bool:
+    def _end(self, batch_id: int, give_back: bool) -> bool:
         lease = self._open.pop(batch_id, None)
         if lease is None:
             return False

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
     CHUNK_KEY,
     COMMIT,
@@ -397,28 +398,11 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
 
 def _values(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
     for key, payload in payloads.items():
-        for number, parts in enumerate(_cut(payload)):
+        for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
             checksum = xxh3_64(seed=_seed(key, number))
             for part in parts:
                 checksum.update(part)
             yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
-
-
-def _cut(payload: Payload) -> Iterator[list[bytes | memoryview]]:
-    """The bytes of a payload, CHUNK_BYTES of them at a time."""
-    parts: list[bytes | memoryview] = []
-    room = CHUNK_BYTES
-    for whole in payload:
-        rest = memoryview(whole)
-        while len(rest):
-            parts.append(rest[:room])
-            room -= len(parts[-1])
-            rest = rest[len(parts[-1]) :]
-            if not room:
-                yield parts
-                parts, room = [], CHUNK_BYTES
-    if parts:
-        yield parts
 
 
 def _seed(key: int, number: int) -> int:

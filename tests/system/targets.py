@@ -125,7 +125,7 @@ class Service:
                 yield request
 
         async def run() -> None:
-            answer = getattr(self._service, name)(stream() if method.client_streaming else requests[0], context)
+            answer = self._service.methods[name](stream() if method.client_streaming else requests[0], context)
             with suppress(_Aborted, TimeoutError):
                 async with asyncio.timeout(0.005):
                     if hasattr(answer, "__aiter__"):
@@ -146,6 +146,7 @@ class Service:
     def check(self) -> None:
         """The books balance, and what nobody waits for any more has left no trace."""
         buffer, service = self.buffer, self._service
+        backend = service.backend
         assert buffer.bytes == sum(item.nbytes for item in buffer.items.values())
         held = dict.fromkeys(buffer.items, 0)
         for table in buffer.tables.values():
@@ -157,6 +158,6 @@ class Service:
                 held[key] += 1
         assert {key: item.holders for key, item in buffer.items.items()} == held
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
-        assert (service.calls.open, service._unfinished.used, service._waiting.used) == (0, 0, 0)
-        assert service._outstanding.used == sum(len(batch) for _, batch in buffer._batches.values())
-        assert len(buffer._batches) == len(service._leases)
+        assert (backend.calls.count, backend.unfinished.used, backend.waiting.used) == (0, 0, 0)
+        assert backend.outstanding.used == sum(len(batch) for _, batch in buffer._batches.values())
+        assert len(buffer._batches) == len(service.sampling.leases)

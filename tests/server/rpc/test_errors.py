@@ -61,7 +61,8 @@ def test_a_full_table_and_a_full_server_are_different_errors_in_single_inserts_a
 def test_a_call_says_its_reason_in_the_trailing_metadata_and_keeps_the_code_that_older_clients_know(server):
     with ReplayClient(server.address, timeout=10.0) as client, grpc.insecure_channel(server.address) as channel:
         client.insert(b"x", {"plain": 1.0})
-        server._service._outstanding.take("another", server._service._outstanding.total)
+        outstanding = server._service.backend.outstanding
+        outstanding.take("another", outstanding.total)
         request = pb.SampleRequest(table="plain", num_samples=1, lease=60.0)
         with pytest.raises(grpc.RpcError) as caught:
             list(ReplayStub(channel).Sample(request, timeout=10))

@@ -33,8 +33,7 @@ from replay_server.limits import (
     MAX_SCOPE,
     MAX_WEIGHTS,
 )
-from replay_server.rpc import sampling
-from replay_server.rpc import service as service_module
+from replay_server.rpc import backend, sampling
 from replay_server.tables import table as table_module
 from tests.factories import ServerProcess, server_process
 from tests.server.rpc.bystander import bystander
@@ -240,11 +239,11 @@ def test_an_item_in_pieces_waits_for_room_says_so_and_comes_in_when_there_is_som
 
 def server_limits(server: ReplayServer, max_unfinished: int) -> None:
     """The bound is never below the largest item, 1 GiB by default: lowered here, to test it with little memory."""
-    server._service._unfinished.total = max_unfinished
+    server._service.backend.unfinished.total = max_unfinished
 
 
 def unfinished(server: ReplayServer) -> int:
-    return server._service._unfinished.used
+    return server._service.backend.unfinished.used
 
 
 def test_one_connection_gets_no_more_than_half_of_the_room_and_others_get_theirs():
@@ -300,7 +299,7 @@ def test_pieces_that_cost_more_than_they_carry_are_refused():
         requests = [item(1, bytes(MB), size=2 * MB), pb.InsertRequest(payloads=b"x")]
         error = refused(lambda: stub.InsertStream(iter(requests)))
         assert error.code() is Code.INVALID_ARGUMENT
-        assert "a piece of 1 bytes" in error.details()
+        assert "a chunk of 1 bytes" in error.details()
         last = [item(1, bytes(MB), size=MB + 1), pb.InsertRequest(payloads=b"x")]
         assert next(stub.InsertStream(iter(last))).decided == 1
 
@@ -321,7 +320,7 @@ def test_what_waits_for_a_table_is_bounded_for_each_connection_and_refused_beyon
             for _ in range(4):
                 client.sample("queue", 1)
             until(lambda: all(stream.decided == 1 for stream in (*blocked, theirs)))
-            assert server._service._waiting.used == 0
+            assert server._service.backend.waiting.used == 0
             for stream in (*blocked, third, theirs):
                 stream.close()
 
@@ -451,7 +450,7 @@ def test_a_stream_draws_no_more_ahead_than_its_bytes_allow(monkeypatch):
 
 
 def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_ROWS_IN_HAND", 8)
+    monkeypatch.setattr(backend, "MAX_ROWS_OUTSTANDING", 8)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client, connection(server) as stub:
         for _ in range(4):
             client.insert(b"x", {"plain": 1.0})
@@ -519,7 +518,7 @@ def test_the_largest_requests_hold_others_up_for_a_moment_only():
 def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
     monkeypatch.setattr(table_module, "_MAX_SCOPED_KEYS", 100)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
-        table = server._service.buffer.tables["plain"]
+        table = server._service.backend.buffer.tables["plain"]
         for _ in range(30):
             keys = [client.insert(b"x", {"plain": 1.0}) for _ in range(10)]
             drawn = client.sample("plain", 10, scope="all the time")

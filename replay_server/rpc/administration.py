@@ -1,0 +1,89 @@
+"""Administration: the methods about the server and its tables as a whole, and about checkpoints."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from replay_protos import replay_pb2 as pb
+from replay_server.errors import invalid, unsupported
+from replay_server.limits import MAX_CHANGES, MAX_ROWS
+from replay_server.rpc import info
+from replay_server.rpc.backend import Backend
+from replay_server.rpc.open_calls import Context
+from replay_server.rpc.rpc_methods import durable, unary
+from replay_server.storage.checkpointer import Checkpointer
+from replay_server.telemetry import host
+
+_VERSION = version("replay-server")
+
+
+class AdministrationMethods:
+    def __init__(self, backend: Backend, data_dir: Path | None, checkpointer: Checkpointer | None) -> None:
+        self.backend = backend
+        self.buffer = backend.buffer
+        self._data_dir = data_dir
+        self._checkpointer = checkpointer
+        self._server_id = secrets.randbits(63)
+        self._started = self.buffer.clock()
+
+    @unary
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        if len(request.tables) > MAX_ROWS:
+            raise invalid(f"{len(request.tables)} tables: at most {MAX_ROWS} in one request")
+        return self.server_info(request.tables)
+
+    def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
+        """The whole of ServerInfo; `tables` chooses some, none means all."""
+        server_info = info.server_info(self.buffer, tables)
+        server_info.version = _VERSION
+        server_info.server_id = self._server_id
+        server_info.uptime = self.buffer.clock() - self._started
+        server_info.insert_streams = self.backend.insert_streams
+        server_info.sample_streams = self.backend.sample_streams
+        server_info.time = time.time()
+        server_info.resident_bytes = host.resident_bytes()
+        server_info.memory_available = host.memory_available()
+        if self._data_dir is not None:
+            server_info.disk_available = host.disk_available(self._data_dir)
+        return server_info
+
+    @unary
+    @durable
+    async def UpdateTable(self, request: pb.UpdateTableRequest, context: Context) -> pb.TableInfo:
+        if len(request.changes) > MAX_CHANGES:
+            raise invalid(f"changes of {len(request.changes)} characters: at most {MAX_CHANGES}")
+        try:
+            changes = json.loads(request.changes)
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"changes must be a JSON object: {str(error)[:200]}") from error
+        if not isinstance(changes, dict):
+            raise invalid(f"changes must be a JSON object, not {request.changes[:40]!r}")
+        table = self.buffer.update_table(request.table, changes)
+        return info.table_info(self.buffer, table)
+
+    @unary
+    @durable
+    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
+        removed = self.buffer.reset(request.table)
+        return pb.ResetResponse(removed=removed)
+
+    @unary
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointInfo:
+        return info.checkpoint(await self._checkpoints().write(request.name))
+
+    @unary
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+        listed = await self._checkpoints().listed(request.verify)
+        return pb.ListCheckpointsResponse(checkpoints=[info.listed_checkpoint(entry) for entry in listed])
+
+    def _checkpoints(self) -> Checkpointer:
+        if self._checkpointer is None:
+            raise unsupported(
+                "this server has no place for checkpoints: set dir in [checkpoints], or data_dir in [server]"
+            )
+        return self._checkpointer

@@ -1,0 +1,132 @@
+"""Inserting: the methods Insert and InsertStream, as a pipeline of generators.
+
+    read_messages  ──▶  decide       ──▶  acknowledge      ──▶  the client
+    messages.py         admit, wait       insert_acks.py:
+                                          commit, answer
+
+* Rows are decided in the order in which they came.
+* What has been decided is passed on before each wait and at the end of each message.
+* A row that is refused changes nothing, and does not affect the rows after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import TypeVar
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
+from replay_server.errors import Refused, invalid
+from replay_server.rpc.backend import Backend
+from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_back
+from replay_server.rpc.messages import InsertMessage, read_messages
+from replay_server.rpc.open_calls import Context
+from replay_server.rpc.rpc_methods import endless, unary
+from replay_server.tables.batches import InsertBatch
+from replay_server.tables.buffer import PendingInsert, ReplayBuffer
+from replay_server.tables.waiting import deadline_at, result_of
+
+ROWS_PER_YIELD = 256
+"""Rows inserted before other requests may run: rows that are inserted one by one can take seconds."""
+
+T = TypeVar("T")
+
+
+class InsertMethods:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    @unary
+    async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
+        decided = Decided()
+        async for part in self._decisions(_once(request), context.peer()):
+            decided.extend(part)
+        if self.backend.journal is not None:
+            await self.backend.journal.durable()
+            refuse_rolled_back(decided, self.backend.journal)
+        if len(decided.keys) < len(request.head.keys):
+            raise invalid("the payload is shorter than payload_sizes says")
+        return decided.response()
+
+    @endless
+    async def InsertStream(
+        self, requests: AsyncIterator[Frame[pb.InsertRequest]], context: Context
+    ) -> AsyncIterator[pb.InsertResponse]:
+        self.backend.insert_streams += 1
+        try:
+            decisions = self._decisions(requests, context.peer())
+            if self.backend.journal is not None:
+                decisions = acknowledge(self.backend.journal, decisions)
+            async for decided in decisions:
+                yield decided.response()
+        finally:
+            self.backend.insert_streams -= 1
+
+    def _decisions(self, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str) -> AsyncIterator[Decided]:
+        backend = self.backend
+        messages = read_messages(
+            requests, backend.buffer.max_payload_bytes, backend.unfinished, client, backend.limits.stall_timeout
+        )
+        return decide(backend, messages, client)
+
+
+async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], client: str) -> AsyncIterator[Decided]:
+    """Inserts or refuses each row, and waits for its tables where that is necessary."""
+    async for message in messages:
+        decided, first = Decided(), True
+        for batch in _short_batches(message.batches):
+            at = 0
+            while at < len(batch):
+                if not first:
+                    await asyncio.sleep(0)
+                first = False
+                inserted, next_row = _admit(backend.buffer, message, batch[at:] if at else batch)
+                decided.keys.extend(batch.keys[at : at + inserted])
+                at += inserted
+                if next_row is None:
+                    continue
+                if isinstance(next_row, PendingInsert):
+                    if decided.keys:
+                        yield decided
+                        decided = Decided()
+                    next_row = await _wait(backend, next_row, message.nbytes, client)
+                decided.add(batch.keys[at], next_row)
+                at += 1
+        yield decided
+
+
+def _admit(
+    buffer: ReplayBuffer, message: InsertMessage, batch: InsertBatch
+) -> tuple[int, PendingInsert | Refused | None]:
+    """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after them."""
+    if message.refusal is not None:
+        return 0, message.refusal
+    try:
+        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout))
+    except Refused as refusal:
+        return 0, refusal
+
+
+async def _wait(backend: Backend, pending: PendingInsert, nbytes: int, client: str) -> Refused | None:
+    """Waits until the row is inserted (None) or refused. The payloads of its message count as waiting meanwhile."""
+    buffer = backend.buffer
+    try:
+        with backend.waiting.held(client, nbytes):
+            await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
+    except Refused as refusal:
+        buffer.abandon(pending)  # it is still in line if the budget was what refused it
+        return refusal
+    return None
+
+
+def _short_batches(batches: Iterable[InsertBatch]) -> Iterator[InsertBatch]:
+    for batch in batches:
+        if len(batch) <= ROWS_PER_YIELD:
+            yield batch
+        else:
+            yield from (batch[at : at + ROWS_PER_YIELD] for at in range(0, len(batch), ROWS_PER_YIELD))
+
+
+async def _once(request: T) -> AsyncIterator[T]:
+    yield request

@@ -1,0 +1,134 @@
+"""Items: the methods that update, delete, get and list items by key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import numpy as np
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
+from replay_server.errors import invalid
+from replay_server.limits import MAX_KEYS, MAX_ROWS
+from replay_server.rpc.backend import Backend
+from replay_server.rpc.messages import split_payloads
+from replay_server.rpc.open_calls import Context
+from replay_server.rpc.rpc_methods import durable, stream, unary
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.payloads import DamagedPayloads, Payload
+from replay_server.tables.table import ITEM_ORDERS
+
+
+class ItemMethods:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.buffer = backend.buffer
+
+    @unary
+    @durable
+    async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, context: Context) -> pb.MutationResponse:
+        if len(request.keys) % 8 or len(request.priorities) % 8:
+            raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
+        _check_keys(len(request.keys) // 8)
+        keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
+        applied, missing = self.buffer.update_priorities(request.table, keys, priorities)
+        return pb.MutationResponse(applied=applied, missing=missing)
+
+    @unary
+    @durable
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.MutationResponse:
+        _check_keys(len(request.keys))
+        missing = self.buffer.delete(request.table, request.keys)
+        return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
+
+    @stream
+    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncGenerator[Frame[pb.GetResponse]]:
+        if len(request.keys) > MAX_ROWS:
+            raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
+        buffer = self.buffer
+        keys = [key for key in dict.fromkeys(request.keys) if key in buffer.items]
+        payloads: Iterable[Payload] = ()
+        while not request.without_payloads:
+            try:
+                payloads = buffer.payloads(keys)
+                break
+            except DamagedPayloads as damage:
+                buffer.discard(damage.keys)
+                keys = [key for key in keys if key in buffer.items and key not in damage.keys]
+        first = _columns(buffer, keys, request)
+        if request.without_payloads:
+            yield Frame(first, ())
+            return
+        # Payloads count as bytes of the server until they are sent, even if their items leave meanwhile.
+        buffer.hold(keys)
+        try:
+            for response in split_payloads(first, payloads):
+                yield response
+        except DamagedPayloads as damage:
+            raise buffer.discarded(damage) from None
+        finally:
+            buffer.release(keys)
+
+    @unary
+    async def ListItems(self, request: pb.ListItemsRequest, context: Context) -> pb.ListItemsResponse:
+        table = self.buffer.table(request.table)
+        order_by = request.order_by or "age"
+        if order_by not in ITEM_ORDERS:
+            raise invalid(f"order_by {order_by[:40]!r}: one of {', '.join(ITEM_ORDERS)}")
+        if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
+            raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
+        current, columns = self.buffer.policy.version, table.columns
+        slots = table.select_items(
+            order_by=order_by,
+            descending=request.descending,
+            min_priority=request.min_priority if request.HasField("min_priority") else -math.inf,
+            max_priority=request.max_priority if request.HasField("max_priority") else math.inf,
+            min_version=current - request.max_staleness if request.HasField("max_staleness") else -math.inf,
+            max_version=current - request.min_staleness if request.HasField("min_staleness") else math.inf,
+        )
+        start = int(request.page or 0)
+        limit = min(request.limit or 100, MAX_ROWS)
+        chosen = slots[start : start + limit]
+        return pb.ListItemsResponse(
+            keys=columns.key[chosen].tolist(),
+            priorities=columns.priority[chosen].tolist(),
+            ages=(self.buffer.clock() - columns.inserted_at[chosen]).tolist(),
+            policy_versions=columns.policy_version[chosen].tolist(),
+            times_sampled=columns.times_sampled[chosen].tolist(),
+            payload_sizes=columns.size[chosen].tolist(),
+            policy_version=current,
+            matching=slots.size,
+            next_page=str(start + limit) if start + limit < slots.size else "",
+        )
+
+
+def _check_keys(n: int) -> None:
+    if n > MAX_KEYS:
+        raise invalid(f"{n} keys: at most {MAX_KEYS} in one request")
+
+
+def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
+    """Everything about the items of `keys` except their payloads."""
+    found, now = set(keys), buffer.clock()
+    items = [buffer.items[key] for key in keys]
+    response = pb.GetResponse(
+        keys=keys,
+        ages=[now - item.inserted_at for item in items],
+        policy_versions=[item.policy_version for item in items],
+        policy_version=buffer.policy.version,
+        missing=[key for key in dict.fromkeys(request.keys) if key not in found],
+        payload_sizes=[0 if request.without_payloads else item.nbytes for item in items],
+    )
+    for table in buffer.tables.values():
+        columns = table.columns
+        rows = [row for row, key in enumerate(keys) if key in columns.slots]
+        if rows:
+            slots = [columns.slots[keys[row]] for row in rows]
+            response.memberships.add(
+                table=table.name,
+                rows=rows,
+                priorities=columns.priority[slots].tolist(),
+                times_sampled=columns.times_sampled[slots].tolist(),
+            )
+    return response

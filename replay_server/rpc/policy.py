@@ -1,0 +1,84 @@
+"""Policy: the methods that set, get and watch the policy version, and that grant permits to generators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from replay_protos import replay_pb2 as pb
+from replay_server.errors import invalid, unsupported
+from replay_server.limits import MAX_WEIGHTS
+from replay_server.rpc import info
+from replay_server.rpc.backend import Backend
+from replay_server.rpc.open_calls import Context
+from replay_server.rpc.rpc_methods import durable, endless, unary
+from replay_server.tables.admission import Admission
+from replay_server.tables.waiting import deadline_at, result_of
+
+
+class PolicyMethods:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.buffer = backend.buffer
+        if self.buffer.admission is not None:
+            for when in self.buffer.admission.expiries():  # grants of before a restart
+                self._expire_permits_at(when)
+
+    @unary
+    @durable
+    async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.Policy:
+        if len(request.weights) > MAX_WEIGHTS or not request.weights.isprintable():
+            raise invalid(
+                f"weights {request.weights[:100]!r}: the location of weights has at most {MAX_WEIGHTS} characters, all "
+                f"of them printable"
+            )
+        self.buffer.set_policy_version(request.version, request.weights, request.rollback)
+        return info.policy(self.buffer)
+
+    @unary
+    async def GetPolicy(self, request: pb.GetPolicyRequest, context: Context) -> pb.Policy:
+        return info.policy(self.buffer)
+
+    @endless
+    async def WatchPolicy(self, request: pb.GetPolicyRequest, context: Context) -> AsyncIterator[pb.Policy]:
+        changed = asyncio.Event()
+        self.buffer.on_policy.add(changed.set)
+        try:
+            while True:
+                changed.clear()
+                yield info.policy(self.buffer)
+                await changed.wait()
+        finally:
+            self.buffer.on_policy.discard(changed.set)
+
+    @unary
+    async def AcquirePermits(self, request: pb.AcquirePermitsRequest, context: Context) -> pb.Permits:
+        admission = self._admission()
+        self.buffer.check_open()
+        timeout = request.timeout if request.HasField("timeout") else None
+        pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout))
+        try:
+            grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
+            await self.backend.durable()
+        except asyncio.CancelledError:
+            if pending.grant is not None:
+                admission.release(pending.grant.id)
+            raise
+        self._expire_permits_at(grant.expires)
+        return pb.Permits(lease=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
+
+    @unary
+    @durable
+    async def ReleasePermits(self, request: pb.ReleasePermitsRequest, context: Context) -> pb.ReleasePermitsResponse:
+        released = self._admission().release(request.lease, request.count)
+        return pb.ReleasePermitsResponse(released=released)
+
+    def _admission(self) -> Admission:
+        if self.buffer.admission is None:
+            raise unsupported("this server has no [admission] in its configuration")
+        return self.buffer.admission
+
+    def _expire_permits_at(self, when: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A little late rather than a little early: the clocks of loop and buffer agree, their rounding need not.
+        loop.call_later(max(0.0, when - self.buffer.clock()) + 0.001, self._admission().expire)
