@@ -1,6 +1,8 @@
-"""Rules of the project itself: generated code is current, imports point one way, and nothing runs foreign code."""
+"""Rules of the project itself: current generated code, imports that point one way, small modules, no code from data."""
 
 import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,119 @@ def test_imports_point_one_way(package):
                 other = name.partition(".")[0]
                 if other in PACKAGES and other != package:
                     assert other in ALLOWED[package], f"{path.relative_to(ROOT)} imports {name}"
+
+
+LEVELS = [
+    {"errors", "limits"},
+    {"tables"},
+    {"config"},
+    {"storage", "telemetry"},
+    {"rpc"},
+    {"server"},
+    {"cli"},
+]
+"""The rooms of replay_server, lowest first: its folders and the modules beside them. Each imports lower rooms only."""
+MAX_LEVELS, MAX_LINES, MAX_NESTING = 7, 450, 5
+
+
+@cache
+def modules_of(package: str) -> dict[str, Path]:
+    root = PACKAGES[package]
+    names = {path: ".".join((package, *path.relative_to(root).with_suffix("").parts)) for path in root.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+@cache
+def imports_of(package: str) -> dict[str, set[str]]:
+    """The modules that each module of a package imports from it: at its top, in functions, for type checkers."""
+    modules = modules_of(package)
+    imports = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= members & modules.keys() or {node.module}
+        imports[name] = (found & modules.keys()) - {name}
+    return imports
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_the_rooms_of_the_server_have_no_more_than_seven_levels_and_none_is_forgotten():
+    assert len(LEVELS) <= MAX_LEVELS
+    rooms = {room_of(module) for module in modules_of("replay_server") if module != "replay_server"}
+    assert rooms == set().union(*LEVELS)
+
+
+def test_a_room_of_the_server_imports_lower_rooms_only():
+    level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in imports_of("replay_server").items()
+        for other in others
+        if "replay_server" not in (module, other)
+        if room_of(module) != room_of(other) and level[room_of(module)] <= level[room_of(other)]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package):
+    # The root only gives names out again. It is loaded before any of its modules, whoever imports them.
+    graph = {module: others - {package} for module, others in imports_of(package).items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", ["replay_server", "replay_client", "replay_trainer"])
+def test_modules_are_short_and_functions_flat(package):
+    wrong = []
+    for path in modules_of(package).values():
+        source = path.read_text()
+        if (lines := len(source.splitlines())) > MAX_LINES:
+            wrong.append(f"{path.relative_to(ROOT)} has {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (depth := nesting(node.body)) > MAX_NESTING:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} is nested {depth} levels deep")
+    assert wrong == []
+
+
+def nesting(body: list[ast.stmt]) -> int:
+    """The most statements that contain each other. A nested function begins anew; `elif` is as deep as its `if`."""
+    deepest = 0
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+        if isinstance(statement, ast.If) and len(statement.orelse) == 1 and isinstance(statement.orelse[0], ast.If):
+            deepest = max(deepest, nesting(statement.orelse))
+            blocks.remove(statement.orelse)
+        blocks += [part.body for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
+        if any(blocks):
+            deepest = max(deepest, 1 + max(map(nesting, blocks)))
+    return deepest
+
+
+@pytest.mark.parametrize(
+    ("source", "depth"),
+    [
+        ("return 1", 0),
+        ("if a:\n pass\nelif b:\n pass\nelif c:\n pass", 1),
+        ("if a:\n pass\nelse:\n if b:\n  pass\n c()", 2),
+        ("try:\n pass\nexcept E:\n for a in b:\n  pass", 2),
+        ("match a:\n case 1:\n  while b:\n   pass", 2),
+        ("async def f():\n if a:\n  if b:\n   pass", 0),
+    ],
+)
+def test_nesting_counts_the_statements_around_a_statement(source, depth):
+    assert nesting(ast.parse(source).body) == depth
 
 
 CODE_FROM_DATA = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
