@@ -1,11 +1,11 @@
-"""Groups to tensors, and a batch to micro-batches that fit a budget of tokens. No token is lost or padded into a model.
+"""Groups to tensors, and a batch to micro-batches that fit a budget of tokens.
 
-    prompt_ids_UP          q q q .         one row a group         P: longest prompt
-    completion_ids_BT      c c c c         one row a completion    T: longest completion
-                           c c . .         everything named _BT lines up with the completion's tokens
+    prompt_ids_UP          q q q .         one row per group         P: longest prompt
+    completion_ids_BT      c c c c         one row per completion    T: longest completion
+                           c c . .         every tensor named _BT lines up with the tokens of the completions
 
-Padding, on the right, is there for the arithmetic of the loss only: (B, T) numbers a batch are nothing beside the
-activations of a model, which see packed rows (packing.py) or, for models that cannot take those, rows of like length.
+A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
+(packing.py), or rows of similar length if it cannot take packed ones.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` says what counts."""
+    """Completions as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` marks the tokens to train on."""
 
     prompt_ids_UP: Tensor
     """int64"""
     completion_ids_BT: Tensor
     """int64"""
     mask_BT: Tensor
-    """bool, tokens to train on: the completion, less what the group's loss_mask excludes."""
+    """bool, tokens to train on: the completion without the tokens that the group's loss_mask excludes."""
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     advantages_B: Tensor
     """float32"""
     temperature_B: Tensor
-    """float32, of the sampling, > 0."""
+    """float32, temperature of the sampling, > 0."""
     prompt_lengths_U: Ints
-    """At least 1. Lengths and groups stay on the host: they shape what the device does."""
+    """At least 1. Lengths and groups are NumPy arrays on the host, which cuts the batch by them."""
     completion_lengths_B: Ints
     """May be 0."""
     group_B: Ints
-    """Which group of the batch the row comes from, ascending."""
+    """Index of the group that the row belongs to, ascending."""
 
     @property
     def num_rows(self) -> int:
@@ -55,11 +55,11 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.mask_BT.device
 
     def select(self, rows: Ints) -> Batch:
-        """These rows, with the padding that none of them needs cut off; prompts stay as they are."""
+        """These rows, without padding that none of them needs. The prompts are unchanged."""
         longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
         return replace(
@@ -76,28 +76,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Rows of tokens for a model, and where among them the completions are predicted."""
+    """Rows of tokens for a model, and the positions that predict the completions. R rows of S tokens."""
 
     input_ids_RS: Tensor
     """int64; R = 1 where packed."""
     position_ids_RS: Tensor
     """int64"""
     attention_mask_RS: Tensor | None
-    """int64, 1 for tokens, 0 for padding; None where there is none."""
+    """int64, 1 for tokens, 0 for padding; None without padding."""
     layout: Layout | None
-    """Who sees whom in a packed row; None: the rows are sequences."""
+    """Which tokens attend to which in a packed row; None: each row is one sequence."""
     predicts_N: Tensor
-    """int64: the N tokens of mask_BT, row after row, are predicted at these places of the flattened (R S)."""
+    """int64: positions in the flattened (R S) that predict the N tokens of mask_BT, row after row."""
 
 
 def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu", mask_truncated: bool = False) -> Batch:
-    """All completions of all groups, in their order, one row each; G and every length may differ.
+    """All completions of all groups, in their order, one row each. Group sizes and lengths may differ.
 
-    No groups make a batch without rows; T is at least 1. A group without `sampling["temperature"]` was
-    sampled at 1. `mask_truncated` takes completions out of the mask whose finish reason is "length".
+    No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
+    default 1. `mask_truncated` excludes completions whose finish reason is "length" from the mask.
 
-    Raises ValueError for an empty prompt (nothing would predict the first token) and for a temperature that is
-    not above 0.
+    Raises ValueError for an empty prompt (nothing would predict the first token), and for a temperature not above 0.
     """
     for index, group in enumerate(groups):
         if group.prompt_ids.size == 0:
@@ -145,10 +144,10 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
 
 
 def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:
-    """Every row exactly once, as many together as `max_tokens` tokens of a model's input allow: (rows, those rows).
+    """Yield (indices, rows): every row once, at most `max_tokens` tokens of model input together.
 
-    A row that is longer comes alone. Packed, the rows of a group stay together as far as they fit, since they share
-    their prompt. Otherwise rows of like length share a micro-batch, longest first, and padding counts.
+    A row with more tokens than that comes alone. Packed, the rows of a group stay together as far as they fit, because
+    they share one copy of their prompt. Otherwise rows of similar length come together, longest first; padding counts.
     """
     lengths_B = batch.completion_lengths_B
     prompts_B = batch.prompt_lengths_U[batch.group_B]
@@ -173,7 +172,7 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
 
 
 def packed_input(batch: Batch) -> ModelInput:
-    """All rows in one, each prompt once; the last token of a completion predicts nothing and stays away."""
+    """All rows in one, each prompt once. The last token of a completion is left out: it predicts nothing."""
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
@@ -210,10 +209,10 @@ def packed_input(batch: Batch) -> ModelInput:
 
 
 def padded_input(batch: Batch) -> ModelInput:
-    """Each completion behind its own copy of the prompt, a row each, padded on the right.
+    """One row for each completion behind its own copy of the prompt, padded on the right.
 
-    That needs no care of the model: tokens stand at positions 0, 1, 2, … and a causal model never looks to the right,
-    whichever side its tokenizer pads on.
+    Tokens stand at positions 0, 1, 2, …, and a causal model never attends to the right. The padding side of the
+    tokenizer therefore does not matter.
     """
     prompts_B = batch.prompt_lengths_U[batch.group_B]
     lengths_B = prompts_B + batch.completion_lengths_B
@@ -240,7 +239,7 @@ def padded_input(batch: Batch) -> ModelInput:
 
 
 def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields: Any) -> RolloutGroup:
-    """These tokens, of which nothing else is known: rewards, advantages and log-probabilities are 0."""
+    """A group of these tokens; rewards, advantages and log-probabilities are 0."""
     rows = [np.asarray(completion, dtype=np.int32) for completion in completions]
     return RolloutGroup(
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
@@ -254,7 +253,7 @@ def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields:
 
 
 def _inputs(length: int) -> int:
-    """Tokens of a completion that a packed row holds."""
+    """Number of tokens of a completion in a packed row: all but the last."""
     return max(length - 1, 0)
 
 

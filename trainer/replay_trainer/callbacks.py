@@ -27,15 +27,25 @@ class Run(Protocol):
     """The training run that a callback or an evaluation may look at; GRPOTrainer is one."""
 
     @property
-    def config(self) -> GRPOConfig: ...
+    def config(self) -> GRPOConfig:
+        """The options of the run."""
+
     @property
-    def client(self) -> ReplayClient: ...
+    def client(self) -> ReplayClient:
+        """The connection to the server."""
+
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> Ranks:
+        """This process among those of the run."""
+
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """The model in training."""
+
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """Its tokenizer, or None."""
+
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""
 

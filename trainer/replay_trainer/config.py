@@ -1,4 +1,4 @@
-"""GRPOConfig: what GRPOTrainer may be told, in Python or in a file."""
+"""GRPOConfig: the options of GRPOTrainer, in Python or in a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from replay_trainer.losses import LossConfig, LossType
 from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
-"""What becomes of groups whose rewards are all equal, so that they give no gradient.
-replace: groups of the replay table take their place. none: they are trained on. dynamic: they leave, and fresh groups
-are drawn until the batch is full (DAPO, arXiv 2503.14476)."""
+"""What happens to groups whose rewards are all equal: they give no gradient.
+replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
+draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
 ScaleRewards = Literal["group", "batch", "none"]
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
@@ -23,42 +23,42 @@ Reporter = Literal["tensorboard", "wandb"]
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
-    """What GRPOTrainer may be told; names as in TRL where the meaning is TRL's. Bad values: ValueError."""
+    """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
 
     output_dir: str | Path
-    """Where weights (step-N), metrics.jsonl and completions.jsonl go; one folder for all ranks."""
+    """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
     resume: bool = False
-    """Continue at the last full state saved in output_dir, if there is one."""
+    """Continue from the last full state in output_dir, if there is one."""
     max_steps: int = 500
-    """Updates of the policy, those before a resume included."""
+    """Steps of the whole run, including those before a resume."""
 
     rollouts_table: str = "rollouts"
     """Table that fresh groups are taken from."""
     replay_table: str = "replay"
-    """Table that zero-variance groups are replaced from."""
+    """Table that holds the replay pool."""
     groups_per_step: int = 16
-    """Groups one step trains on, of all ranks together; each rank takes its equal share."""
+    """Groups that one step trains on, over all ranks; every rank takes an equal part."""
     prefetch: int = 1
-    """Batches of groups drawn ahead while a step computes."""
+    """Batches of groups to draw ahead while a step computes."""
     sample_timeout: float | None = 300.0
-    """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: for ever."""
+    """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
     zero_variance: ZeroVariance = "replace"
-    """What becomes of groups without variance: see ZeroVariance."""
+    """What happens to groups without variance: see ZeroVariance."""
     on_empty: OnEmpty = "keep"
-    """With "replace", what becomes of such a group when the pool has no replacement: see ZeroVarianceReplacer."""
+    """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
     max_replay_staleness: int | None = None
-    """With "replace", the most policy versions a replacement may lag; None: as many as the table allows."""
+    """The most policy versions that a group from the pool may lag; None: as many as the table allows."""
     max_dynamic_batches: int = 10
-    """With "dynamic", the most batches of fresh groups one step may take; then it trains on what it has. A server with
-    [admission] must let in more fresh groups a step than are trained on: see there, groups_per_step."""
+    """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
+    [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
     update_priorities: bool = False
-    """After each step, give the groups trained on new priorities in the replay table: their score times the mean of
-    min(w, 1) over their tokens, so that what the correction no longer trusts sinks."""
+    """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
+    over their tokens. The pool then gives groups less often that the correction no longer trusts."""
 
     learning_rate: float = 1e-6
-    """Of AdamW, at its highest."""
+    """Of AdamW, its highest value."""
     lr_scheduler_type: Schedule = "constant"
-    """How the learning rate goes on after the warm-up: to 0 at max_steps unless constant."""
+    """The learning rate after the warm-up: constant, or falling to 0 at max_steps."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises from 0."""
     weight_decay: float = 0.0
@@ -70,68 +70,68 @@ class GRPOConfig:
     adam_epsilon: float = 1e-8
     """Of AdamW."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; inf: never."""
+    """Gradients are scaled down to this norm; inf: no scaling."""
     num_iterations: int = 1
     """Updates on each batch (μ of the GRPO paper), all of them one step and one policy version."""
 
     max_tokens_per_micro_batch: int = 16384
-    """Tokens of one forward and backward; bounds memory and does not change the gradient."""
+    """Tokens of one forward and backward pass. It bounds memory and does not change the gradient."""
     packing: bool = True
-    """Pack micro-batches into one row without padding, where the model can take it (train/packed says)."""
+    """Pack micro-batches into one row without padding, if the model can take it (metric train/packed)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     bf16: bool = False
-    """Compute in bfloat16; weights, optimizer and log-probabilities stay in the model's own dtype and float32."""
+    """Compute in bfloat16. Weights and optimizer keep the dtype of the model; log-probabilities are float32."""
     fsdp: bool = False
-    """With several ranks, shard weights and optimizer over them (FSDP2) instead of keeping them whole on each. The
-    model must still fit on each device by itself, without gradients and optimizer: it is sharded there."""
+    """With several ranks, shard weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
+    model must still fit on each device: it is sharded there."""
 
     loss_type: LossType = "dapo"
     """See replay_trainer.losses."""
     epsilon: float = 0.2
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: float | None = None
-    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo the cap itself."""
+    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap itself."""
     beta: float = 0.0
-    """Weight of the KL to the model as it was handed over; above 0, a copy of that model is kept."""
+    """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model."""
     scale_rewards: ScaleRewards | None = None
-    """Compute advantages anew from the rewards, (r - mean of the group) / (std + 1e-4), with the std of the "group" or
-    of the whole "batch", or without it ("none"); None: those that the groups bring."""
+    """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
+    the whole "batch", or without division ("none"). None: use the advantages in the groups."""
     max_completion_length: int | None = None
     """The generator's limit in tokens; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss that ended for their length. Their tokens count in no denominator; where that
-    counts sequences, they still do, as in TRL."""
+    """Leave completions out of the loss that the length limit ended. A denominator that counts tokens does not count
+    theirs; one that counts sequences still counts them, as in TRL."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """Off-policy correction, of fresh and replayed groups alike. In a file, a table or the name of a preset."""
+    """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
     publish_every: int = 1
-    """Steps from one publication of weights to the next; the last step always publishes."""
+    """Steps between publications of weights; the last step always publishes."""
     save_every: int = 1
-    """Steps, at least, from one full state (weights, optimizer, random state) to the next. States go with publications:
-    at 1, each has one. A resume starts at the last state; the first and the last publication always have one."""
+    """Least number of steps between full states (weights, optimizer, random state). A full state is part of a
+    publication: at 1, of every one; always of the first and the last. A resume starts at the last full state."""
     keep_weights: int = 3
-    """Published versions to keep; a generator may still be reading the one before the newest."""
+    """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
-    """Have the server make a checkpoint with each full state, which remembers its name: `[checkpoints]` in the server's
-    configuration says where they go and how many stay."""
+    """Let the server make a checkpoint with each full state; the state holds its name. `[checkpoints]` in the
+    configuration of the server sets the folder and the number of checkpoints."""
     eval_every: int = 0
-    """Steps from one evaluation to the next; 0: never. See GRPOTrainer's `evaluate`."""
+    """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""
 
     progress: bool = True
-    """A bar on a terminal; elsewhere a line a step."""
+    """Show a bar on a terminal; elsewhere print a line for each step."""
     log_completions: bool = False
     """Write some completions of each step to completions.jsonl and, with progress, show them in a table."""
     num_completions_to_print: int = 8
-    """How many, half of them from replayed groups where there are any."""
+    """How many; half of them from replayed groups, if there are any."""
     report_to: tuple[Reporter, ...] | None = None
-    """Where metrics go besides metrics.jsonl. None: to TensorBoard if it is installed, and to Weights & Biases if that
-    is and WANDB_API_KEY or WANDB_MODE is set."""
+    """Where metrics go besides metrics.jsonl. None: to TensorBoard if it is installed, and to Weights & Biases if it is
+    installed and WANDB_API_KEY or WANDB_MODE is set."""
 
     seed: int = 0
-    """Of torch's random numbers."""
+    """Seed of torch's random numbers."""
     device: str = "auto"
-    """A torch device; auto: cuda where there is one (this rank's), else cpu."""
+    """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -168,8 +168,9 @@ class GRPOConfig:
         return LossConfig(self.loss_type, self.epsilon, self.epsilon_high, self.max_completion_length)
 
     def check_admission(self, groups_per_step: int) -> None:
-        """Raises ValueError if a server with this groups_per_step in its [admission] lets in fewer fresh groups than we
-        take: its generators would run out of permits, and we would wait for groups that nobody may make.
+        """Raises ValueError if the server's [admission] groups_per_step is below the fresh groups that a step takes.
+
+        Its generators would run out of permits, and the trainer would wait for groups that no generator may make.
         """
         wanted, remedy = self.groups_per_step, f"{self.groups_per_step}"
         if self.zero_variance == "dynamic":
@@ -185,7 +186,7 @@ class GRPOConfig:
             )
 
     def learning_rate_at(self, step: int) -> float:
-        """Of step 1, 2, …: a function of nothing else, so that a resume has no schedule to restore."""
+        """The learning rate of step 1, 2, …; it depends on nothing else, so a resume needs no state of a schedule."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":
@@ -222,7 +223,7 @@ _LEAST: dict[str, float] = {
     "sample_timeout": 0.0,
     "seed": 0,
 }
-"""Smallest values; a whole one is for whole numbers."""
+"""Smallest values; an int here means that the option must be a whole number."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_variance": get_args(ZeroVariance),
     "on_empty": get_args(OnEmpty),
@@ -243,8 +244,8 @@ def _check_number(name: str, value: object, least: float) -> None:
 def config_from(options: Mapping[str, Any]) -> GRPOConfig:
     """A GRPOConfig from plain data, such as a TOML file's.
 
-    `correction` is a table of its own or the name of a preset; its `rejection` is a table, or several.
-    Raises ValueError for names that do not exist, with those that do.
+    `correction` is a table or the name of a preset; its `rejection` is one table or several.
+    Raises ValueError for an unknown name; it lists the known ones.
     """
     values = dict(options)
     correction = values.get("correction")

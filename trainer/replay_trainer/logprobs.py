@@ -1,9 +1,9 @@
-"""Log-probabilities of the tokens that were chosen, from any causal language model of transformers.
+"""Log-probabilities of chosen tokens, from any causal language model of transformers.
 
-    hidden states ──▶ those that predict a token of the mask ──▶ head, a chunk at a time ──▶ log-probability, entropy
+    hidden states ──▶ those that predict a token of the mask ──▶ head, chunk by chunk ──▶ log-probability, entropy
 
-The (B, T, V) logits never exist: a chunk of them lives while its log-probabilities are computed, and again while their
-gradient is.
+The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
+backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input,
 from replay_trainer.packing import enable_packing, packed_forward
 
 CHUNK_LOGITS = 2**24
-"""Logits alive at once, 64 MiB in float32."""
+"""Logits in memory at once, 64 MiB in float32."""
 
 Route = Literal["packed", "padded", "logits"]
-"""packed: one row without padding, head in chunks. padded: rows of like length, head in chunks.
-logits: padded rows through the whole model, for those whose head is more than a linear layer."""
+"""packed: one row without padding, head in chunks. padded: rows of similar length, head in chunks.
+logits: padded rows through the whole model, for models whose head is more than a linear layer."""
 
 
 class LogprobModel(nn.Module):
-    """A language model as the function from a micro-batch to the log-probabilities of its completions.
+    """A language model as a function from a micro-batch to the log-probabilities of its completions.
 
-    The route is the first that gives what the plain model gives, measured once on a few random tokens.
+    The route is the first whose results agree with the plain model on a few random tokens; it is measured once.
     """
 
     def __init__(self, model: Any, packing: bool = True, gradient_checkpointing: bool = False) -> None:
-        """Puts `model` into eval mode and its dropout to 0, which would put a difference between the log-probabilities
-        of the sampler, the old and the new policy that no correction can see.
+        """Put `model` into eval mode and set its dropout to 0.
+
+        Dropout would make the log-probabilities of sampler, old and new policy differ, and no correction can see why.
         """
         super().__init__()
         self.model = model.eval()
@@ -45,7 +46,7 @@ class LogprobModel(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True  # the layer alone: it recomputes only then
+                    module.training = True  # on the layer alone: it recomputes only in training mode
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.route: Route = self._find_route(packing)
 
@@ -76,7 +77,7 @@ class LogprobModel(nn.Module):
 
     def _call(self, module: Any, inputs: ModelInput) -> Any:
         optional: dict[str, Any] = {}
-        if self._takes_positions:  # a model without them counts from the left by itself
+        if self._takes_positions:  # a model without this argument counts positions from the left
             optional["position_ids"] = inputs.position_ids_RS
         if inputs.layout is None:
             return module(
@@ -95,7 +96,7 @@ class LogprobModel(nn.Module):
             return "logits"
         batch = _trial(self.model)
         expected_BT, _ = self._run(batch, "logits")
-        # Of the largest log-probability: rounding of the model's numbers, not an error of the route.
+        # Relative to the largest log-probability: this much is rounding, not an error of the route.
         tolerance = (1e-4 if head.weight.dtype == torch.float32 else 3e-2) * float(expected_BT.abs().max())
         before = self.model.config._attn_implementation
         routes: list[Route] = ["padded"]
@@ -105,7 +106,7 @@ class LogprobModel(nn.Module):
             try:
                 logprobs_BT, _ = self._run(batch, route)
             except (TypeError, NotImplementedError):
-                continue  # it does not take the layout
+                continue  # the model does not take the layout
             if float((logprobs_BT - expected_BT).abs().max()) <= tolerance:
                 return route
             self.model.set_attn_implementation(before)
@@ -113,7 +114,7 @@ class LogprobModel(nn.Module):
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Sets every dropout probability of `model` to 0, whatever mode it is in."""
+    """Set every dropout probability of `model` to 0, in every mode."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
@@ -121,14 +122,14 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _trial(model: Any) -> Batch:
-    """Random tokens in completions of unequal lengths behind shared prompts."""
+    """A batch of random tokens: completions of unequal lengths with shared prompts."""
     vocabulary = model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
 
     def tokens(count: int) -> Any:
         return random.integers(0, vocabulary, count)
 
-    lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]  # of a prompt and its completions
+    lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]  # of a prompt and its completions, in tokens
     return to_batch([bare_group(*map(tokens, group)) for group in lengths], model.device)
 
 
@@ -137,10 +138,10 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
 
-    Logits are computed in the dtype of the weight (autocast's, where that is on), everything after them in float32.
-    Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, not through the entropy.
+    Logits are computed in the dtype of the weight (under autocast, in that of autocast), all later values in float32.
+    Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, but not through the entropy.
     """
-    # torch leaves `apply` untyped.
+    # `apply` has no type in torch.
     logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
 
@@ -152,7 +153,7 @@ def _of_logits(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> tuple
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Computes the logits of a chunk twice, forward and backward, and keeps none."""
+    """Computes the logits of each chunk in the forward and again in the backward pass, and keeps none."""
 
     @staticmethod
     def forward(

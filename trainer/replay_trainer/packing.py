@@ -3,9 +3,9 @@
     p p p a a b b b q q c c c c d          two groups: prompt p with completions a, b; prompt q with c, d
     0 1 2 3 4 3 4 5 0 1 2 3 4 5 2          positions
 
-Everything but attention treats tokens one by one, so it computes exactly these tokens. Attention goes by the layout: a
-prompt sees itself, a completion its prompt and itself. The layout travels with the forward call as a keyword that
-transformers hands through to the attention function, so that a layer recomputed for the backward pass sees it too.
+Everything except attention treats tokens one by one, so it computes exactly these tokens. Attention follows the layout:
+a prompt attends to itself, a completion to its prompt and itself. The layout is a keyword of the forward call, which
+transformers passes on to the attention function. A layer that is recomputed for the backward pass gets it too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class Segment:
-    """One group of a packed row."""
+    """One group in a packed row."""
 
     start: int
-    """Where its prompt begins."""
+    """Position of its first prompt token."""
     prompt: int
     """Tokens of the prompt."""
     completions: tuple[int, ...]
-    """Tokens of each completion, one behind the other after the prompt."""
+    """Tokens of each completion; they follow the prompt one after another."""
 
 
 Layout = tuple[Segment, ...]
@@ -47,10 +47,10 @@ _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
 
 def enable_packing(model: Any) -> bool:
-    """Give `model` the packed attention; False, and nothing changed, where it cannot take it.
+    """Give `model` the packed attention. Returns False, and changes nothing, if the model cannot take it.
 
-    It cannot if it does not call its attention through transformers' interface, or has layers that mix tokens in
-    another way. Whether it then computes the right thing is for the caller to check: some have attention of their own.
+    It cannot if it does not call its attention through transformers' interface, or if it has layers that mix tokens in
+    another way. The caller must still check the results: some models ignore the interface.
     """
     settable = getattr(model, "_can_set_attn_implementation", None)
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or _PLAIN_LAYERS)
@@ -63,7 +63,7 @@ def enable_packing(model: Any) -> bool:
 
 @contextmanager
 def packed_forward() -> Iterator[None]:
-    """Inside, models with the packed attention make no mask of a row's length squared; the layout stands for it."""
+    """In this context, packed attention makes no mask of S x S entries: the layout replaces it."""
     token = _packing.set(True)
     try:
         yield
@@ -72,7 +72,7 @@ def packed_forward() -> Iterator[None]:
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of rows that are not packed."""
+    """No mask for packed rows, else the mask of transformers' sdpa."""
     return None if _packing.get() else sdpa_mask(*args, **kwargs)
 
 
@@ -93,7 +93,7 @@ def packed_attention(
     Raises NotImplementedError for variants that scaled_dot_product_attention does not have.
     """
     if replay_layout is None:
-        # transformers leaves its result without a type.
+        # The function of transformers has no type for its result.
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -103,7 +103,7 @@ def packed_attention(
     repeats = query.shape[1] // key.shape[1]
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
-        """The last L of S positions look at all before them and themselves."""
+        """The last L of S positions attend to all positions up to their own."""
         L, S = query_HLD.shape[2], key_HSD.shape[2]
         if repeats > 1:
             key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
@@ -129,7 +129,7 @@ def packed_attention(
             if query.is_cuda or segment.prompt > length:
                 outputs.append(attend(query_c, key_c, value_c))
             else:
-                # Off the GPU a mask costs the whole L x S; causal attention from the prompt's start, half of S x S.
+                # On a CPU a mask costs all of L x S. Causal attention from the start of the prompt costs half of S x S.
                 outputs.append(attend(torch.cat([query_p, query_c], dim=2), key_c, value_c)[:, :, segment.prompt :])
             end += length
     return torch.cat(outputs, dim=2).transpose(1, 2), None

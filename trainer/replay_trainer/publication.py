@@ -1,4 +1,4 @@
-"""Publication: the versions of a policy, on disk and for the server, and which of them a run continues from."""
+"""Publication: writes policy versions to disk, announces them to the server, and finds the one to resume from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Publication:
-    """Writes versions and announces them. Every rank has one, and all take each step together."""
+    """Writes and announces versions. Every rank has a Publication, and all ranks call its methods together."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Publication:
         ranks: Ranks,
         sharded: bool,
     ) -> None:
-        """`sharded`: the policy's weights are spread over the ranks."""
+        """`sharded`: the weights of the policy are sharded over the ranks."""
         self.policy = policy
         self.optimizer = optimizer
         self.tokenizer = tokenizer
@@ -62,25 +62,24 @@ class Publication:
         self._last_saved = -config.save_every
 
     def start(self) -> int:
-        """The version to continue from, announced to the server: the last full state here, or a new 0.
+        """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
 
-        Raises FileExistsError if output_dir holds another run's results, RuntimeError if the server is ahead
-        of us, ValueError if it admits fewer groups a step than we take.
+        Raises FileExistsError if output_dir holds the results of another run, RuntimeError if the server is at a later
+        version than this run, ValueError if it admits fewer groups a step than this run takes.
         """
         if (admission := self.client.server_info().admission) is not None:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
-        strangers = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
-        if not folders and strangers:
+        others = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
+        if not folders and others:
             remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
             raise FileExistsError(
-                f"{self.output_dir} holds {strangers[-1].name} of an earlier run: {remedy}, or choose another "
-                f"output_dir"
+                f"{self.output_dir} holds {others[-1].name} of an earlier run: {remedy}, or choose another output_dir"
             )
         version = version_of(folders[-1]) if folders else 0
         for folder in damaged(self.output_dir):
-            if version_of(folder) > version:  # older ones may be half removed
+            if version_of(folder) > version:  # older folders may be half removed
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
         newest = version_of(published(self.output_dir)[-1]) if folders else 0
         policy = self.client.policy()
@@ -90,7 +89,7 @@ class Publication:
                 f"the server is at policy version {policy.version}, this run at {newest}: set resume=True with the "
                 f"output_dir of the run that published {policy.version}, or start the server afresh"
             )
-        self.ranks.wait()  # before the first of us changes what the others look at
+        self.ranks.wait()  # the first rank now changes files that the others have just read
         if folders:
             self._load(folders[-1])
         else:
@@ -99,7 +98,7 @@ class Publication:
         return version
 
     def _load(self, folder: Path) -> None:
-        """Continue from a full state, and undo what was published after it."""
+        """Continue from a full state, and undo later publications."""
         version = version_of(folder)
         set_model_state_dict(
             self.policy,
@@ -115,7 +114,7 @@ class Publication:
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
         if self.ranks.is_first:
-            # rollback: what the killed trainer had taken beyond this version will not be trained on.
+            # rollback: groups that the killed trainer took after this version will not be trained on.
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
             for later in published(self.output_dir):
                 if version_of(later) > version:
@@ -123,7 +122,7 @@ class Publication:
         self.ranks.wait()
 
     def publish(self, version: int) -> None:
-        """Write the weights, with the full state where one is due, and tell the server."""
+        """Write the weights, with the full state if one is due, and announce the version."""
         config = self.config
         full = version == config.max_steps or version - self._last_saved >= config.save_every
         probe = self._probe()
@@ -137,7 +136,7 @@ class Publication:
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
-                # One that the server names is also one that it removes, when it has enough newer ones.
+                # The server chooses the name: it then removes this checkpoint itself when it has enough newer ones.
                 checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
             folder = publish_weights(
                 self.policy.model,
@@ -156,10 +155,10 @@ class Publication:
         self.ranks.wait()
 
     def _state(self) -> dict[str, Any]:
-        """What a resume needs besides weights and version; the learning rate follows from the step."""
+        """The state that a resume needs besides weights and version. The learning rate follows from the step."""
         on_gpu = self.ranks.device.type == "cuda"
         return {
-            # Before the first update there is none, and asking for it would make a step.
+            # Before the first update there is no state, and torch would make a step to create one.
             "optimizer": get_optimizer_state_dict(self.policy, self.optimizer, options=_FULL)
             if self.optimizer.state
             else None,
@@ -169,9 +168,9 @@ class Publication:
 
     @torch.no_grad()
     def _probe(self) -> dict[str, list[Any]]:
-        """{"token_ids": [P], "logprobs": [P - 1]}: what the policy gives each token but the first, after those before.
+        """{"token_ids": [P], "logprobs": [P - 1]}: the log-probability of each token after the ones before it.
 
-        Log-probabilities are in nats, at temperature 1, computed in the model's own dtype.
+        In nats, at temperature 1, computed in the dtype of the model.
         """
         token_ids = probe_tokens(self.policy.model, self.tokenizer)
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))

@@ -1,13 +1,14 @@
-"""Published weights: folders `step-N` that generators load from and that a killed trainer resumes from.
+"""Published weights: folders `step-N`. Generators load them, and a killed trainer resumes from them.
 
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
-                 probe.json    what these weights say about a fixed token sequence, to check a reload against
-                 trainer.pt    optimizer and random state: the folder is a full state, to resume from (some have it)
-                 manifest.json version, files with their sizes, the server's checkpoint; written last: the folder is
-                               complete and ours
+                 probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
+                 trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
+                 manifest.json version, files with their sizes, the server's checkpoint; written last, so a folder with
+                               a manifest is complete, and a trainer wrote it
 
-A folder appears under its name complete or not at all; one with a full state has reached the disk before it appears.
-Only files named in a manifest are ever removed. A state that has lost a file or a part of one is passed over.
+* A folder gets its name when it is complete; one with a full state is on disk before that.
+* Only files that a manifest names are removed.
+* A resume skips a state that lost a file or a part of one.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ def publish_weights(
     state: dict[str, Any] | None = None,
     server_checkpoint: str = "",
 ) -> Path:
-    """Write `directory`/step-`version`, remove the oldest of our folders beyond `keep`; returns its path.
+    """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
-    `model` is a PreTrainedModel, `tokenizer` its tokenizer or None, `weights` its state dict where it is spread over
-    ranks. `state` makes it a full state; the newest of those is never removed. Raises FileExistsError where the folder
-    exists.
+    `model` is a PreTrainedModel, `tokenizer` its tokenizer or None, `weights` its state dict if it is sharded over
+    ranks. `state` makes the folder a full state; the newest full state is never removed. Raises FileExistsError if the
+    folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
         raise FileExistsError(f"{folder} exists: choose another output_dir, or continue that run with resume=True")
-    # What a killed run left under this name is written over, file by file.
+    # A killed run may have left files under this name. They are overwritten one by one.
     unfinished = folder.with_name(folder.name + ".tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
     with _no_progress_bar():
@@ -85,25 +86,25 @@ def publish_weights(
 
 
 def published(directory: Path) -> list[Path]:
-    """Our complete folders in `directory`, oldest version first, as absolute paths."""
+    """The complete folders in `directory`, oldest version first, as absolute paths."""
     folders = [path.parent for path in directory.resolve().glob(f"step-*/{_MANIFEST}")]
     return sorted((path for path in folders if _FOLDER.fullmatch(path.name)), key=version_of)
 
 
 def saved(directory: Path) -> list[Path]:
-    """Those of them that hold a full state, undamaged."""
+    """The published folders that hold an undamaged full state."""
     return [
         folder for folder in published(directory) if _STATE in (files := _files(folder)) and _are_there(folder, files)
     ]
 
 
 def damaged(directory: Path) -> list[Path]:
-    """Those of them that have lost a file or a part of one."""
+    """The published folders that lost a file or a part of one."""
     return [folder for folder in published(directory) if not _are_there(folder, _files(folder))]
 
 
 def version_of(folder: Path) -> int:
-    """The policy version whose weights lie in this folder, by its name."""
+    """The policy version of this folder, from its name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is no folder of published weights: its name must be step-N")
@@ -111,7 +112,7 @@ def version_of(folder: Path) -> int:
 
 
 def server_checkpoint_of(folder: Path) -> str:
-    """The name of the server's checkpoint that was made with this full state; empty: none was."""
+    """Name of the server's checkpoint that was made with this full state; empty: none."""
     return str(_manifest(folder)["server_checkpoint"])
 
 
@@ -131,19 +132,19 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
-    """The same for every version of a model: random ones, without the tokenizer's special tokens."""
+    """Random tokens, the same for every version of a model, without the special tokens of the tokenizer."""
     vocabulary = model.get_input_embeddings().num_embeddings
     if tokenizer is not None:
-        vocabulary = min(vocabulary, len(tokenizer))  # engines refuse ids that only pad the embedding
+        vocabulary = min(vocabulary, len(tokenizer))  # engines refuse ids that exist only to pad the embedding
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
     return random.Random(0).choices(sorted(set(range(vocabulary)) - special), k=PROBE_LENGTH)
 
 
 def remove(folder: Path) -> None:
-    """Remove what we wrote into the folder, and the folder unless somebody else has put something there."""
+    """Remove the files of the manifest, and the folder unless it holds other files."""
     for name in _files(folder):
         (folder / name).unlink(missing_ok=True)
-    # Last, so that a folder half removed by a killed process is found and finished by the next one.
+    # Last: if this process is killed here, the next one still finds the folder and finishes the removal.
     (folder / _MANIFEST).unlink()
     for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
         if not any(path.iterdir()):
@@ -159,7 +160,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Our files in it, as they are named there, and their sizes in bytes."""
+    """The files of the manifest, relative to the folder, with their sizes in bytes."""
     return dict(_manifest(folder)["files"])
 
 
@@ -169,7 +170,7 @@ def _are_there(folder: Path, files: dict[str, int]) -> bool:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one for each file that it writes or reads: every step, across whatever the caller draws."""
+    """Without this, transformers draws a progress bar for each file, over the display of the run."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -180,7 +181,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _to_disk(path: Path) -> None:
-    """A file's content, or the names in a folder."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Presets: the corrections of other projects as plain CorrectionConfigs, each with its source.
+"""Presets: the corrections of other projects as CorrectionConfigs, each with its source.
 
 PRESETS["verl_decoupled_token_is"]()        a CorrectionConfig with that project's defaults
-trl(mode="token_mask", clip_max=3.0)        the same with its parameters in reach
+trl(mode="token_mask", clip_max=3.0)        the same with other parameters
 """
 
 from __future__ import annotations
