@@ -407,6 +407,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
         ({"epsilon_high": -0.1}, "epsilon_high must be at least 0, not -0.1"),
         ({"max_completion_length": 0}, "max_completion_length must be at least 1, not 0"),
         ({"max_replay_staleness": 1.5}, "max_replay_staleness must be a whole number, not 1.5"),
+        ({"replay_share": 0.95}, "replay_share must be at most 0.9, not 0.95"),
+        ({"groups_per_step": 2, "replay_share": 0.8}, "groups_per_step=2 with replay_share=0.8 leaves no fresh group"),
+        ({"replay_start_step": 0.5}, "replay_start_step must be a whole number"),
         ({"sample_timeout": -1.0}, "sample_timeout must be at least 0, not -1"),
         ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
         ({"report_to": "wandb"}, r"report_to takes several names, such as \('wandb',\), not a text"),
@@ -461,6 +464,75 @@ def test_a_server_that_admits_less_than_a_step_takes_is_refused(
     assert not list(tmp_path.iterdir())
     client.admitted = admitted + 1
     make_trainer(client, tmp_path, **options).train()
+
+
+def test_a_share_of_each_step_comes_from_the_pool(tmp_path: Path) -> None:
+    pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=500 + i, age=2.0) for i in range(9)]
+    options = {"max_steps": 3, "groups_per_step": 6, "replay_share": 0.5, "replay_start_step": 1}
+    client = FakeClient(mixed_batches(4), pool)
+    client.admitted = 3  # permits count fresh groups alone
+    trainer = make_trainer(client, tmp_path, **options)
+    assert (trainer.fresh_per_rank, trainer.replayed_per_rank) == (3, 3)
+    trainer.train()
+    first, *others = lines(tmp_path)
+    assert (first["train/groups"], first["replay/groups_added"], first["replay/groups_replaced"]) == (3, 0, 0)
+    for line in others:
+        assert (line["fresh/groups"], line["train/groups"]) == (3, 6)
+        assert (line["replay/groups_replaced"], line["replay/groups_added"]) == (2, 3)
+        assert line["replay/age_mean"] == 2.0
+        assert line["train/zero_variance_fraction"] == 0
+
+
+@pytest.mark.parametrize(("share", "fresh"), [(0.25, 3), (0.5, 2), (0.9, 1), (0.0, 4)])
+def test_the_server_must_admit_the_fresh_groups_of_a_step(tmp_path: Path, share: float, fresh: int) -> None:
+    config = GRPOConfig(output_dir=tmp_path, groups_per_step=4 if share < 0.9 else 10, replay_share=share)
+    assert config.fresh_groups_per_step == fresh
+    config.check_admission(fresh)
+    with pytest.raises(ValueError, match=f"lets {fresh - 1} fresh groups .* takes {fresh} or more.* there to {fresh}$"):
+        config.check_admission(fresh - 1)
+
+
+def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path: Path) -> None:
+    model, stored = make_model(), [make_group(rewards=[0.0, 1.0], completions=[[5, 6], [7]]) for _ in range(3)]
+    drifts = [0.1, -0.6, 0.2]  # log(π/b) of every token
+    for group, drift in zip(stored, drifts, strict=True):
+        group.rollout_logprobs[:] = logprobs_of(model, [group]).numpy() - drift
+    pool = [make_sample(group, key=500 + i) for i, group in enumerate(stored)]
+    options = {"max_steps": 1, "groups_per_step": 5, "replay_share": 0.4}
+
+    def line(name: str, **more: Any) -> dict[str, Any]:
+        batches = [[make_sample(make_group(rewards=r), key=i) for i, r in enumerate([[0.0, 1.0], ALL_WRONG])]]
+        make_trainer(FakeClient(batches, pool), tmp_path / name, model=make_model(), **options, **more).train()
+        return lines(tmp_path / name)[0]
+
+    every, near = line("every"), line("near", replay_max_drift=0.5)
+    assert (every["train/groups"], every["replay/groups_drifted"]) == (4, 0)
+    assert every["replay/drift_max"] == pytest.approx(0.6, abs=1e-4)
+    assert (near["train/groups"], near["replay/groups_drifted"]) == (3, 1)
+    assert (near["replay/drift_mean"], near["replay/drift_max"]) == pytest.approx((0.15, 0.2), abs=1e-4)
+
+
+@pytest.mark.parametrize("zero_variance", ["replace", "dynamic"])
+def test_a_killed_run_with_a_share_of_replay_resumes_as_if_it_had_not_been(tmp_path: Path, zero_variance: str) -> None:
+    pool = [sample for batch in make_batches(3, seed=9) for sample in batch]
+    for index, sample in enumerate(pool):
+        pool[index] = make_sample(sample.group, key=1000 + index)
+    options = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_drift": 3.0}
+    options |= {"zero_variance": zero_variance, "max_dynamic_batches": 1}
+    whole = make_trainer(FakeClient(make_batches(5), pool), tmp_path / "whole", **options)
+    whole.train()
+
+    def die_in_step_3(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 3:
+            raise Killed
+
+    client = FakeClient(make_batches(5), pool)
+    with pytest.raises(Killed):
+        make_trainer(client, tmp_path / "killed", on_step=die_in_step_3, **options).train()
+    resumed = make_trainer(client, tmp_path / "killed", resume=True, **options)
+    resumed.train()
+    assert [line["replay/groups_added"] for line in lines(tmp_path / "killed")] == [3] * 4
+    assert_same_weights(resumed.model, whole.model, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

@@ -85,8 +85,9 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},
         # The first of two ranks is left without any group.
         {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"},
+        {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],
-    ids=["dapo", "grpo sharded and tied", "bnpo", "dr_grpo sharded", "an idle rank"],
+    ids=["dapo", "grpo sharded and tied", "bnpo", "dr_grpo sharded", "an idle rank", "a share of replay"],
 )
 def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)

@@ -14,7 +14,9 @@ import torch
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
-from replay_trainer.sources import DynamicSource, KeepingSource
+from replay_trainer.description import group_drifts
+from replay_trainer.ranks import Ranks
+from replay_trainer.sources import DynamicSource, KeepingSource, ReplacingSource, SharingSource
 from tests.trainer.factories import FakeClient, make_group, make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
@@ -229,3 +231,71 @@ def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
     assert keys(source.next(1).samples) == [0, 1]
     taken = source.next(2)
     assert (keys(taken.samples), taken.fresh) == ([2, 3], [])
+
+
+# ---------------------------------------------------------------------------------------------------- a share of replay
+
+
+def shared(client: FakeClient, count: int, *batches: list[list[float]], start: int = 0) -> SharingSource:
+    """A share of `count` groups on top of replacement."""
+    replacer, ranks = ZeroVarianceReplacer(client), Ranks("cpu")
+    source = ReplacingSource(batches_of(*batches), replacer, ranks, "run", start)
+    return SharingSource(source, replacer, ranks, count, "run", start)
+
+
+def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements() -> None:
+    taken = shared(FakeClient(pool=make_pool(9)), 3, [MIXED, ALL_WRONG]).next(1)
+    assert keys(taken.samples) == [0, 100, 101, 102, 103]
+    assert taken.replaced == [1, 2, 3, 4]
+    assert keys(taken.fresh) == [0, 1]
+    assert {name: count for name, count in taken.counts.items() if count} == {
+        "groups_zero_variance": 1,
+        "groups_replaced": 1,
+        "groups_added": 3,
+    }
+
+
+def test_a_share_that_the_pool_does_not_have_makes_a_smaller_step() -> None:
+    taken = shared(FakeClient(pool=make_pool(2)), 3, [MIXED, ALL_WRONG]).next(1)
+    assert keys(taken.samples) == [0, 100, 101]
+    assert taken.counts["groups_added"] == 1
+
+
+def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew() -> None:
+    batches = [[MIXED], [MIXED]]
+    fresh = next(batches_of(*batches))  # has joined the pool already
+    source = shared(FakeClient(pool=[*fresh, *make_pool(1)]), 1, *batches)
+    assert keys(source.next(1).samples) == [0, 100]
+    assert keys(source.next(2).samples) == [1, 0]
+
+
+def test_the_pool_is_left_alone_until_its_first_step() -> None:
+    source = shared(FakeClient(pool=make_pool(9)), 2, *[[MIXED, ALL_WRONG]] * 3, start=2)
+    sizes = [(len(taken.samples), len(taken.replaced)) for taken in map(source.next, (1, 2, 3))]
+    assert sizes == [(2, 0), (2, 0), (4, 3)]
+
+
+def test_a_share_comes_on_top_of_dynamic_sampling() -> None:
+    replacer, ranks = ZeroVarianceReplacer(FakeClient(pool=make_pool(9))), Ranks("cpu")
+    dynamic = DynamicSource(batches_of([MIXED, ALL_WRONG], [MIXED, MIXED]), size=2, max_batches=5)
+    source = SharingSource(dynamic, replacer, ranks, 2, "run")
+    assert keys(source.next(1).samples) == [0, 2, 100, 101]
+
+
+def test_groups_that_drifted_leave_the_step_and_are_counted() -> None:
+    taken = shared(FakeClient(pool=make_pool(9)), 2, [MIXED, ALL_WRONG]).next(1).without([1, 3])
+    assert keys(taken.samples) == [0, 101]
+    assert taken.replaced == [1]
+    assert taken.counts["groups_drifted"] == 2
+
+
+def test_the_drift_of_a_group_is_the_mean_log_ratio_of_its_known_tokens() -> None:
+    groups = [
+        make_group(completions=[[5], [6, 7]], logprobs=[-1.0, -2.0, math.nan]),
+        make_group(completions=[[5, 6], []], logprobs=[-1.0, -1.0], loss_mask=[True, False]),
+        make_group(completions=[[5], [6]], logprobs=math.nan),
+    ]
+    batch = to_batch(groups)
+    logprobs_BT = torch.where(batch.mask_BT, torch.tensor(-1.8), 99.0)
+    # (-0.8 + 0.2) / 2; -0.8 of the only token to train on; nothing known
+    assert group_drifts(batch, logprobs_BT) == pytest.approx([0.3, 0.8, 0.0], abs=1e-6)

@@ -51,6 +51,15 @@ class GRPOConfig:
     max_dynamic_batches: int = 10
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
+    replay_share: float = 0.0
+    """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
+    are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
+    [admission] groups_per_step of the server counts the fresh groups alone: fresh_groups_per_step."""
+    replay_start_step: int = 0
+    """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
+    replay_max_drift: float | None = None
+    """Leave groups of the pool out if |mean over their tokens of log(π/b)| is above this many nats, where π is the
+    current policy and b wrote the tokens. It costs a forward pass over these groups. None: leave none out."""
     update_priorities: bool = False
     """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
     over their tokens. The pool then gives groups less often that the correction no longer trusts."""
@@ -156,11 +165,28 @@ class GRPOConfig:
             raise ValueError(f"report_to takes several names, such as ({self.report_to!r},), not a text")
         if unknown := set(self.report_to or ()) - set(get_args(Reporter)):
             raise ValueError(f"report_to takes {', '.join(get_args(Reporter))}, not {', '.join(map(str, unknown))}")
+        if self.replay_share > 0.9:
+            raise ValueError(f"replay_share must be at most 0.9, not {self.replay_share}")
+        if self.fresh_groups_per_step < 1:
+            raise ValueError(
+                f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
+                f"raise groups_per_step or lower replay_share"
+            )
         if not isinstance(self.correction, CorrectionConfig):
             raise ValueError(
                 f"correction must be a CorrectionConfig, such as PRESETS['icepop'](), not {self.correction!r}"
             )
         _ = self.loss  # LossConfig checks its options
+
+    @property
+    def replayed_groups_per_step(self) -> int:
+        """Groups of a step that come from the pool, over all ranks, if it has them: replay_share of groups_per_step."""
+        return math.floor(self.groups_per_step * self.replay_share + 0.5)
+
+    @property
+    def fresh_groups_per_step(self) -> int:
+        """Groups of a step that generators make, over all ranks; with "dynamic" sampling, the least number."""
+        return self.groups_per_step - self.replayed_groups_per_step
 
     @property
     def loss(self) -> LossConfig:
@@ -172,12 +198,13 @@ class GRPOConfig:
 
         Its generators would run out of permits, and the trainer would wait for groups that no generator may make.
         """
-        wanted, remedy = self.groups_per_step, f"{self.groups_per_step}"
+        fresh = self.fresh_groups_per_step
+        wanted, remedy = fresh, f"{fresh}"
         if self.zero_variance == "dynamic":
             wanted += 1
             remedy = (
-                f"{self.groups_per_step} divided by the share of groups that have variance (zero_variance='dynamic' "
-                f"draws until a batch is full); {self.groups_per_step * self.max_dynamic_batches} is always enough"
+                f"{fresh} divided by the share of groups that have variance (zero_variance='dynamic' "
+                f"draws until a batch is full); {fresh * self.max_dynamic_batches} is always enough"
             )
         if groups_per_step < wanted:
             raise ValueError(
@@ -201,6 +228,9 @@ _LEAST: dict[str, float] = {
     "groups_per_step": 1,
     "prefetch": 0,
     "max_dynamic_batches": 1,
+    "replay_share": 0.0,
+    "replay_start_step": 0,
+    "replay_max_drift": 0.0,
     "warmup_steps": 0,
     "num_iterations": 1,
     "max_tokens_per_micro_batch": 1,

@@ -6,8 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from replay_client import Sample
 from replay_client.scoring import is_zero_variance
+from replay_trainer.batching import Batch
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,26 @@ def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
         "reward_mean": mean([reward for group in groups for reward in group.rewards]),
         "group_size_mean": mean([len(group.rewards) for group in groups]),
     }
+
+
+def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
+    """How far the policy moved away from each group of the batch: |mean over its tokens of log(π/b)|, in nats.
+
+    `logprobs_BT`: log π, π being the current policy; b wrote the tokens. 0 if no log b of the group is known.
+    """
+    known_BT = batch.mask_BT & ~batch.rollout_logprobs_BT.isnan()
+    difference_BT = torch.where(known_BT, logprobs_BT - batch.rollout_logprobs_BT, 0.0)
+    sum_B, tokens_B = difference_BT.sum(dim=1).cpu().numpy(), known_BT.sum(dim=1).cpu().numpy()
+    groups = len(batch.prompt_lengths_U)
+    sum_U = np.bincount(batch.group_B, weights=sum_B, minlength=groups)
+    tokens_U = np.bincount(batch.group_B, weights=tokens_B, minlength=groups)
+    drifts: list[float] = np.abs(sum_U / np.maximum(tokens_U, 1)).tolist()
+    return drifts
+
+
+def describe_drifts(drifts: Sequence[float]) -> dict[str, float]:
+    """Metrics of `group_drifts`; NaN if there are none."""
+    return {"drift_mean": mean(drifts), "drift_max": max(drifts, default=math.nan)}
 
 
 def mean(values: Sequence[float]) -> float:

@@ -22,14 +22,14 @@ from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_b
 from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, Moments, correct
-from replay_trainer.description import GroupFacts, describe_groups, describe_replayed
+from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
 from replay_trainer.laps import Laps
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, gather_full, shard
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
-from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource
+from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 from replay_trainer.weights import saved, server_checkpoint_of
 
 
@@ -59,7 +59,8 @@ class GRPOTrainer:
         self.tokenizer = tokenizer
         self.evaluate = evaluate
         self.output_dir = Path(config.output_dir)
-        self.groups_per_rank = self.ranks.share(config.groups_per_step, "groups_per_step")
+        self.fresh_per_rank = self.ranks.share(config.fresh_groups_per_step, "fresh groups of groups_per_step")
+        self.replayed_per_rank = self.ranks.share(config.replayed_groups_per_step, "replay_share of groups_per_step")
         self.callbacks = [*reporters(config), *callbacks] if self.ranks.is_first else []
 
         self.model = model.to(self.device)
@@ -101,13 +102,13 @@ class GRPOTrainer:
                 callback.on_start(self, version)
             with self.client.sampler(
                 config.rollouts_table,
-                batch_size=self.groups_per_rank,
+                batch_size=self.fresh_per_rank,
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
             ) as stream:
                 source = self._group_source(laps.timed("sample", stream))
                 for step in range(version + 1, config.max_steps + 1):
-                    taken = source.next(step)
+                    taken = self._without_drifted(source.next(step))
                     laps.lap("replace")
 
                     batch = self._to_batch(taken.groups)
@@ -143,14 +144,29 @@ class GRPOTrainer:
     # ------------------------------------------------------------------------------------------------------- a step
 
     def _group_source(self, batches: Iterator[list[Sample]]) -> GroupSource:
-        """The source that `zero_variance` asks for, over this rank's fresh batches."""
-        config = self.config
-        if config.zero_variance == "none":
-            return KeepingSource(batches)
-        if config.zero_variance == "dynamic":
-            return DynamicSource(batches, self.groups_per_rank, config.max_dynamic_batches)
+        """The source that `zero_variance` and `replay_share` ask for, over this rank's fresh batches."""
+        config, ranks = self.config, self.ranks
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
-        return ReplacingSource(batches, self.replacer, self.ranks, run=self.ranks.from_first(secrets.token_hex(8)))
+        run, start = ranks.from_first(secrets.token_hex(8)), config.replay_start_step
+        source: GroupSource
+        if config.zero_variance == "none":
+            source = KeepingSource(batches)
+        elif config.zero_variance == "dynamic":
+            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches)
+        else:
+            source = ReplacingSource(batches, self.replacer, ranks, run, start)
+        if self.replayed_per_rank:
+            source = SharingSource(source, self.replacer, ranks, self.replayed_per_rank, run, start)
+        return source
+
+    def _without_drifted(self, taken: Replacement) -> Replacement:
+        """The groups of the step without those of the pool that drifted beyond `replay_max_drift`."""
+        limit = self.config.replay_max_drift
+        if limit is None:
+            return taken
+        batch = to_batch([taken.samples[i].group for i in taken.replaced], self.device)
+        drifts = group_drifts(batch, self._logprobs(batch))
+        return taken.without([i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit])
 
     def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for."""
@@ -299,10 +315,12 @@ class GRPOTrainer:
     def _describe(self, step: int, taken: Replacement, batch: Batch, old_BT: Tensor) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
         config = self.config
+        drifts = group_drifts(batch, old_BT)
         part = RankPart(
             fresh=[GroupFacts.of(sample) for sample in taken.fresh],
             trained=[GroupFacts.of(sample) for sample in taken.samples],
             replaced=taken.replaced,
+            drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,
             moments=self._correct(batch, old_BT).moments,
             rows=batch.num_rows,
@@ -318,6 +336,7 @@ class GRPOTrainer:
             **_prefixed("fresh", describe_groups([facts for part in parts for facts in part.fresh])),
             **_prefixed("replay", {name: sum(part.counts[name] for part in parts) for name in taken.counts}),
             **_prefixed("replay", describe_replayed([part.trained[i] for part in parts for i in part.replaced])),
+            **_prefixed("replay", describe_drifts([drift for part in parts for drift in part.drifts])),
             **_prefixed("train", describe_groups([facts for part in parts for facts in part.trained])),
             "train/rows": sum(part.rows for part in parts),
             "train/tokens": sum(part.tokens for part in parts),
@@ -351,6 +370,8 @@ class RankPart:
     fresh: list[GroupFacts]
     trained: list[GroupFacts]
     replaced: list[int]
+    drifts: list[float]
+    """Of the replaced groups, in nats."""
     counts: dict[str, int]
     moments: Moments
     rows: int

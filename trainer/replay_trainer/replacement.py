@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from replay_client import ReplayClient, Sample
@@ -15,7 +15,7 @@ from replay_trainer.description import GroupFacts, describe_replayed
 OnEmpty = Literal["keep", "drop", "wait"]
 """What happens to a zero-variance group if the pool has no replacement.
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
-COUNTS = ("zero_variance", "replaced", "missing", "dropped", "too_stale", "uninformative")
+COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Replacement:
     """The groups of one step, and where they come from."""
 
     samples: list[Sample]
-    """The groups to train on, in the order of the fresh ones; each replacement stands where its group stood."""
+    """The groups to train on, in the order of the fresh ones; each replacement stands where its group stood. Groups
+    that were added to the fresh ones come last."""
     replaced: list[int]
     """Indices of the `samples` that came from the pool, ascending."""
     fresh: list[Sample]
@@ -31,13 +32,24 @@ class Replacement:
     counts: dict[str, int]
     """groups_zero_variance: fresh groups without variance. groups_replaced: those that a group of the pool replaced.
     groups_missing: those that nothing replaced (with dynamic sampling: how many groups the batch lacks).
-    groups_dropped: those that were left out. groups_too_stale, groups_uninformative: groups of the pool that were not
-    used because they lag too far, or have no variance themselves."""
+    groups_dropped: those that were left out. groups_added: groups of the pool beside the fresh ones.
+    groups_too_stale, groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too
+    far, have no variance themselves, or because the policy has moved away from them."""
 
     @property
     def groups(self) -> list[RolloutGroup]:
         """The groups of `samples`."""
         return [sample.group for sample in self.samples]
+
+    def without(self, drifted: Sequence[int]) -> Replacement:
+        """The same without these of `samples`, which count as groups_drifted."""
+        kept = [i for i in range(len(self.samples)) if i not in drifted]
+        return replace(
+            self,
+            samples=[self.samples[i] for i in kept],
+            replaced=[kept.index(i) for i in self.replaced if i in kept],
+            counts=self.counts | {"groups_drifted": len(drifted)},
+        )
 
     @property
     def stats(self) -> dict[str, float]:
@@ -92,7 +104,8 @@ class ZeroVarianceReplacer:
         """
         zero_variance = [i for i, sample in enumerate(samples) if is_zero_variance(sample.group.rewards)]
         counts = new_counts()
-        drawn = self._draw(len(zero_variance), {*exclude, *(sample.info.key for sample in samples)}, scope, counts)
+        keys = {*exclude, *(sample.info.key for sample in samples)}
+        drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
         places, missing = zero_variance[: len(drawn)], zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
@@ -104,6 +117,23 @@ class ZeroVarianceReplacer:
             samples=[source[i] for i in order],
             replaced=[order.index(i) for i in places],
             fresh=list(samples),
+            counts=counts,
+        )
+
+    def add(self, taken: Replacement, count: int, scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
+        """Add up to `count` groups of the pool to those of `taken`; fewer if the pool has no more. Does not wait.
+
+        `scope` and `exclude` are as in `replace`.
+        """
+        counts = dict(taken.counts)
+        keys = {*exclude, *(sample.info.key for sample in taken.samples)}
+        drawn = self._draw(count, keys, scope, counts, wait=False)
+        counts["groups_added"] += len(drawn)
+        size = len(taken.samples)
+        return replace(
+            taken,
+            samples=[*taken.samples, *drawn],
+            replaced=[*taken.replaced, *range(size, size + len(drawn))],
             counts=counts,
         )
 
@@ -120,22 +150,21 @@ class ZeroVarianceReplacer:
         }
         return self.client.update_priorities(self.table, priorities).applied if priorities else 0
 
-    def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int]) -> list[Sample]:
+    def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
         """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
         chosen: list[Sample] = []
-        waits = self.on_empty == "wait"
         while len(chosen) < count:
             try:
                 drawn = self.client.sample(
                     self.table,
                     count - len(chosen),
-                    min_samples=count - len(chosen) if waits else 1,
-                    timeout=self.timeout if waits else 0.0,
+                    min_samples=count - len(chosen) if wait else 1,
+                    timeout=self.timeout if wait else 0.0,
                     scope=scope,
                     exclude=sorted(exclude),
                 )
             except DeadlineExceededError:
-                if waits:
+                if wait:
                     raise
                 break  # the table has no more
             except ServerUnavailableError:

@@ -1,6 +1,7 @@
-"""Group sources: three ways to make the groups of a step from fresh batches, of which some groups have no variance.
+"""Group sources: how the groups of a step come from fresh batches and the pool.
 
-A group without variance has one reward for all completions, so it gives no gradient.
+A group without variance has one reward for all completions, so it gives no gradient. KeepingSource, ReplacingSource and
+DynamicSource are the three ways to treat such groups; SharingSource adds groups of the pool to any of them.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ class KeepingSource:
         self._batches = batches
 
     def next(self, step: int) -> Replacement:
-        samples = next(self._batches)
-        count = sum(is_zero_variance(sample.group.rewards) for sample in samples)
-        return Replacement(list(samples), [], list(samples), new_counts(zero_variance=count, missing=count))
+        """The next fresh batch."""
+        return _unchanged(next(self._batches))
 
 
 class ReplacingSource:
     """Replaces groups without variance by groups of the pool."""
 
     def __init__(
-        self, batches: Iterator[list[Sample]], replacer: ZeroVarianceReplacer, ranks: Ranks, run: str = ""
+        self, batches: Iterator[list[Sample]], replacer: ZeroVarianceReplacer, ranks: Ranks, run: str, start: int = 0
     ) -> None:
-        """`run`: a name of this run, the same on every rank, that no earlier run had."""
+        """`run`: a name of this run, the same on every rank, that no earlier run had. Steps up to `start` replace
+        nothing."""
         self._batches = batches
         self._replacer = replacer
         self._ranks = ranks
         self._run = run
+        self._start = start
 
     def next(self, step: int) -> Replacement:
+        """The next fresh batch, with its groups without variance replaced."""
         fresh = next(self._batches)
-        # The fresh groups of every rank may have joined the pool already.
-        keys = [key for keys in self._ranks.all([sample.info.key for sample in fresh]) for key in keys]
-        return self._replacer.replace(fresh, scope=f"{self._run}/step-{step}", exclude=keys)
+        if step <= self._start:
+            return _unchanged(fresh)
+        return self._replacer.replace(fresh, _scope(self._run, step), exclude=_keys(fresh, self._ranks))
 
 
 class DynamicSource:
@@ -66,6 +69,7 @@ class DynamicSource:
         self._left: list[Sample] = []
 
     def next(self, step: int) -> Replacement:
+        """As many groups with variance as fit, from as few fresh batches as possible."""
         chosen, fresh = self._left, list[Sample]()
         for _ in range(self._max_batches):
             if len(chosen) >= self._size:
@@ -77,3 +81,41 @@ class DynamicSource:
         count = sum(is_zero_variance(sample.group.rewards) for sample in fresh)
         missing = self._size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
+
+
+class SharingSource:
+    """Adds groups of the pool to the groups of another source: GRPOConfig.replay_share."""
+
+    def __init__(
+        self, source: GroupSource, replacer: ZeroVarianceReplacer, ranks: Ranks, count: int, run: str, start: int = 0
+    ) -> None:
+        """`count` groups a step on this rank, if the pool has them. `run`, `start`: as for ReplacingSource."""
+        self._source = source
+        self._replacer = replacer
+        self._ranks = ranks
+        self._count = count
+        self._run = run
+        self._start = start
+
+    def next(self, step: int) -> Replacement:
+        """The groups of the other source, and then those of the pool."""
+        taken = self._source.next(step)
+        if step <= self._start:
+            return taken
+        keys = _keys([*taken.samples, *taken.fresh], self._ranks)
+        return self._replacer.add(taken, self._count, _scope(self._run, step), exclude=keys)
+
+
+def _unchanged(samples: list[Sample]) -> Replacement:
+    count = sum(is_zero_variance(sample.group.rewards) for sample in samples)
+    return Replacement(list(samples), [], list(samples), new_counts(zero_variance=count, missing=count))
+
+
+def _scope(run: str, step: int) -> str:
+    """One scope for all draws of a step: no two ranks get the same group."""
+    return f"{run}/step-{step}"
+
+
+def _keys(samples: list[Sample], ranks: Ranks) -> list[int]:
+    """The keys of the samples of every rank. The pool may hold their groups already."""
+    return [key for keys in ranks.all([sample.info.key for sample in samples]) for key in keys]
