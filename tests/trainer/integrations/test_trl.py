@@ -1,0 +1,545 @@
+"""ReplayGRPOTrainer through TRL's own `train()`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from replay_client import ReplayClient
+from replay_client.errors import DeadlineExceededError, TableNotFoundError
+from replay_client.scoring import is_zero_variance
+from replay_server import ReplayServer, TableConfig
+from tests.factories import make_group, server_process
+
+pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
+
+import trl
+
+from replay_trainer.integrations import trl_hooks
+from replay_trainer.integrations.trl import (
+    GRPOWithReplayBufferConfig,
+    GRPOWithReplayBufferTrainer,
+    ReplayGRPOTrainer,
+)
+from tests.trainer.integrations.trl_factories import (
+    GROUP_SIZE,
+    RecordingTrainer,
+    logprobs_of,
+    make_dataset,
+    make_trainer,
+    metrics_of,
+    rows_of,
+    short_is_good,
+)
+
+ROOT = Path(__file__).parents[3]
+POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=256)
+
+
+@pytest.fixture
+def server():
+    with ReplayServer([POOL], port=0) as server:
+        yield server
+
+
+def stored_group(trainer, sample):
+    """The group as the server holds it now."""
+    return trainer.pool.client.get([sample.info.key])[0].group
+
+
+def replaced_rows(trainer):
+    """(output, model, row, stored group, index of the completion) of every replaced row of the run."""
+    for step, output, model in trainer.steps:
+        for g, sample in step.replaced.items():
+            group = stored_group(trainer, sample)
+            for k in range(GROUP_SIZE):
+                yield output, model, g * GROUP_SIZE + k, group, k
+
+
+def stored_logprobs(group, k):
+    end = int(group.completion_lengths[: k + 1].sum())
+    return torch.tensor(group.rollout_logprobs[end - group.completion_lengths[k] : end])
+
+
+def test_every_replaced_row_is_what_the_server_holds(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    rows, prompt_lengths, lengths = 0, set(), set()
+    for output, model, row, group, k in replaced_rows(trainer):
+        prompt, completion = rows_of(output, row)
+        assert prompt == group.prompt_ids.tolist()
+        assert completion == group.completions()[k].tolist()
+        with torch.no_grad():
+            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
+        expected = torch.zeros(output["completion_ids"].size(1))
+        expected[: len(completion)] = float(group.advantages[k]) * ratio
+        torch.testing.assert_close(output["advantages"][row], expected, atol=2e-4, rtol=2e-4)
+        rows, prompt_lengths, lengths = rows + 1, prompt_lengths | {len(prompt)}, lengths | {len(completion)}
+    assert rows >= 2 * GROUP_SIZE
+    assert len(prompt_lengths) > 1  # some prompts were padded on the left
+    assert len(lengths) > 1
+
+
+def test_fresh_rows_are_as_trl_has_them(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    checked = 0
+    for step, output, _ in trainer.steps:
+        for row, (prompt, completion) in enumerate(zip(step.fresh.prompt_ids, step.fresh.completion_ids, strict=True)):
+            if row // GROUP_SIZE in step.replaced:
+                continue
+            assert rows_of(output, row) == (prompt, completion)
+            first = row - row % GROUP_SIZE
+            rewards = step.rewards_BF[first : first + GROUP_SIZE, 0]
+            advantage = (rewards[row % GROUP_SIZE] - rewards.mean()) / (rewards.std() + 1e-4)
+            found = output["advantages"][row]
+            found = found[: len(completion)] if found.dim() else found
+            torch.testing.assert_close(found, torch.full_like(found, advantage), atol=1e-5, rtol=1e-5)
+            checked += 1
+    assert checked > GROUP_SIZE
+
+
+def test_the_pool_gets_the_informative_groups_with_the_log_probabilities_of_their_sampler(tmp_path, server):
+    trainer = make_trainer(tmp_path, replay=server.address, temperature=0.7)
+    trainer.train()
+    client = trainer.pool.client
+    keys = [item.key for item in client.list_items("replay", limit=100, order_by="age", descending=True).items]
+    stored = [item.group for item in client.get(keys)]
+    made = []
+    for step, _, model in trainer.steps:
+        for first in range(0, len(step.fresh.prompt_ids), GROUP_SIZE):
+            rewards = step.rewards_BF[first : first + GROUP_SIZE, 0].tolist()
+            if not is_zero_variance(rewards):
+                made.append((model, step, first, rewards))
+    assert len(stored) == len(made) > 0
+    for group, (model, step, first, rewards) in zip(stored, made, strict=True):
+        assert group.rewards.tolist() == rewards
+        assert group.policy_version == step.version
+        assert group.sampling["temperature"] == 0.7
+        for k, completion in enumerate(group.completions()):
+            assert completion.tolist() == step.fresh.completion_ids[first + k]
+            with torch.no_grad():
+                expected = logprobs_of(model, group.prompt_ids.tolist(), completion.tolist(), temperature=0.7)
+            torch.testing.assert_close(stored_logprobs(group, k), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_groups_without_variance_are_not_trained_on_once_the_pool_has_others(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=8)
+    trainer.train()
+    replaced, missing = metrics_of(trainer, "replay/groups_replaced"), metrics_of(trainer, "replay/groups_missing")
+    assert sum(metrics_of(trainer, "replay/fresh_zero_variance")) > 0
+    assert sum(replaced) > 0
+    for zero_std, left in zip(metrics_of(trainer, "frac_reward_zero_std"), missing, strict=True):
+        assert zero_std == pytest.approx(left / 4)
+    assert missing[-1] == 0
+    assert all(0 < ratio <= 2 for ratio in metrics_of(trainer, "replay/ratio"))
+    assert all(staleness >= 1 for staleness in metrics_of(trainer, "replay/staleness"))
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        self.steps.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_loss_and_gradient_of_a_step_with_replaced_rows_equal_those_of_a_loop_by_hand(tmp_path, loss_type):
+    gradients = Gradients()
+    trainer = make_trainer(tmp_path, loss_type=loss_type, max_grad_norm=0.0, callbacks=[gradients])
+    trainer.train()
+    index = next(i for i, (step, _, _) in enumerate(trainer.steps) if step.replaced)
+    step, _, model = trainer.steps[index]
+    model.zero_grad()
+    groups = {g: stored_group(trainer, sample) for g, sample in step.replaced.items()}
+    losses, counts = [], []
+    for row in range(len(step.fresh.prompt_ids)):
+        g, k = divmod(row, GROUP_SIZE)
+        if g in groups:
+            prompt, completion = groups[g].prompt_ids.tolist(), groups[g].completions()[k].tolist()
+            rewards = torch.tensor(groups[g].rewards)
+        else:
+            prompt, completion = step.fresh.prompt_ids[row], step.fresh.completion_ids[row]
+            rewards = step.rewards_BF[g * GROUP_SIZE : (g + 1) * GROUP_SIZE, 0]
+        advantage = (rewards[k] - rewards.mean()) / (rewards.std() + 1e-4)
+        logprobs = logprobs_of(model, prompt, completion)
+        weights = torch.ones(len(completion))
+        if g in groups:
+            weights = (logprobs.detach() - stored_logprobs(groups[g], k)).exp().clamp(max=2.0)
+        losses.append((-advantage * weights * (logprobs - logprobs.detach()).exp()).sum())
+        counts.append(len(completion))
+    if loss_type == "grpo":
+        loss = sum(each / count for each, count in zip(losses, counts, strict=True)) / len(losses)
+    else:
+        loss = sum(losses) / (sum(counts) if loss_type == "dapo" else len(losses) * trainer.max_completion_length)
+    loss.backward()
+    assert metrics_of(trainer, "loss")[index] == pytest.approx(float(loss.detach()), abs=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients.steps[index][name], parameter.grad, atol=2e-5, rtol=2e-3, msg=name)
+
+
+class SamplingTrainer(RecordingTrainer):
+    """Runs TRL's code for vLLM; only the engine is the model itself, with log-probabilities that are off by 0.05."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **_):
+        self.use_vllm = False
+        completion_ids, _ = super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
+        self.use_vllm = True
+        logprobs = []
+        with torch.no_grad():
+            for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+                logprobs.append((logprobs_of(self.model, prompt, completion) - 0.05).tolist())
+                logprobs[-1][0] = None  # what TRL makes of a NaN of vLLM's
+        return completion_ids, logprobs
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_with_vllm_trl_corrects_replaced_rows_by_their_stored_log_probabilities(tmp_path, mode):
+    trainer = make_trainer(
+        tmp_path,
+        trainer_class=SamplingTrainer,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.1,
+    )
+    trainer.use_vllm = True
+    trainer.train()
+    rows = outside = 0
+    for output, model, row, group, k in replaced_rows(trainer):
+        prompt, completion = rows_of(output, row)
+        assert (prompt, completion) == (group.prompt_ids.tolist(), group.completions()[k].tolist())
+        stored = stored_logprobs(group, k)
+        assert math.isnan(stored[0])
+        with torch.no_grad():
+            log_ratio = (logprobs_of(model, prompt, completion) - stored).nan_to_num(nan=0.0)
+        ratio = (log_ratio.sum(0, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+        expected = ratio.clamp(max=1.1) if mode.endswith("truncate") else ratio.where(ratio <= 1.1, 0.0)
+        found = output["importance_sampling_ratio"][row][: len(ratio)]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        assert output["advantages"].dim() == 1  # TRL multiplies by its own ratio, and we do not
+        rows, outside = rows + 1, outside + int((ratio > 1.1).sum())
+    assert rows >= GROUP_SIZE
+    assert outside > 0
+
+
+def test_several_reward_functions_come_back_as_they_were(tmp_path):
+    def longer(completions, **_):
+        return [None if len(text) == 3 else float(len(text)) / 4 for text in completions]
+
+    trainer = make_trainer(tmp_path, reward=[short_is_good, longer], reward_weights=[1.0, 0.5], max_steps=6)
+    trainer.train()
+    for output, _, row, group, k in replaced_rows(trainer):
+        rewards_GF = torch.tensor(group.extras["rewards_per_func"])
+        rewards = (rewards_GF * torch.tensor([1.0, 0.5])).nansum(1)
+        torch.testing.assert_close(rewards, torch.tensor(group.rewards))
+        assert float(group.advantages[k]) == pytest.approx(
+            float((rewards[k] - rewards.mean()) / (rewards.std() + 1e-4)), abs=1e-5
+        )
+        assert bool((output["advantages"][row] >= 0).all()) == bool(group.advantages[k] >= 0)
+
+
+def test_groups_that_somebody_else_wrote_are_used_with_their_own_rewards_and_masks(tmp_path, server):
+    with ReplayClient(server.address) as client:
+        for seed in range(8):
+            mask = [True, True, True, False, True, True, True, True, False, True]
+            group = make_group(
+                lengths=(3, 2, 4, 1), rewards=(0.0, 2.0, 0.0, 1.0), seed=seed, prompt=(5, 6, 7), loss_mask=mask
+            )
+            client.insert(group, {"replay": 1.0})
+        client.insert(make_group(lengths=(2, 2), rewards=(0.0, 1.0)), {"replay": 1.0})  # another size: never used
+    trainer = make_trainer(tmp_path, replay=server.address, reward=lambda completions, **_: [0.0] * len(completions))
+    trainer.train()
+    rows = list(replaced_rows(trainer))
+    assert len(rows) == 5 * 4 * GROUP_SIZE
+    for output, _, row, group, k in rows:
+        assert group.group_size == GROUP_SIZE
+        end, length = int(group.completion_lengths[: k + 1].sum()), int(group.completion_lengths[k])
+        assert output["tool_mask"][row][:length].tolist() == group.loss_mask[end - length : end].astype(int).tolist()
+        sign = torch.sign(torch.tensor(group.advantages[k]))
+        assert torch.equal(
+            torch.sign(output["advantages"][row][:length]) * output["tool_mask"][row][:length],
+            sign * output["tool_mask"][row][:length],
+        )
+    assert metrics_of(trainer, "frac_reward_zero_std") == [0.0] * 5
+
+
+def rollout_with_tool_output(prompts, trainer):
+    """Completions with two tokens of a tool in the middle, as TRL's `env_mask` says."""
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    generator = torch.Generator().manual_seed(len(trainer.steps))
+    completions = [torch.randint(3, 40, (5,), generator=generator).tolist() for _ in prompts]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": completions,
+        "logprobs": [[-1.0, -0.5, -0.5, -2.0, -0.1] for _ in prompts],
+        "env_mask": [[1, 0, 0, 1, 1] for _ in prompts],
+        "note": [str(row) for row in range(len(prompts))],
+    }
+
+
+def test_tool_masks_and_given_log_probabilities_survive_the_pool(tmp_path):
+    trainer = make_trainer(tmp_path, rollout_func=rollout_with_tool_output)
+    trainer.train()
+    rows = 0
+    for output, model, row, group, k in replaced_rows(trainer):
+        assert stored_logprobs(group, k).tolist() == pytest.approx([-1.0, -0.5, -0.5, -2.0, -0.1])
+        assert output["tool_mask"][row].tolist() == [1, 0, 0, 1, 1]
+        prompt, completion = rows_of(output, row)
+        with torch.no_grad():
+            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
+        expected = float(group.advantages[k]) * ratio * torch.tensor([1, 0, 0, 1, 1])
+        torch.testing.assert_close(output["advantages"][row], expected, atol=1e-4, rtol=1e-3)
+        rows += 1
+    assert rows > 0
+
+
+def test_evaluation_neither_uses_nor_fills_the_pool(tmp_path, server):
+    trainer = make_trainer(
+        tmp_path,
+        replay=server.address,
+        eval_dataset=make_dataset(4),
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+    )
+    trainer.train()
+    before = trainer.pool.client.server_info().tables["replay"]
+    metrics = trainer.evaluate()
+    after = trainer.pool.client.server_info().tables["replay"]
+    assert (after.inserts, after.samples) == (before.inserts, before.samples)
+    assert before.samples > 0
+    assert "eval_reward" in metrics
+    assert not any("replay" in name for name in metrics)
+
+
+def test_drop_masks_what_the_pool_cannot_replace(tmp_path):
+    trainer = make_trainer(tmp_path, replay_on_empty="drop", reward=lambda completions, **_: [1.0] * len(completions))
+    trainer.train()
+    assert all(not output["tool_mask"][output["completion_mask"].bool()].any() for _, output, _ in trainer.steps)
+    assert metrics_of(trainer, "replay/groups_missing") == [4.0] * 5
+
+
+def test_wait_ends_with_the_reason_when_nobody_fills_the_pool(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        replay_on_empty="wait",
+        replay_timeout=0.2,
+        reward=lambda completions, **_: [1.0] * len(completions),
+    )
+    with pytest.raises(DeadlineExceededError, match="replay: sampling blocked"):
+        trainer.train()
+
+
+def test_a_share_of_the_step_comes_from_the_pool_and_the_groups_it_displaces_are_stored(tmp_path, server):
+    trainer = make_trainer(tmp_path, replay=server.address, replay_share=0.5)
+    trainer.train()
+    assert all(len(step.replaced) >= 2 for step, _, _ in trainer.steps[2:])
+    displaced = [
+        (step, model, g)
+        for step, _, model in trainer.steps
+        for g in step.replaced
+        if not is_zero_variance(step.rewards_BF[g * GROUP_SIZE : (g + 1) * GROUP_SIZE, 0].tolist())
+    ]
+    client = trainer.pool.client
+    items = client.get([item.key for item in client.list_items("replay", limit=100).items])
+    stored = {tuple(item.group.completion_ids.tolist()): item.group for item in items}
+    assert displaced
+    for step, model, g in displaced:
+        completions = step.fresh.completion_ids[g * GROUP_SIZE : (g + 1) * GROUP_SIZE]
+        group = stored[tuple(token for each in completions for token in each)]
+        for k, completion in enumerate(completions):
+            with torch.no_grad():
+                expected = logprobs_of(model, group.prompt_ids.tolist(), completion)
+            torch.testing.assert_close(stored_logprobs(group, k), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_groups_beyond_the_staleness_stay_in_the_pool(tmp_path, server):
+    trainer = make_trainer(tmp_path, replay=server.address, replay_max_staleness=1, max_steps=8)
+    trainer.train()
+    staleness = [sample.info.staleness for step, _, _ in trainer.steps for sample in step.replaced.values()]
+    assert staleness
+    assert max(staleness) <= 1
+
+
+class At(TrainerCallback):
+    """Calls something at the end of a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.action()
+
+
+def test_training_goes_on_when_the_server_is_killed_and_started_again(tmp_path):
+    with server_process(tmp_path) as first:
+        address = first.address
+        again = server_process(tmp_path, address=address)
+
+        def restart():
+            first.kill()
+            threading.Timer(0.5, again.__enter__).start()
+
+        trainer = make_trainer(tmp_path, replay=address, callbacks=[At(3, restart)], max_steps=8)
+        try:
+            trainer.train()
+            policy = trainer.pool.client.policy()
+            stored = trainer.pool.client.server_info().tables["replay"].size
+        finally:
+            again.__exit__(None, None, None)
+    assert trainer.state.global_step == 8
+    assert policy.version == 7
+    assert stored > 0
+    assert sum(metrics_of(trainer, "replay/groups_replaced")[4:]) > 0
+
+
+def test_two_trainers_share_a_pool(tmp_path, server):
+    trainers = [make_trainer(tmp_path / str(i), replay=server.address, seed=i, max_steps=6) for i in range(2)]
+    trainers[0].train()
+    trainers[1].train()
+    first_keys = {sample.info.key for step, _, _ in trainers[0].steps for sample in step.replaced.values()}
+    written = [sample.group.meta["run"] for step, _, _ in trainers[1].steps for sample in step.replaced.values()]
+    assert first_keys
+    assert {trainer._run for trainer in trainers} == set(written)  # the second has groups of both
+    # The second goes on counting where it found the server, so that ages stay ages.
+    assert [step.version for step, _, _ in trainers[1].steps] == list(range(5, 11))
+
+
+def test_two_ranks_share_the_server_of_the_first_and_train_on_different_groups(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.integrations.run_trl_rank", str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=250)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert ranks[0]["address"] == ranks[1]["address"]
+    for first, second in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True):
+        assert not {*first} & {*second}
+    assert all(any(keys for keys in rank["keys"]) for rank in ranks)
+    replaced = [float(len(a) + len(b)) for a, b in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True)]
+    assert ranks[0]["replaced"] == replaced
+    assert ranks[0]["zero_std"][-1] == 0.0
+    assert ranks[0]["versions"] == ranks[1]["versions"] == [*range(6)]
+
+
+def test_the_names_that_trl_removed_are_here(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        trainer_class=GRPOWithReplayBufferTrainer,
+        config_class=GRPOWithReplayBufferConfig,
+        replay_buffer_size=3,
+    )
+    trainer.train()
+    table = trainer.pool.client.server_info().tables["replay"]
+    assert table.size <= 3
+    assert sum(metrics_of(trainer, "replay/groups_replaced")) > 0
+    assert next(iter(inspect.signature(GRPOWithReplayBufferTrainer).parameters)) == "args"
+
+
+def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
+    trainer = make_trainer(tmp_path, trainer_class=ReplayGRPOTrainer, config_class=trl.GRPOConfig, max_steps=2)
+    trainer.train()
+    assert trainer.pool.table == "replay"
+    assert len(metrics_of(trainer, "replay/fresh_reward")) == 2
+
+
+def test_a_size_of_zero_leaves_trl_alone(tmp_path):
+    trainer = make_trainer(tmp_path, replay_buffer_size=0, max_steps=1)
+    trainer.train()
+    assert trainer.pool is None
+    assert not any("replay" in name for entry in trainer.state.log_history for name in entry)
+
+
+def test_rows_with_images_are_left_to_trl(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {"rows": inputs})
+    trainer.model.train()
+    rows = [{"prompt": "1", "image": object()}]
+    assert trainer._generate_and_score_completions(rows) == {"rows": rows}
+    assert trainer.pool.client.policy().version == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replay_share": 1.0}, "replay_share must be from 0 to 0.9, not 1.0"),
+        ({"replay_buffer_size": -1}, "replay_buffer_size must be at least 0, not -1"),
+        ({"replay_clip_max": 0.0}, "replay_clip_max must be above 0, not 0.0"),
+        ({"replay_on_empty": "hope"}, "replay_on_empty must be one of keep, drop, wait, not 'hope'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, **settings)
+
+
+def test_a_table_that_the_server_lacks_is_refused_at_the_start(tmp_path, server):
+    with pytest.raises(TableNotFoundError, match="'pool'"):
+        make_trainer(tmp_path, replay=server.address, replay_table="pool")
+
+
+def test_a_pool_of_another_tokenizer_is_refused(tmp_path, server):
+    with ReplayClient(server.address) as client:
+        client.insert(make_group(prompt=(5, 4000), lengths=(1, 1, 1, 1), rewards=(0, 0, 1, 1)), {"replay": 1.0})
+    trainer = make_trainer(tmp_path, replay=server.address, reward=lambda completions, **_: [1.0] * len(completions))
+    with pytest.raises(ValueError, match="another tokenizer wrote it"):
+        trainer.train()
+
+
+class Renamed:
+    """A trainer of a TRL that calls an argument otherwise."""
+
+    _generate = trl.GRPOTrainer._generate
+    _generate_and_score_completions = trl.GRPOTrainer._generate_and_score_completions
+    _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def _calculate_rewards(self, inputs, prompts, completions):
+        pass
+
+
+def test_a_trl_with_other_hooks_is_refused_with_the_difference():
+    trl_hooks.check_methods(trl.GRPOTrainer)
+    with pytest.raises(
+        ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not .*trl==1.16"
+    ):
+        trl_hooks.check_methods(Renamed)
+    with pytest.raises(ImportError, match="has no method _generate"):
+        trl_hooks.check_methods(SimpleNamespace)
+    with pytest.raises(ImportError, match="has no attribute accelerator"):
+        trl_hooks.check_attributes(SimpleNamespace())
+
+
+def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    generate = copy.copy(trl.GRPOTrainer._generate)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", lambda self, prompts: generate(self, prompts)[:7])
+    with pytest.raises(ImportError, match="_generate returns 7 values, not 8"):
+        trainer.train()

@@ -1,0 +1,360 @@
+"""TRL's GRPOTrainer with a replay server: groups from the pool replace groups whose rewards are all equal.
+
+    generate ──▶ reward ──▶ [replace rows] ──▶ pad ──▶ log-probs, importance ratio, advantages ──▶ loss
+                                 ▲   │                                   TRL's own
+                       draw      │   └── fresh informative groups ──▶ insert
+
+The rows change before TRL computes anything from them, so all that it computes belongs to the new rows. Two cases:
+
+* TRL corrects (vLLM, `vllm_importance_sampling_correction`): its ratio uses the stored log-probabilities.
+* TRL does not correct: this module multiplies the advantages of replaced rows by min(π_old / π_stored, clip) per token.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list, gather
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from replay_client import ReplayClient, RolloutGroup, group_from_completions
+from replay_client.scoring import group_advantages, group_priority
+from replay_trainer.correction import CorrectionConfig, correct
+from replay_trainer.integrations.pool import GroupPool
+from replay_trainer.integrations.trl_config import ReplayGRPOConfig
+from replay_trainer.integrations.trl_hooks import GENERATED, check_attributes, check_methods, mismatch
+from replay_trainer.integrations.trl_rows import GenerationStep, Rows
+
+check_methods(GRPOTrainer)
+
+
+class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPOTrainer; takes what it takes, with a ReplayGRPOConfig or (for the defaults) a GRPOConfig as `args`.
+
+    Evaluation, and batches with images, stay as TRL has them. Metrics are `replay/*` beside TRL's own; TRL's `reward`
+    is that of the rows trained on, `replay/fresh_reward` that of the rows generated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ImportError if the installed TRL differs from the tested one, ValueError if a rank would hold parts
+        of groups, TableNotFoundError and ServerUnavailableError for a server that cannot be used."""
+        super().__init__(*args, **kwargs)
+        check_attributes(self)
+        # A GRPOConfig has none of our fields: then the defaults hold.
+        self._replay = SimpleNamespace(
+            **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
+        )
+        self._replay_step: GenerationStep | None = None
+        self._vocabulary = self.model.config.get_text_config().vocab_size
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if rows % self.num_generations:
+            raise ValueError(
+                f"a rank must hold whole groups: per_device_train_batch_size * steps_per_generation = {rows} is not a "
+                f"multiple of num_generations = {self.num_generations}"
+            )
+        self.pool = self._connect() if self._replay.replay_buffer_size else None
+
+    def _connect(self) -> GroupPool:
+        settings, server = self._replay, None
+        address = settings.replay
+        if address is None and self.accelerator.is_main_process:
+            from replay_trainer.integrations.embedded import start_embedded
+
+            server = start_embedded(settings.replay_table, settings.replay_buffer_size, settings.replay_max_staleness)
+            address = server.address
+        ranks = self.accelerator.num_processes
+        if settings.replay is None and ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+            raise ValueError(
+                "replay=None starts the server on the loopback address, which other machines do not reach: start "
+                "`replay serve` and give its address as `replay`"
+            )
+        address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
+        # The environment describes the access to the user's server, not to ours.
+        client = ReplayClient(address) if settings.replay is None else ReplayClient.from_env(address=address)
+        pool = GroupPool(
+            client,
+            settings.replay_table,
+            settings.replay_on_empty,
+            settings.replay_timeout,
+            settings.replay_max_staleness,
+        )
+        self._close_replay = weakref.finalize(self, _close, client, server)
+        return pool
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.pool is None or not self.model.training or {"image", "images"} & inputs[0].keys():
+            return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
+        started = time.perf_counter()
+        version = self.pool.advance(self.state.global_step) if self.accelerator.is_main_process else 0
+        step = GenerationStep(inputs, broadcast_object_list([version])[0], seconds=time.perf_counter() - started)
+        self._replay_step = step
+        try:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        finally:
+            self._replay_step = None
+        if step.fresh is None:
+            return output
+        if step.final_rewards is not None:
+            raise ImportError(mismatch("it does not call _calculate_rewards after _generate"))
+        with step.timed():
+            old = self._correct(step, output)
+            self.pool.insert(self._informative_groups(step, output, old))
+        self._report(step)
+        return output
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        generated: tuple[Any, ...] = super()._generate(prompts)
+        step = self._replay_step
+        if step is None:
+            return generated
+        if len(generated) != GENERATED:
+            raise ImportError(mismatch(f"_generate returns {len(generated)} values, not {GENERATED}"))
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
+        # All ranks must decide alike, because what follows is collective.
+        if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
+            return generated
+        for row, each in enumerate(step.inputs):  # as TRL does before it computes rewards
+            for name, values in extra_fields.items():
+                if not isinstance(values, list):
+                    each[name] = values
+                elif row < len(values):
+                    each[name] = values[row]
+        rewards = super()._calculate_rewards(step.inputs, prompts, completions, completion_ids)
+        with step.timed():
+            rows = Rows(prompt_ids, completion_ids, tool_mask, logprobs)
+            first = self.accelerator.process_index * len(prompts)
+            step.rewards_BF = rewards[first : first + len(prompts)].clone()
+            step.fresh = rows.copy()
+            final_BF = self._replace(step, rows, prompts, completions)
+            step.final_rewards = gather(final_BF)
+        return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The rewards that `_generate` has computed, once; otherwise TRL's own."""
+        step = self._replay_step
+        if step is None or step.final_rewards is None:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[no-any-return]
+        rewards, step.final_rewards = step.final_rewards, None
+        return rewards
+
+    # -------------------------------------------------------------------------------------------------- replacing
+
+    def _replace(self, step: GenerationStep, rows: Rows, prompts: list[Any], completions: list[Any]) -> Tensor:
+        """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
+        assert self.pool is not None
+        assert step.rewards_BF is not None
+        size = self.num_generations
+        priorities = [self._priority(each) for each in torch.split(step.rewards_BF, size)]
+        zero_variance = [g for g, priority in enumerate(priorities) if priority == 0]
+        wanted = max(len(zero_variance), round(self._replay.replay_share * len(priorities)))
+        if self._replay.replay_share and rows.logprobs is None:
+            step.fresh_logprobs = self._logprobs(*self._padded(rows))
+        places = sorted(range(len(priorities)), key=lambda g: priorities[g])[:wanted]
+        drawn = self.pool.draw(len(places), f"{self._run}/{self._step}", self._accept)
+        step.replaced = dict(zip(places, drawn, strict=False))
+        left = [g for g in zero_variance if g not in step.replaced]
+        step.zero_variance, step.missing = len(zero_variance), len(left)
+
+        final_BF = step.rewards_BF.clone()
+        for g, sample in step.replaced.items():
+            rows.put(g * size, sample.group)
+            final_BF[g * size : (g + 1) * size] = self._stored_rewards(sample.group)
+            for row in range(g * size, (g + 1) * size):
+                self._log_row(row, rows, prompts, completions)
+        if self._replay.replay_on_empty == "drop":
+            for row in (g * size + k for g in left for k in range(size)):
+                rows.mask()[row] = [0] * len(rows.completion_ids[row])
+        return final_BF
+
+    def _priority(self, rewards_GF: Tensor) -> float:
+        """`group_priority` of a group, 0 if TRL would give all its completions the same advantage."""
+        scorable = ~rewards_GF.isnan().all(dim=1)
+        weighted_GF = (rewards_GF * self.reward_weights.to(rewards_GF.device))[scorable].nan_to_num(nan=0.0)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
+        columns = weighted_GF.T.tolist() if len(weighted_GF) else []
+        return sum(group_priority(column, group_advantages(column)) for column in columns)
+
+    def _accept(self, group: RolloutGroup) -> bool:
+        """Whether a stored group fits into the batch. Raises ValueError for tokens that the model does not have."""
+        lengths = group.completion_lengths
+        if group.num_tokens and int(max(group.completion_ids.max(), *group.prompt_ids)) >= self._vocabulary:
+            raise ValueError(
+                f"{self._replay.replay_table}: a group has token ids beyond the {self._vocabulary} of this model, so "
+                "another tokenizer wrote it: give each model a table of its own (replay_table)"
+            )
+        longest = self.max_completion_length or lengths.max()
+        return bool(
+            group.group_size == self.num_generations
+            and group.prompt_ids.size
+            and lengths.min() > 0
+            and lengths.max() <= longest
+        )
+
+    def _stored_rewards(self, group: RolloutGroup) -> Tensor:
+        """(G, F) rewards of a stored group, of which TRL makes the group's rewards again."""
+        rewards_GF = group.extras.get("rewards_per_func")
+        if rewards_GF is None or group.meta.get("reward_funcs") != self.reward_func_names:
+            # Other functions scored this group: the first one of ours stands for all of them.
+            weights = self.reward_weights.tolist()
+            column = next(k for k, weight in enumerate(weights) if weight)
+            rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
+            rewards_GF[:, column] = group.rewards / weights[column]
+        return torch.tensor(rewards_GF, device=self.accelerator.device)
+
+    def _log_row(self, row: int, rows: Rows, prompts: list[Any], completions: list[Any]) -> None:
+        """Put what TRL logs of a replaced row in place: its texts, and None for the extra columns of the fresh row."""
+        for ids, texts, role in (
+            (rows.prompt_ids[row], prompts, "user"),
+            (rows.completion_ids[row], completions, "assistant"),
+        ):
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            texts[row] = text if isinstance(texts[row], str) else [{"role": role, "content": text}]
+        for values in self._pending_extra_logs.values():
+            if row < len(values):
+                values[row] = None
+
+    # ------------------------------------------------------------------------------------------------- correcting
+
+    def _correct(self, step: GenerationStep, output: dict[str, Any]) -> Tensor | None:
+        """Correct the advantages of replaced rows if TRL does not. Returns log-probs (B, T) under the current weights,
+        None if TRL corrects."""
+        mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
+        rows = [g * self.num_generations + k for g in step.replaced for k in range(self.num_generations)]
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
+            step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
+            return None
+        old_BT: Tensor | None = output.get("old_per_token_logps")
+        if old_BT is None:  # computed on every rank, replaced rows or not: a sharded model needs all ranks
+            names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+            old_BT = self._logprobs(*(output[name] for name in names))
+        stored_BT = old_BT.clone()
+        for g, sample in step.replaced.items():
+            ends = np.cumsum(sample.group.completion_lengths)
+            for k, logprobs in enumerate(np.split(sample.group.rollout_logprobs, ends[:-1])):
+                # A copy: the client's arrays are read-only.
+                stored_BT[g * self.num_generations + k, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
+        if rows:
+            correction = correct(
+                old_BT[rows], stored_BT[rows], mask_BT[rows], CorrectionConfig(clip_max=self._replay.replay_clip_max)
+            )
+            step.ratio = float(correction.weights.sum()), float(mask_BT[rows].sum())
+            weights_BT = torch.ones_like(old_BT)
+            weights_BT[rows] = correction.weights.to(old_BT)
+            output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
+        if self.off_policy_mask_threshold is not None:
+            output.setdefault("sampling_per_token_logps", stored_BT)
+        # TRL computes nothing sensible for the tokens of truncated completions that it masks.
+        return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)
+
+    def _logprobs(self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) of the completions under the current weights, as TRL computes them."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            logprobs, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([prompt_ids, completion_ids], dim=1),
+                torch.cat([prompt_mask, mask], dim=1),
+                completion_ids.size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return logprobs  # type: ignore[no-any-return]
+
+    def _padded(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prompts padded on the left, completions on the right, and the masks of both."""
+        tensors = []
+        for values, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
+            ids = [torch.tensor(each, device=self.accelerator.device) for each in values]
+            tensors.append((_pad(ids, side), _pad([torch.ones_like(each) for each in ids], side)))
+        (prompt_ids, prompt_mask), (completion_ids, mask) = tensors
+        return prompt_ids, completion_ids, prompt_mask, mask
+
+    # --------------------------------------------------------------------------------------------------- storing
+
+    def _informative_groups(
+        self, step: GenerationStep, output: dict[str, Any], old: Tensor | None
+    ) -> Iterator[RolloutGroup]:
+        """The fresh groups that a later step can learn from."""
+        fresh, rewards_BF, size = step.fresh, step.rewards_BF, self.num_generations
+        assert fresh is not None
+        assert rewards_BF is not None
+        for g, rewards_GF in enumerate(torch.split(rewards_BF, size)):
+            if rewards_GF.isnan().all(dim=1).any() or not self._priority(rewards_GF):
+                continue
+            rows = slice(g * size, (g + 1) * size)
+            rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
+            if fresh.logprobs is not None:
+                logprobs: Any = [[np.nan if x is None else x for x in row] for row in fresh.logprobs[rows]]
+            else:
+                source = old if step.fresh_logprobs is None else step.fresh_logprobs
+                assert source is not None
+                lengths = [len(ids) for ids in fresh.completion_ids[rows]]
+                logprobs = [row[:n].tolist() for row, n in zip(source[rows], lengths, strict=True)]
+            yield group_from_completions(
+                prompt_ids=fresh.prompt_ids[g * size],
+                completions=fresh.completion_ids[rows],
+                logprobs=logprobs,
+                rewards=rewards,
+                advantages=group_advantages(rewards, "none" if self.scale_rewards == "none" else "group"),
+                loss_mask=None if fresh.tool_mask is None else np.concatenate(fresh.tool_mask[rows]).astype(bool),
+                policy_version=step.version,
+                sampling={"temperature": self.temperature},
+                extras={"rewards_per_func": rewards_GF.cpu().numpy()},
+                meta={"reward_funcs": list(self.reward_func_names), "run": self._run},
+            )
+
+    def _report(self, step: GenerationStep) -> None:
+        """Append the metrics of all ranks to TRL's."""
+        assert step.rewards_BF is not None
+        rewards_B = (step.rewards_BF * self.reward_weights.to(step.rewards_BF.device)).nansum(dim=1)
+        staleness = [sample.info.staleness for sample in step.replaced.values()]
+        local = [
+            *(float(rewards_B.sum()), len(rewards_B), len(rewards_B) / self.num_generations, step.zero_variance),
+            *(len(step.replaced), step.missing, sum(staleness), *step.ratio, step.seconds),
+        ]
+        totals = self.accelerator.reduce(torch.tensor(local, dtype=torch.float64, device=self.accelerator.device))
+        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, seconds = totals.tolist()
+        values = {
+            "fresh_reward": reward / rows,
+            "fresh_zero_variance": zero_variance / groups,
+            "groups_replaced": replaced,
+            "groups_missing": missing,
+            "staleness": stale / replaced if replaced else np.nan,
+            "ratio": ratio / tokens if tokens else np.nan,
+            "seconds": seconds / self.accelerator.num_processes,
+        }
+        for name, value in values.items():
+            self._metrics["train"][f"replay/{name}"].append(value)
+
+
+class GRPOWithReplayBufferTrainer(ReplayGRPOTrainer):
+    """The name, and the order of arguments, of the trainer that TRL had until 1.13."""
+
+    def __init__(self, args: GRPOConfig | None = None, **kwargs: Any) -> None:
+        """As ReplayGRPOTrainer."""
+        super().__init__(args=args, **kwargs)
+
+
+GRPOWithReplayBufferConfig = ReplayGRPOConfig
+"""The name of the configuration that TRL had until 1.13."""
+
+
+def _pad(rows: list[Tensor], side: str) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+
+
+def _close(client: ReplayClient, server: Any) -> None:
+    client.close()
+    if server is not None:
+        server.stop()
