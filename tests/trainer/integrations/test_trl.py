@@ -28,12 +28,15 @@ pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
 
 import trl
 
+from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations import trl_hooks
 from replay_trainer.integrations.trl import (
     GRPOWithReplayBufferConfig,
     GRPOWithReplayBufferTrainer,
     ReplayGRPOTrainer,
 )
+from tests.docs.blocks import blocks
+from tests.trainer.factories import make_model
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,
     RecordingTrainer,
@@ -543,3 +546,24 @@ def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trl.GRPOTrainer, "_generate", lambda self, prompts: generate(self, prompts)[:7])
     with pytest.raises(ImportError, match="_generate returns 7 values, not 8"):
         trainer.train()
+
+
+def test_the_script_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks(ROOT / "docs/how-to/use-from-trl.md"):
+        if block.language == "python":
+            exec(block.text, names)
+    tokenizer = make_tokenizer()
+    trainer = names["train"](
+        make_model(vocabulary=len(tokenizer)),
+        make_dataset(),
+        short_is_good,
+        tokenizer,
+        max_steps=3,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    assert len(metrics_of(trainer, "replay/fresh_reward")) == 3
