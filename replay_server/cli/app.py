@@ -10,6 +10,7 @@ import typer
 
 from replay_server.cli.bench import bench
 from replay_server.cli.checkpoints import checkpoint, checkpoints
+from replay_server.cli.dashboard import dashboard
 from replay_server.cli.demo import demo
 from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
@@ -33,7 +34,7 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """Of the click that typer uses, its own or the package: it does not export the class."""
-_LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, watch, items, show, update, delete, reset)
+_LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, dashboard, watch, items, show, update, delete, reset)
 _KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints)
 _RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
 for command in _LOOK:

@@ -1,0 +1,122 @@
+"""Health: one sentence about a run, and what its numbers say about its policy. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from replay_client.diagnosis import LONG_WAIT, Finding, Level
+from replay_client.records import ServerInfo
+
+SETTLED = 0.2
+"""Share of the last minute that a side must wait before it is called the slower one's victim."""
+
+RULES: tuple[tuple[str, float, float, str], ...] = (
+    ("correction/ess", 0.3, 1e30, "a few tokens carry the gradient: lower clip_max, or allow less staleness"),
+    ("correction/kl", -0.1, 0.1, "the data is far from the policy: lower max_staleness or the learning rate"),
+    ("correction/ratio_mean", 0.5, 2.0, "sampler and trainer compute different things: compare sampling and weights"),
+    ("correction/chi2", -1e30, 1.0, "single tokens have huge ratios: mask or reject them"),
+    ("fresh/zero_variance_fraction", 0.0, 0.8, "few groups teach anything: the prompts are too hard or too easy"),
+    ("fresh/truncated_fraction", 0.0, 0.1, "completions are cut off: raise the limit of tokens"),
+    ("replay/groups_missing", 0.0, 0.5, "the pool is too small, or too strict, to replace every group"),
+)
+"""Metric, the least and the most that is healthy (docs/metrics.md), and what it means beyond."""
+
+
+def verdict(
+    info: ServerInfo | None,
+    findings: Sequence[Finding],
+    idle: Mapping[str, Mapping[str, float]],
+    against: Sequence[str],
+) -> dict[str, str]:
+    """Whether the run is healthy and, if not, what blocks it: level, headline, detail, remedy.
+
+    `info`: None when the server does not answer. `idle`: seconds since the last insert into each table, and the last
+    sample of it. `against`: the signals against the policy.
+    """
+    bad = [finding for finding in findings if finding.level is not Level.OK]
+    bad.sort(key=lambda finding: finding.level is not Level.FAILURE)
+    if info is None:
+        return _said("failure", "The server does not answer", bad[0])
+    # What blocks is told before what only looks wrong.
+    for headline, reason in _blocked(info, idle):
+        for finding in bad:
+            if reason in finding.message:
+                return _said("blocked", headline, finding)
+    if bad and bad[0].level is Level.FAILURE:
+        return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
+    if against:
+        collapsing = any("collapsing" in each for each in against)
+        headline = "The policy is collapsing" if collapsing else "Running, but look at the policy"
+        return _said(
+            "failure" if collapsing else "warning", headline, Finding("policy", Level.WARNING, "; ".join(against))
+        )
+    if bad:
+        return _said("warning", f"Running, with {len(bad)} thing{'s' * (len(bad) > 1)} to look at", bad[0])
+    return _said("ok", "Healthy", Finding("", Level.OK, bottleneck(info)))
+
+
+def _blocked(info: ServerInfo, idle: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+    """A headline for each wait that has become long, with the reason of the wait."""
+    for name, table in info.tables.items():
+        for verb, wait, other, who in (
+            ("Inserts into", table.inserting, "sample", "nobody samples it"),
+            ("Samples of", table.sampling, "insert", "nobody inserts into it"),
+        ):
+            if wait.count and wait.seconds >= LONG_WAIT:
+                cause = f": {who}" if idle[name][other] >= LONG_WAIT else ""
+                yield f"{verb} {name} are blocked{cause}", wait.reason
+    if info.admission is not None and (wait := info.admission.acquiring).count and wait.seconds >= LONG_WAIT:
+        cause = ": no policy version was published" if info.policy.age >= LONG_WAIT else ""
+        yield f"Generators are blocked{cause}", wait.reason
+
+
+def bottleneck(info: ServerInfo) -> str:
+    """Which side waits for the other, over the last minute."""
+    for name, table in info.tables.items():
+        if table.sample_blocked_share > max(SETTLED, table.insert_blocked_share):
+            return (
+                f"The trainer waits for {name} {table.sample_blocked_share:.0%} of the time: generators set the pace."
+            )
+        if table.insert_blocked_share > SETTLED:
+            return f"Inserts into {name} wait {table.insert_blocked_share:.0%} of the time: the trainer sets the pace."
+    if info.admission is not None and info.admission.acquiring.count:
+        return "Generators wait for permits: they are as far ahead of the trainer as they may be."
+    if not any(table.inserts_per_second or table.samples_per_second for table in info.tables.values()):
+        return "Nothing has been inserted or sampled in the last minute."
+    return "Neither side waits for the other."
+
+
+def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the metrics of the newest run, and the groups of each policy version, say against the policy."""
+    found = []
+    for name, least, most, meaning in RULES:
+        recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
+        if len(recent) >= 3 and not least <= median(recent) <= most:
+            found.append(f"{name} is {median(recent):.3g}: {meaning}")
+    entropy = [value for value in metrics.get("train/entropy", ()) if value is not None]
+    # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
+    surprise = [-each["logprob"] for each in versions if each["logprob"] is not None]
+    for name, series in (("train/entropy", entropy), ("mean negative log-prob", surprise)):
+        if len(series) >= 12:
+            early, late = median(series[: max(4, len(series) // 4)]), median(series[-4:])
+            if 0 <= late < 0.25 * early:
+                found.append(
+                    f"{name} fell from {early:.2g} to {late:.2g}: the policy is collapsing; raise epsilon_high"
+                )
+                break
+    reward = [value for value in metrics.get("fresh/reward_mean", ()) if value is not None]
+    if len(reward) >= 20:
+        means = [sum(reward[at : at + 10]) / 10 for at in range(0, len(reward) - 9, 5)]
+        if means[-1] < max(means) - 0.2 * max(abs(max(means)), 0.1):
+            found.append(f"fresh/reward_mean fell from {max(means):.3g} to {means[-1]:.3g}")
+    norms = [value for value in metrics.get("train/grad_norm", ()) if value is not None]
+    if len(norms) >= 20 and max(norms[-5:]) > 10 * median(norms):
+        found.append(f"train/grad_norm rose to {max(norms[-5:]):.3g}, 10 times its median: a step went wrong")
+    return found
+
+
+def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:
+    detail = f"{finding.check}: {finding.message}" if level == "warning" else finding.message
+    return {"level": level, "headline": headline, "detail": detail, "remedy": finding.remedy}

@@ -1,0 +1,142 @@
+"""Runs: the metrics.jsonl files below a folder, read while they grow, and what each metric means."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST_POINTS = 500
+"""Points of a curve that are sent; longer ones are thinned out."""
+MOST_RUNS = 200
+MOST_STEPS = 200_000
+BYTES_PER_READ = 16 << 20
+
+
+@dataclass
+class Run:
+    """One metrics.jsonl: a column for each metric, with an entry a line."""
+
+    name: str
+    path: Path
+    offset: int = 0
+    lines: int = 0
+    damaged: int = 0
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def read(self) -> bool:
+        """Reads what was appended. A file that became shorter was begun anew. Returns whether there was something."""
+        try:
+            size = self.path.stat().st_size
+            if size < self.offset:  # a run that resumes cuts off the steps that it will do again
+                self.offset, self.lines, self.damaged, self.columns = 0, 0, 0, {}
+            if size == self.offset or self.lines >= MOST_STEPS:
+                return False
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(BYTES_PER_READ)
+        except OSError:
+            return False
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may still be written
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            self._add(line)
+        return bool(whole)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            numbers = {name: float(v) for name, v in row.items() if isinstance(v, int | float)}
+        except (ValueError, AttributeError, RecursionError, OverflowError):
+            self.damaged += 1
+            return
+        for name in numbers.keys() - self.columns.keys():
+            self.columns[name] = [None] * self.lines
+        for name, column in self.columns.items():
+            column.append(numbers.get(name))
+        self.lines += 1
+
+
+class Runs:
+    """All runs below a folder, the newest first."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._runs: dict[Path, Run] = {}
+        self.version = 0
+        """Grows whenever a file has."""
+        self.meanings = meanings(_metrics_page())
+
+    def read(self) -> None:
+        """Looks for new files and new lines."""
+        if self._folder is None:
+            return
+        patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
+        paths = [path for pattern in patterns for path in self._folder.glob(pattern)][:MOST_RUNS]
+        for path in paths:
+            name = str(path.parent.relative_to(self._folder))
+            run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
+            self.version += run.read()
+        for path in self._runs.keys() - set(paths):
+            del self._runs[path]
+            self.version += 1
+
+    def newest(self) -> dict[str, list[float | None]]:
+        """The columns of the run that was written last."""
+        run = next(iter(self._ordered()), None)
+        return {} if run is None else run.columns
+
+    def document(self, names: list[str]) -> dict[str, Any]:
+        """The curves of the runs with these names (none: of the newest), and which runs there are."""
+        runs = self._ordered()
+        chosen = [run for run in runs if run.name in names] or runs[:1]
+        return {
+            "version": self.version,
+            "folder": "" if self._folder is None else str(self._folder),
+            "runs": [{"name": run.name, "steps": run.lines, "damaged": run.damaged} for run in runs],
+            "curves": [{"run": run.name} | _thinned(run) for run in chosen],
+            "meanings": self.meanings,
+        }
+
+    def _ordered(self) -> list[Run]:
+        def written(run: Run) -> float:
+            try:
+                return run.path.stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self._runs.values(), key=written, reverse=True)
+
+
+def _thinned(run: Run) -> dict[str, Any]:
+    """At most MOST_POINTS lines, the last one included."""
+    every = -(-max(1, run.lines) // MOST_POINTS)
+    rows = list(range(run.lines - 1, -1, -every))[::-1]
+    steps = run.columns.get("step") or list(range(1, run.lines + 1))
+    columns = {name: [c[r] for r in rows] for name, c in run.columns.items() if name != "step"}
+    return {"steps": [steps[row] for row in rows], "columns": columns}
+
+
+def _metrics_page() -> str:
+    """docs/metrics.md, which a wheel brings along beside this module."""
+    here = Path(__file__).parent
+    for path in (here / "metrics.md", here.parents[2] / "docs/metrics.md"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError("this installation lacks replay_client/dashboard/metrics.md")
+
+
+def meanings(page: str) -> dict[str, str]:
+    """What the tables and sentences of docs/metrics.md say of each metric, by name."""
+    found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("| `") and len(cells) in (2, 3):
+            healthy = f" Healthy: {cells[1]}." if len(cells) == 3 and cells[1] else ""
+            for name in re.findall(r"`([\w/]+)`", cells[0]):
+                found[name] = (cells[-1] + healthy).replace("`", "")
+    for name, text in re.findall(r"`(\w+/\w+)`: ([^`]+?)\.(?=\s|$)", page):
+        found.setdefault(name, " ".join(text.split()))
+    return found

@@ -1,0 +1,66 @@
+"""`replay dashboard`: the live buffer in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from replay_server.cli.connection import connect, with_access
+from replay_server.cli.output import fail, say
+
+
+@with_access
+def dashboard(
+    access: dict[str, Any],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with a tokenizer.json, to show text. Else that of the published weights is used."),
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Folder below which metrics.jsonl files of trainers lie.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback the page wants a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7402,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host name under which browsers may ask for the page; repeatable.")
+    ] = None,
+    solved_above: Annotated[float, typer.Option(help="A completion with a larger reward solves its prompt.")] = 0.5,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
+    try:
+        import uvicorn
+
+        from replay_client.dashboard.app import Settings, create_app
+    except ImportError as error:
+        fail(f"the page needs {error.name}: pip install 'replay-server[dashboard]'")
+    import os
+    import secrets
+    import socket
+    import webbrowser
+
+    from replay_protos.transport import is_loopback
+
+    connect(access, 5.0).close()  # says at once what is wrong with the options
+    if runs is not None and not runs.is_dir():
+        fail(f"--runs: there is no folder {runs}")
+    token = None if is_loopback(host) else secrets.token_urlsafe(32)
+    settings = Settings(access, tokenizer, runs, token, tuple(allow_host or ()), solved_above)
+    try:
+        app = create_app(settings)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (ValueError, OSError) as error:
+        fail(error if isinstance(error, ValueError) else f"cannot listen on {host}:{port}: {error.strerror}")
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
+    say(f"dashboard at {url}")
+    if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.name != "posix"):
+        webbrowser.open(url)
+    os.nice(5)  # on a machine that they share the server goes first
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])

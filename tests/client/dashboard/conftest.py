@@ -1,0 +1,103 @@
+"""The page in a browser: Debian's chromium, driven by playwright."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from replay_client.dashboard.app import Settings, create_app
+from tests.client.dashboard.load import Run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
+
+
+@contextmanager
+def serving(settings: Settings, port: int = 0) -> Iterator[str]:
+    """The address of a page, in this process."""
+    listener = socket.create_server(("127.0.0.1", port))
+    config = uvicorn.Config(create_app(settings), log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=15)
+        listener.close()
+
+
+def until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The first result that is true."""
+    deadline = time.monotonic() + seconds
+    while not (result := found()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+    return result
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET, "--disable-sync"])
+        yield launched
+        launched.close()
+
+
+class Page:
+    """A tab that fails the test when the page complains, breaks its policy or asks another host."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.url = url
+        self.complaints: list[str] = []
+        self.tab = browser.new_page(**({"viewport": LAPTOP} | options))
+        self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.tab.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        self.tab.on("request", lambda request: request.url.startswith(url) or self.complaints.append(request.url))
+        self.tab.set_default_timeout(60_000)
+
+    def go(self, view: str) -> Any:
+        self.tab.goto(f"{self.url}/#/{view}")
+        return self.tab
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Page]]:
+    pages: list[Page] = []
+
+    def open_page(url: str, **options: Any) -> Page:
+        pages.append(Page(browser, url, **options))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.tab.close()
+        assert page.complaints == []
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run at work, shared by the tests that only look."""
+    with Run(tmp_path_factory.mktemp("run"), rate=10.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def page_url(run: Run) -> Iterator[str]:
+    with serving(Settings({"address": run.server.address}, runs=Path(run.folder) / "runs")) as url:
+        yield url
