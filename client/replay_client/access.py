@@ -1,12 +1,13 @@
-"""Access: how a client gets in to a server: address, token and TLS, from arguments, the environment or a file.
+"""Access: the address, token and TLS files with which a client reaches a server.
 
-Each setting is taken from the first of these that has it, in every command and in `ReplayClient.from_env()`:
+Every command and `ReplayClient.from_env()` take each setting from the first of these sources that has it:
 
-1. what is given by name (an argument, or a flag of the command line),
+1. an argument, or a flag of the command line,
 2. the environment variable `REPLAY_<NAME>`, for example REPLAY_TLS_CA,
-3. the TOML file named by `client_config` or REPLAY_CLIENT_CONFIG, where the settings are keys of these names.
+3. the TOML file named by `client_config` or REPLAY_CLIENT_CONFIG, whose keys are the names of the settings.
 
-A token comes from REPLAY_TOKEN or from a file (`token_file`), never from the command line, which other users can read.
+A token comes from REPLAY_TOKEN or from a file (`token_file`). It never comes from the command line, which other users
+of the machine can read.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 @dataclass(frozen=True)
 class TLS:
-    """How client and server prove to each other who they are. All files are in PEM format."""
+    """The certificates with which client and server identify each other. All files are in PEM format."""
 
     ca: PathLike | None = None
-    """Certificates of the authorities that the server's may come from; None: the public ones that gRPC knows."""
+    """Certificates of the authorities that may have signed the server's; None: the public ones that gRPC knows."""
     cert: PathLike | None = None
-    """The client's own certificate, for servers that ask for one."""
+    """The client's own certificate, for a server that asks for one."""
     key: PathLike | None = None
     """Its private key."""
     server_name: str | None = None
-    """The name in the server's certificate, where the address has another (an IP address, a tunnel)."""
+    """The name in the server's certificate, if the address has another one (an IP address, a tunnel)."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ValueError that names a file which cannot be used."""
+        """The files as gRPC takes them. Raises ValueError that names an unusable file."""
         files = PemFiles.read(cert=self.cert, key=self.key, ca=self.ca)
         return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Checked at construction, files included. Raises ValueError with the remedy."""
+    """All settings, checked together with their files. Raises ValueError with the remedy."""
 
     address: str = DEFAULT_ADDRESS
     """host:port"""
@@ -68,7 +69,7 @@ class Access:
     tls: TLS | None = None
     """None: not encrypted."""
     allow_insecure_token: bool = False
-    """Sends the token unencrypted to other machines, where anyone on the way can read it."""
+    """Send the token unencrypted to other machines. Anyone on the network can then read it."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,17 +80,18 @@ class Access:
             check_token(self.token, "token")
             if self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
                 raise ValueError(
-                    f"refusing to send the token to {self.address} unencrypted, where anyone on the way can read it: "
-                    f"use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
+                    f"refusing to send the token to {self.address} unencrypted: anyone on the network could read it. "
+                    f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
                     f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
                 )
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """The access that arguments, environment and file say; `given` has any of SETTINGS and `client_config`.
+        """Reads the settings from `given`, the environment and the file, in this order.
 
-        None counts as not given. Raises ValueError, naming where a bad setting comes from.
+        `given` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
+        the source of a bad setting.
         """
         environment = os.environ if environment is None else environment
         named = {name: (value, name) for name, value in given.items() if value is not None}
@@ -103,7 +105,7 @@ class Access:
         found: dict[str, tuple[Any, str]] = {}
         if path := (named.get("client_config") or variables.get("client_config") or (None,))[0]:
             found = _read_config(path)
-        # A token given in one place is not to meet a file named in another.
+        # A token from one source replaces a token file from another, and the reverse.
         for source in (variables, named):
             if {"token", "token_file"} & source.keys():
                 found = {name: value for name, value in found.items() if name not in ("token", "token_file")}
@@ -129,22 +131,22 @@ class Access:
         )
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel whose calls all carry the token. Belongs to the event loop that runs now."""
+        """A channel whose calls all carry the token. It belongs to the running event loop."""
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         if self._credentials is None:
             channel = grpc.aio.insecure_channel(self.address, options=options)
         else:
             channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
-        # gRPC's own call credentials need TLS, and go through a thread for each call; interceptors slow streams down.
-        # Both stand in for a channel as far as stubs and Connection use one, which is less than mypy asks for.
+        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down. These two
+        # wrappers have only the methods of a channel that we use, hence the two `type: ignore`.
         if self.token is not None:
             channel = _TokenChannel(channel, self.token)  # type: ignore[assignment]
         return channel if tracing.tracer() is None else tracing.TracedChannel(channel)  # type: ignore[return-value]
 
 
 class _TokenChannel:
-    """A channel that adds the token to every call; as much of grpc.aio.Channel as stubs and Connection use."""
+    """A channel that adds the token to every call. It has only the methods that stubs and Connection use."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
@@ -167,7 +169,7 @@ class _TokenChannel:
 
 
 def check_token(token: str, source: str) -> None:
-    """Raises ValueError, which names the source and does not show the token."""
+    """Raises ValueError that names the source and does not show the token."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{source} must hold one token: ASCII characters that can be printed, without spaces")
 

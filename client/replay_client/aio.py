@@ -1,4 +1,4 @@
-"""AsyncReplayClient: the client, on asyncio. The blocking ReplayClient is a thin layer over it."""
+"""AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ from replay_protos import replay_pb2 as pb
 MOST_KEYS = 1_000_000
 """Keys in one request."""
 WRITER_BYTES = 256 << 20
-"""Payload bytes that a writer keeps in flight at most, unless told otherwise."""
+"""Default bound of the payload bytes that a writer has in flight."""
 
 
 class AsyncReplayClient:
     """A client of the replay server at `address` ("host:port").
 
-    Every method takes `timeout` in seconds; left out it is the client's own, and None waits for ever. While no server
-    answers, methods try again until their time is up; then they raise ServerUnavailableError. All errors are subclasses
-    of `replay_client.errors.ReplayError`. A client belongs to one event loop.
+    Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
+    server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
+    subclasses of `replay_client.errors.ReplayError`.
+
+    A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class AsyncReplayClient:
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
     ) -> None:
-        """`tls`: True for a server with a certificate that everybody trusts, or a TLS that names files.
+        """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
 
         A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
-        Raises ValueError for an address, token or file that cannot be used.
+        Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
+        forked while gRPC was in use.
         """
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
         self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
@@ -78,8 +81,11 @@ class AsyncReplayClient:
 
     @classmethod
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
-        """A client with the settings of the environment: REPLAY_ADDRESS, REPLAY_TOKEN or REPLAY_TOKEN_FILE,
-        REPLAY_TLS_CA and the others of `replay_client.access`; `settings` go before them, by the names there."""
+        """A client with the settings of the environment, for example REPLAY_ADDRESS, REPLAY_TOKEN and REPLAY_TLS_CA.
+
+        `replay_client.access` lists the settings. Those given here by name win over the environment. Raises ValueError
+        that names the source of a bad setting.
+        """
         access = Access.find(**settings)
         return cls(
             access.address,
@@ -106,14 +112,15 @@ class AsyncReplayClient:
         permits: PermitLease | None = None,
         timeout: Timeout = DEFAULT,
     ) -> int:
-        """Inserts one group (or raw bytes) into each table of `priorities`, and returns its key.
+        """Inserts one group, or raw bytes, into each table of `priorities`, and returns its key.
 
-        Returns when the item is in its tables. Inserting the same `key` again does nothing, so a broken connection
-        neither duplicates nor loses. `policy_version` is the group's own unless given; `permits` uses up
-        one of a lease.
+        Returns when the server has acknowledged the insert. `priorities` gives the item's priority by table name.
+        `key` is a whole number below 2**64; without it the client chooses one. Inserting the same key again does
+        nothing, so the client may repeat an insert after a broken connection. `policy_version` is the group's own
+        unless given. With `permits` the insert uses up one permit of that lease.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
-        ServerBusyError, StorageError, DeadlineExceededError (with the reason).
+        ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._connection.seconds(timeout)
         lease = permits.id if permits else 0
@@ -121,7 +128,7 @@ class AsyncReplayClient:
         frames = list(pack_items([item]))
 
         async def attempt(rpc_timeout: float | None) -> pb.InsertResponse:
-            if len(frames) == 1 and tracing.active():  # a call of its own carries the trace context
+            if len(frames) == 1 and tracing.active():  # a stream carries no trace context, a call does
                 return await self._connection.payloads.Insert(frames[0], timeout=rpc_timeout)
             return await self._insert_streams.insert(frames, rpc_timeout)
 
@@ -133,9 +140,10 @@ class AsyncReplayClient:
     def writer(
         self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT
     ) -> AsyncWriter:
-        """A pipeline of inserts with at most `max_in_flight` groups and `max_bytes` payload bytes not acknowledged.
+        """A pipeline of inserts: `insert` returns before the server has acknowledged the group.
 
-        `timeout` bounds how long each group may wait to be admitted.
+        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. `timeout` bounds
+        how long each group may wait for its tables, in seconds.
         """
         pipeline = Pipeline(
             self._connection,
@@ -160,13 +168,14 @@ class AsyncReplayClient:
         exclude: Iterable[int] = (),
         lease: float = 0.0,
     ) -> list[Sample]:
-        """Draws `num_samples` items; when the time is up `min_samples` of them are enough (left out: all).
+        """Draws `num_samples` items of a table.
 
-        `distinct`: no item twice in the result. `scope`: no item that was given out under the same scope before, to
-        anyone, for example a training step that several ranks share. `exclude`: keys that must not come.
-        `lease`: the items go back, as if never drawn, unless `acknowledge` follows within so many seconds.
+        When the time is up, `min_samples` items are enough; without it all are needed. `distinct`: no item comes twice
+        in the result. `scope`: no item comes that any client drew under the same scope before, for example a training
+        step that several ranks share. `exclude`: keys that must not come. `lease`: seconds within which `acknowledge`
+        must follow, or the server takes the items back as if they were never drawn; 0: no lease.
 
-        Raises DeadlineExceededError with the reason if there are fewer.
+        Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._connection.seconds(timeout)
         request = message_of(
@@ -190,9 +199,10 @@ class AsyncReplayClient:
     async def acknowledge(
         self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
     ) -> MutationResult:
-        """Keeps samples that were drawn with a lease, or gives them back. Counts whole batches.
+        """Keeps samples that were drawn with a lease, or gives them back.
 
-        A batch is `missing` from the result if its lease had ended: its items have gone back already.
+        The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
+        has then taken the items back.
         """
         request = pb.AcknowledgeSamplesRequest(
             batches=sorted({sample.info.lease for sample in samples} - {0}), give_back=give_back
@@ -203,9 +213,9 @@ class AsyncReplayClient:
     def sampler(
         self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
     ) -> AsyncSampler:
-        """An endless iterator over full batches, of which the server draws up to `prefetch` ahead.
+        """An endless iterator over batches of `batch_size` samples. The server draws up to `prefetch` batches ahead.
 
-        `timeout` bounds the wait for each batch.
+        `timeout` bounds the wait for each batch, in seconds.
         """
         request = message_of(pb.SampleRequest, table=table, num_samples=batch_size, allow_repeats=not distinct)
 
@@ -223,7 +233,10 @@ class AsyncReplayClient:
     async def update_priorities(
         self, table: str, priorities: Mapping[int, float], *, timeout: Timeout = DEFAULT
     ) -> MutationResult:
-        """Sets the priorities of items of one table, by key. All or nothing: a bad priority changes none of them."""
+        """Sets the priorities of items of one table, by key.
+
+        Raises InvalidRequestError for a priority that the table does not take; then no priority has changed.
+        """
         keys = column("keys", priorities.keys(), np.uint64)
         values = column("priorities", priorities.values(), np.float64)
         return await self.update_priority_arrays(table, keys, values, timeout=timeout)
@@ -236,7 +249,7 @@ class AsyncReplayClient:
         *,
         timeout: Timeout = DEFAULT,
     ) -> MutationResult:
-        """`update_priorities` for arrays of shape (n,), n at most MOST_KEYS."""
+        """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
         if len(keys) > MOST_KEYS:
             raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
         if (kind := np.asarray(keys).dtype).kind not in "ui":
@@ -250,13 +263,13 @@ class AsyncReplayClient:
         return mutation_of(response)
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
-        """Removes items from one table; those that are in other tables stay there."""
+        """Removes items from one table. They stay in their other tables."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
         response = await self._connection.unary(self._connection.stub.Delete, request, timeout)
         return mutation_of(response)
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
-        """The items of these keys that the server holds, without counting as sampling."""
+        """The items with these keys, as far as the server holds them. Does not count as sampling."""
         request = message_of(pb.GetRequest, keys=list(keys))
 
         async def attempt(rpc_timeout: float | None) -> list[StoredItem]:
@@ -279,7 +292,10 @@ class AsyncReplayClient:
         max_staleness: int | None = None,
         timeout: Timeout = DEFAULT,
     ) -> ItemPage:
-        """Facts about the items of a table within the bounds (inclusive), a page at a time, without payloads."""
+        """One page of the items of a table, without their payloads. All bounds are inclusive.
+
+        `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
+        """
         request = message_of(
             pb.ListItemsRequest,
             table=table,
@@ -298,13 +314,16 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------------------------ tables
 
     async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
-        """The server and its tables (all, or those named)."""
+        """The state of the server and of its tables: all tables, or the named ones."""
         request = message_of(pb.GetServerInfoRequest, tables=list(tables))
         response = await self._connection.unary(self._connection.stub.GetServerInfo, request, timeout)
         return server_info_of(response)
 
     async def update_table(self, /, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
-        """Changes fields of a table's TableConfig at run time, for example `max_size=8192`; items and counters stay."""
+        """Changes fields of a table's TableConfig at run time, for example `max_size=8192`. Items and counters stay.
+
+        Raises InvalidRequestError for a field that does not exist or cannot change.
+        """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
         return await self._connection.unary(self._connection.stub.UpdateTable, request, timeout)
 
@@ -319,22 +338,26 @@ class AsyncReplayClient:
     async def set_policy_version(
         self, version: int, weights: str = "", *, rollback: bool = False, timeout: Timeout = DEFAULT
     ) -> Policy:
-        """Says that `version` updates are done and where the weights lie.
+        """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
-        `rollback`: the trainer begins (again) at this version, which may be lower than the current one or the same;
-        what it had taken beyond its finished steps is lost, and permits are counted anew.
+        With `rollback` the trainer starts again from this version, which may be the current one or a lower one. Items
+        that it took beyond its finished steps are lost, and the server counts permits anew. Raises InvalidRequestError
+        for a lower version without `rollback`.
         """
         request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
         response = await self._connection.unary(self._connection.stub.SetPolicyVersion, request, timeout)
         return policy_of(response)
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
-        """The current policy version and where its weights lie."""
+        """The current policy version, and where the trainer saved its weights."""
         response = await self._connection.unary(self._connection.stub.GetPolicy, pb.GetPolicyRequest(), timeout)
         return policy_of(response)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
-        """The current policy, then every new one (the newest, where several follow fast). Reconnects by itself."""
+        """Yields the current policy, then every new one. Of several in quick succession only the newest may come.
+
+        Connects again by itself.
+        """
         patience = Patience(self._connection, self._connection.timeout)
         last: tuple[int, str] | None = None
         while True:
@@ -351,9 +374,9 @@ class AsyncReplayClient:
                 call.cancel()
 
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
-        """Permission to generate `count` groups, as soon as they will not be too stale.
+        """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.
 
-        Raises DeadlineExceededError with the reason, and UnsupportedError where the server has no [admission].
+        Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
         """
         seconds = self._connection.seconds(timeout)
         request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
@@ -361,7 +384,7 @@ class AsyncReplayClient:
         return PermitLease(response.lease, response.count, response.ttl)
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
-        """Gives back permits that will not be used (0: all that are left). Returns how many."""
+        """Gives back `count` unused permits; 0: all unused permits of the lease. Returns how many went back."""
         request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
         response = await self._connection.unary(self._connection.stub.ReleasePermits, request, timeout)
         return response.released
@@ -369,24 +392,25 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------------------------ the client
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
-        """Makes the server write a checkpoint of all tables as of one moment, while it goes on. Returns its name.
+        """Makes the server write a checkpoint of all tables as of one moment. Returns its name.
 
-        Without a name the server chooses one, and removes all but the last few of those. One that was begun is finished
-        even if nobody waits for it any more. Raises UnsupportedError where the server has no place for checkpoints.
+        The server goes on meanwhile, and finishes the checkpoint even if the client stops waiting. Without `name` the
+        server chooses one, and keeps only the last few checkpoints that it named. Raises UnsupportedError if the server
+        has no place for checkpoints, and StorageError if it cannot write one.
         """
         request = message_of(pb.CheckpointRequest, name=name)
         response = await self._connection.unary(self._connection.stub.Checkpoint, request, timeout)
         return response.name
 
     async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
-        """The server's checkpoints, the newest first. `verify` makes it read every byte of them."""
+        """The server's checkpoints, the newest first. With `verify` the server reads every byte of them."""
         response = await self._connection.unary(
             self._connection.stub.ListCheckpoints, pb.ListCheckpointsRequest(verify=verify), timeout
         )
         return list(response.checkpoints)
 
     async def close(self) -> None:
-        """Lets go of the connection; what the server drew ahead for this client goes back."""
+        """Closes the connection. The server takes back what it drew ahead for this client."""
         await self._insert_streams.close()
         await self._connection.close()
 
@@ -398,7 +422,7 @@ class AsyncReplayClient:
 
 
 async def _joined(call: Any) -> tuple[Any, list[Buffer]]:
-    """The first message of a stream, and the payload of each of its rows."""
+    """The first message of a response, and the payload of each of its rows."""
     first, chunks = None, []
     async for head, payloads in call:
         first = head if first is None else first

@@ -1,4 +1,4 @@
-"""Connection: a gRPC channel to one server, with one rule for deadlines, retries and errors."""
+"""Connection: a gRPC channel to one server. All calls follow its one rule for deadlines, retries and errors."""
 
 from __future__ import annotations
 
@@ -28,21 +28,15 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
-InsertCall: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]"
-InsertStreamCall: TypeAlias = "grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]"
-SampleCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]"
-SampleStreamCall: TypeAlias = "grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]"
-GetCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]"
-
 T = TypeVar("T")
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
 _GRACE = 5.0
-"""Seconds that the server gets beyond the timeout to say what the request waited for."""
+"""Seconds beyond the timeout in which the server may still answer with the reason of the wait."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds between attempts to reach a server that does not answer; doubled each time."""
+"""Seconds between attempts at a server that does not answer; doubled each time."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -54,7 +48,7 @@ _OPTIONS: Final = [
 
 
 _GOODBYE = 1.0
-"""Seconds that the server gets to end a stream."""
+"""Seconds that the server has to end a stream."""
 
 
 class Unset:
@@ -65,27 +59,28 @@ class Unset:
 
 
 DEFAULT: Final = Unset()
-"""A timeout that was not given: the client's own."""
+"""The default of every `timeout`: the client's own timeout."""
 Timeout = float | None | Unset
-"""Seconds; None: for ever, because the caller says so."""
+"""Seconds; None waits for ever."""
 
 
 class PayloadStub:
     """The methods that carry payloads, with the serializers of `replay_protos.framing`."""
 
+    Insert: grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
+    InsertStream: grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
+    Sample: grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]
+    SampleStream: grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
+    Get: grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]
+
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        inserted, samples = pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
-        self.Insert: InsertCall = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
-        self.InsertStream: InsertStreamCall = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
-        self.Sample: SampleCall = channel.unary_stream(
-            f"/{SERVICE}/Sample", pb.SampleRequest.SerializeToString, samples
-        )
-        self.SampleStream: SampleStreamCall = channel.stream_stream(
-            f"/{SERVICE}/SampleStream", pb.SampleStreamRequest.SerializeToString, samples
-        )
-        self.Get: GetCall = channel.unary_stream(
-            f"/{SERVICE}/Get", pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)
-        )
+        sample, inserted, samples = pb.SampleRequest, pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
+        calls, get = pb.SampleStreamRequest, pb.GetRequest
+        self.Insert = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
+        self.InsertStream = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
+        self.Sample = channel.unary_stream(f"/{SERVICE}/Sample", sample.SerializeToString, samples)
+        self.SampleStream = channel.stream_stream(f"/{SERVICE}/SampleStream", calls.SerializeToString, samples)
+        self.Get = channel.unary_stream(f"/{SERVICE}/Get", get.SerializeToString, frame_reader(pb.GetResponse))
 
 
 class Connection:
@@ -163,7 +158,7 @@ class _Stubs(NamedTuple):
 
 
 class Patience:
-    """How long to go on trying to reach a server. Any other failure ends it at once."""
+    """Decides how long to try again to reach a server. Any other failure is raised at once."""
 
     def __init__(self, connection: Connection, timeout: float | None) -> None:
         self._connection = connection
@@ -172,11 +167,11 @@ class Patience:
         self._end: float | None = None
 
     def start(self) -> None:
-        """The time begins now; without this, at the first failure."""
+        """Starts the timeout now. Without this it starts at the first failure."""
         self._end = asyncio.get_running_loop().time() + (math.inf if self._timeout is None else self._timeout)
 
     def renew(self) -> None:
-        """The server has answered: the time begins anew at the next failure."""
+        """The server has answered: the timeout starts again at the next failure."""
         self._pause = _FIRST_PAUSE
         self._end = None
 
@@ -188,7 +183,7 @@ class Patience:
         """Waits before the next attempt, or raises what `error` means."""
         if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
             raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
-        # grpc.aio says INTERNAL, whatever the true status, when it was writing to a stream that had just ended.
+        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended.
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
             raise self._connection_error(error) from None
         if self._end is None:
@@ -205,19 +200,19 @@ class Patience:
 
     def _connection_error(self, error: grpc.aio.AioRpcError) -> ReplayError:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
-            # gRPC's own words: the server said nothing at all, not even after the grace.
+            # This text is gRPC's own: the server did not answer, even after the grace.
             return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
         reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
         return error_of(error.code(), error.details() or "", str(reason))
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """What to do about a failed TLS handshake, from gRPC's words; None if that is not what failed, or it may pass."""
+    """The remedy for a failed TLS handshake, by gRPC's text; None for another failure, or one that may pass."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
         return (
-            f"the server's certificate is not to be trusted ({reason}); it is checked against {trusted} (tls_ca, "
+            f"the server's certificate cannot be trusted ({reason}); it is checked against {trusted} (tls_ca, "
             f"REPLAY_TLS_CA): use the certificate of the authority that signed the server's, or renew the server's"
         )
     if "Hostname Verification" in details:
@@ -231,7 +226,7 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
-    """What a connection that is closed at once may mean; gRPC learns no more than that from the other end."""
+    """What it may mean that the server closes the connection at once. gRPC does not know the reason."""
     if not details.endswith(("Socket closed", "Connection reset by peer")):
         return ""
     if tls is None:
@@ -242,7 +237,7 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
 
 
 async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
-    """The next message of a stream. Raises AioRpcError where it has ended."""
+    """The next message of a stream. Raises AioRpcError if the stream has ended."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise grpc.aio.AioRpcError(
@@ -252,9 +247,9 @@ async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
 
 
 async def end_stream(call: grpc.aio.StreamStreamCall[Any, Any], reader: asyncio.Task[None] | None = None) -> None:
-    """Ends a stream in which nothing is left to be said; `reader` reads it, or nobody does.
+    """Ends a stream in good order. `reader` is the task that reads it, if there is one.
 
-    Broken off, gRPC would have words left for an event loop that may be closed by then.
+    After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
     """
 
     async def read_on() -> None:

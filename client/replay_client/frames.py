@@ -1,4 +1,4 @@
-"""Frames: how items are laid out over messages (conventions in replay.proto), from the client's side."""
+"""Frames: packs items into messages, and finds payloads in them. replay.proto states the conventions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
 
 ROWS_PER_MESSAGE = 256
-"""More items in one message make it no faster, and their acknowledgement later."""
+"""Items in one message. More of them are not faster, and the server acknowledges them later."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -29,7 +29,7 @@ class Item:
     """Consecutive buffers."""
     nbytes: int
     timeout: float | None
-    """Seconds it may wait to be admitted; None: for ever."""
+    """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
 
     @classmethod
@@ -51,10 +51,10 @@ class Item:
             payload, version = (group,), policy_version or 0
         else:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
-        # All of it here, where the caller is: in a pipeline it would stop the items of others.
+        # Check everything in the caller's thread: an error in the pipeline would stop the items of others.
         key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
         try:
-            "".join(priorities).encode()  # nothing else can travel as a name
+            "".join(priorities).encode()  # protobuf sends only text that UTF-8 can encode
             priorities = {table: float(priority) for table, priority in priorities.items()}
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
@@ -63,7 +63,7 @@ class Item:
 
 
 def pack_items(items: Sequence[Item]) -> Iterator[Frame[pb.InsertRequest]]:
-    """The messages for `items`: small ones many to a message, large ones in pieces."""
+    """The messages for `items`: many small items in one message, a large item in chunks over several."""
     start = 0
     while start < len(items):
         first, stop, nbytes = items[start], start, 0

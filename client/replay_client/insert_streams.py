@@ -1,6 +1,6 @@
-"""InsertStreams: streams kept open for single inserts, because a round trip on one costs half of a call of its own.
+"""InsertStreams: open streams for single inserts. A round trip on an open stream costs half of a new call.
 
-Each carries one insert at a time, so that inserts which wait for different tables do not wait for each other.
+Each stream carries one insert at a time. An insert that waits for its table therefore holds up no other.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ _MOST_IDLE = 16
 
 
 class InsertStreams:
+    """The idle streams of one client."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._idle: list[_Call] = []
 
     async def insert(self, frames: Sequence[Frame[pb.InsertRequest]], timeout: float | None) -> pb.InsertResponse:
-        """Sends the messages of one item; the server's decision. Raises AioRpcError where the stream breaks."""
+        """Sends one item and returns the server's decision. Raises AioRpcError if the stream breaks."""
         call = self._idle.pop() if self._idle else self._connection.payloads.InsertStream()
         try:
             async with asyncio.timeout(timeout):
-                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; reading says why
+                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
                     for frame in frames:
                         await call.write(frame)
                 response = await read_message(call)
@@ -40,7 +42,7 @@ class InsertStreams:
             address = self._connection.address
             raise DeadlineExceededError(f"{address} did not answer an insert within {timeout:g} s") from None
         except BaseException:
-            for broken in [call, *self._idle]:  # what broke one has broken all
+            for broken in [call, *self._idle]:  # they share a connection, so all of them are broken
                 broken.cancel()
             self._idle.clear()
             raise

@@ -1,4 +1,4 @@
-"""Records: what the client's methods return."""
+"""Records: the results of the client's methods."""
 
 from __future__ import annotations
 
@@ -21,43 +21,46 @@ AdmissionInfo = pb.AdmissionInfo
 Buffer = bytes | memoryview
 
 
-@dataclass(slots=True)  # not frozen, here and below: that would make them four times as slow to create
+@dataclass(slots=True)  # not frozen, here and below: frozen ones take four times as long to create
 class SampleInfo:
-    """Where a sample comes from, as things stood when it was drawn."""
+    """The state of an item and its table at the moment when the item was drawn."""
 
     key: int
     priority: float
     probability: float
-    """Of being drawn first in its request; 1 or 0 where the selector is not random."""
+    """Of being drawn first in its request; 1 or 0 if the selector is not random."""
     age: float
     """Seconds since it was inserted."""
     policy_version: int
     staleness: int
-    """How many policy versions it lagged."""
+    """The current policy version minus the item's."""
     times_sampled: int
-    """This time included."""
+    """With this time."""
     table_size: int
     lease: int = 0
-    """The batch to acknowledge, if the request asked for a lease; 0: none."""
+    """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
 
 
 @dataclass
 class Sample:
-    """One item out of a table."""
+    """One item that was drawn from a table."""
 
     info: SampleInfo
     payload: Buffer
-    """The bytes that were inserted."""
+    """The inserted bytes."""
 
     @cached_property
     def group(self) -> RolloutGroup:
-        """The payload as a group; decoded at the first use. Raises ValueError if it is not one."""
+        """The payload as a group, decoded at the first use. Its arrays are read-only.
+
+        Raises ValueError if the payload is no group.
+        """
         return RolloutGroup.decode(self.payload)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """One table that holds an item."""
+    """An item's place in one table."""
 
     priority: float
     times_sampled: int
@@ -65,7 +68,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """One item, wherever it lies."""
+    """One item with all of its tables."""
 
     key: int
     age: float
@@ -76,7 +79,10 @@ class StoredItem:
 
     @cached_property
     def group(self) -> RolloutGroup:
-        """The payload as a group; decoded at the first use. Raises ValueError if it is not one."""
+        """The payload as a group, decoded at the first use. Its arrays are read-only.
+
+        Raises ValueError if the payload is no group.
+        """
         return RolloutGroup.decode(self.payload)
 
 
@@ -99,7 +105,7 @@ class ItemPage:
 
     items: Sequence[ItemInfo]
     matching: int
-    """Items that match, on all pages."""
+    """How many items match on all pages."""
     next_page: str
     """For `list_items(page=...)`; empty: this was the last."""
 
@@ -112,23 +118,23 @@ class ItemPage:
 
 @dataclass(frozen=True)
 class MutationResult:
-    """What an update or delete did."""
+    """What an update, delete or acknowledgement changed."""
 
     applied: int
     missing: tuple[int, ...]
-    """Keys that are not in the table."""
+    """Keys that are not in the table; for `acknowledge`, batches whose lease had ended."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The trainer's current policy."""
+    """The trainer's current policy version."""
 
     version: int
     """Finished updates."""
     weights: str
-    """Where its weights lie; empty: never published."""
+    """The folder of its weights; empty: never published."""
     age: float
-    """Seconds since it was set."""
+    """Seconds since the trainer set it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class ServerInfo:
     """Seconds."""
     policy: Policy
     admission: AdmissionInfo | None
-    """None where admission is not configured."""
+    """None if the server has no [admission]."""
     tables: dict[str, TableInfo]
     items: int
     bytes: int
@@ -168,15 +174,15 @@ class ServerInfo:
     memory_available: int
     """Bytes that the server's machine, or its control group, has left."""
     disk_available: int
-    """Bytes left where `data_dir` lies."""
+    """Bytes left on the disk of `data_dir`."""
     disk_bytes: int
-    """Of a durable storage."""
+    """Bytes that durable storage takes."""
     commits: int
-    """To it, since the start."""
+    """Commits to durable storage since the start."""
     commit_error: str
-    """Why the last commit failed, while it is so; inserts are refused then."""
+    """Why the last commit failed; empty: it succeeded. While it is set, the server refuses inserts."""
     damaged: int
-    """Items lost since the start because their bytes on disk were damaged."""
+    """Items that the server lost since its start because their bytes on disk were damaged."""
 
 
 def policy_of(message: pb.Policy) -> Policy:

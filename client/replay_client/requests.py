@@ -1,4 +1,4 @@
-"""Requests: messages made of what a caller gives, with an error that names the value which does not fit."""
+"""Requests: checks a caller's values and builds messages of them. An error names the value that does not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay_client.errors import InvalidRequestError
 M = TypeVar("M", bound=Message)
 
 _LONGEST = 80
-"""Characters of a value in an error."""
+"""Characters of a value that an error shows."""
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
@@ -36,7 +36,7 @@ def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -
 
 
 def column(name: str, values: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The values as an array (n,). Raises InvalidRequestError where one is no number of this type."""
+    """The values as an array (K,). Raises InvalidRequestError if one of them is no number of this type."""
     given = list(values)
     try:
         return np.fromiter(given, dtype=dtype, count=len(given))

@@ -6,7 +6,7 @@
     +--------+---------------+----------------------+-----------+----------+--------- ...
 
 The header names every array with its dtype, shape and offset from the start, and holds the small fields. Arrays are
-little-endian, C order, each aligned to 64 bytes. Decoding makes views into the buffer and trusts nothing in it.
+little-endian, in C order, each aligned to 64 bytes. Decoding makes views of the buffer and checks everything in it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ Bool = npt.NDArray[np.bool_]
 class RolloutGroup:
     """One prompt with its G completions: ragged, never padded. T is the number of tokens of all completions together.
 
-    Arrays are converted to the dtypes below and checked against each other at construction; a ValueError names the
-    field, its value and what would be valid.
+    The constructor converts arrays to the dtypes below and checks them against each other. It raises ValueError that
+    names the field, its value and what would be valid. The arrays of a group that came from a server are read-only:
+    copy an array before you change it.
     """
 
     prompt_ids: Int32
     """(P,) prompt tokens."""
     completion_ids: Int32
-    """(T,) tokens of the completions, one after the other."""
+    """(T,) tokens of all completions, one completion after the other."""
     completion_lengths: Int32
-    """(G,) how many of them each completion has; 0 is allowed."""
+    """(G,) tokens of each completion; 0 is allowed."""
     rollout_logprobs: Float32
-    """(T,) the sampler's log-probability of each token; NaN where unknown."""
+    """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown."""
     rewards: Float32
     """(G,)"""
     advantages: Float32
@@ -62,9 +63,9 @@ class RolloutGroup:
     policy_version: int = 0
     """Version of the policy that the generation started from."""
     policy_version_end: int | None = None
-    """Version it ended with, where that differs."""
+    """Version that the generation ended with, if that is another one."""
     prompt_id: str = ""
-    """Names the prompt across epochs."""
+    """The same for the same prompt in every epoch."""
     loss_mask: Bool | None = None
     """(T,) False for tokens the policy did not write, such as the output of a tool."""
     finish_reasons: tuple[str, ...] | None = None
@@ -140,7 +141,7 @@ class RolloutGroup:
         return b"".join(self.encode_pieces())
 
     def encode_pieces(self) -> list[bytes | memoryview]:
-        """The byte format as consecutive buffers: the header, then each array without a copy."""
+        """The encoded group as consecutive buffers: the header, then each array without a copy."""
         arrays, table, offset = [], [], 0
         for name, array in self._arrays():
             array = np.ascontiguousarray(array, dtype=_DTYPES[array.dtype.name]).reshape(array.shape)
@@ -156,7 +157,7 @@ class RolloutGroup:
             "meta": self.meta,
         }
         try:
-            # Offsets count from the first array, so that the header's own length does not matter to it.
+            # Offsets count from the first array, so they do not depend on the length of the header.
             header = msgpack.packb({"arrays": table, "fields": fields})
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
@@ -180,9 +181,9 @@ class RolloutGroup:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
-        """The group held by `data`; its arrays are read-only views of it.
+        """The group in `data`. Its arrays are read-only views of `data`.
 
-        Raises ValueError, with what is wrong and where, for anything that `encode` could not have written.
+        Raises ValueError, with the place and the reason, for bytes that `encode` cannot have written.
         """
         view = memoryview(data).toreadonly().cast("B")
         if len(view) < _PREFIX or view[: len(MAGIC) - 1] != MAGIC[:-1]:
@@ -222,7 +223,7 @@ class RolloutGroup:
             yield f"extras/{name}", array
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field, bit for bit (so that an unknown log-probability equals an unknown one)."""
+        """Equal in every field, bit for bit. Two unknown log-probabilities (NaN) are therefore equal."""
         if not isinstance(other, RolloutGroup):
             return NotImplemented
         mine, theirs = dict(self._arrays()), dict(other._arrays())
@@ -289,7 +290,11 @@ def group_from_completions(
     advantages: npt.ArrayLike,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group from one array of tokens and one of log-probabilities a completion; `fields` as in RolloutGroup."""
+    """A group of G completions, each given as one array of tokens and one of log-probabilities.
+
+    `prompt_ids` (P,), `rewards` (G,) and `advantages` (G,) are arrays; `fields` are the other fields of RolloutGroup.
+    Raises ValueError that names the field or completion.
+    """
     tokens_G = [np.asarray(ids, dtype=np.int32).reshape(-1) for ids in completions]
     logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
     for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):

@@ -1,4 +1,4 @@
-"""Sampler: batches drawn ahead of their use, without counting as sampled before it."""
+"""AsyncSampler: batches that the server draws ahead, and that count as sampled only when they are used."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 _TAKE_SECONDS = 5.0
-"""How long past its timeout a batch is waited for that has been asked for already."""
+"""Seconds past the timeout to wait for a batch that the client has already taken."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]"
 
 
 class AsyncSampler:
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
-    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller: until
-    then the server takes it back when this client goes away, or when something in it has gone stale.
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. Until
+    then the server takes it back if this client goes away, or if an item in it becomes stale.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class AsyncSampler:
         self._prefetch = prefetch
         self._timeout = timeout
         self._explain = explain
-        """Why sampling this table waits, in words."""
+        """Tells why sampling this table waits."""
         self._call: _Call | None = None
         self._ahead = 0
-        """Batches that the server may have drawn and that were not handed out."""
+        """Batches that the server may have drawn and that the caller does not have yet."""
         self._ready: list[tuple[int, list[Sample]]] = []
         self._taking = False
-        """Whether a batch has been asked for and not been answered yet."""
+        """Whether the client waits for the answer to `take`."""
         self._busy = False
-        """Whether somebody waits for the next batch."""
+        """Whether a caller waits for the next batch."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -61,20 +61,20 @@ class AsyncSampler:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         if self._closed:
             raise StopAsyncIteration
-        # A task of its own: interrupting a read would end the stream, before it can be asked why it waits.
+        # In its own task: to interrupt the read would end the stream, and the server could not say why it waits.
         task = asyncio.create_task(self._next_connected())
         self._busy = True
         try:
             await asyncio.wait({task}, timeout=self._timeout)
             if not task.done():
                 reason = await self._explain()
-                if self._taking:  # the batch may be ours already: then it must not be lost
+                if self._taking:  # the batch may count as sampled already: do not lose it
                     await asyncio.wait({task}, timeout=_TAKE_SECONDS)
                 if not task.done():
                     raise DeadlineExceededError(reason)
             return task.result()
         except BaseException:
-            # The stream may be in the middle of something: the next call begins a new one.
+            # The stream may be in the middle of a message: the next call begins a new one.
             task.cancel()
             self._drop_call()
             raise
@@ -102,7 +102,7 @@ class AsyncSampler:
             while not self._ready:
                 await self._receive()
             batch_id, samples = self._ready.pop(0)
-            # Asking costs one short round trip and makes it certain that nothing stale is handed out.
+            # One short round trip: the server revokes the batch if an item in it has become stale.
             self._taking = True
             await self._write(pb.SampleStreamRequest(take=batch_id, credit=1 if self._prefetch else 0))
             taken = await self._receive(batch_id)
@@ -114,7 +114,10 @@ class AsyncSampler:
                 return samples
 
     async def _receive(self, asked: int = 0) -> bool:
-        """Reads up to the next batch (into `_ready`), or up to the answer for batch `asked`: whether it is ours."""
+        """Reads up to the answer for batch `asked`, or without one up to the next batch. Batches go to `_ready`.
+
+        Returns whether the server let the client take the batch.
+        """
         while True:
             message, payloads = await self._read()
             if message.taken or message.revoked:
@@ -134,11 +137,11 @@ class AsyncSampler:
 
     async def _write(self, request: pb.SampleStreamRequest) -> None:
         assert self._call is not None
-        with suppress(asyncio.InvalidStateError):  # the stream has ended; reading says why
+        with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
             await self._call.write(request)
 
     def _drop_call(self) -> None:
-        """The server takes back what was not handed out."""
+        """Ends the stream. The server takes back the batches that the caller does not have."""
         if self._call is not None:
             self._call.cancel()
         self._call = None

@@ -1,4 +1,4 @@
-"""Scores of a group: advantages, whether it teaches anything, and its replay priority (numpy only)."""
+"""Scoring: advantages of a group, its replay priority, and whether its rewards differ. Needs only numpy."""
 
 from __future__ import annotations
 

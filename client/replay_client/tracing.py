@@ -1,7 +1,7 @@
-"""Tracing: OpenTelemetry spans of calls and of generated groups, in programs that have set its SDK up.
+"""Tracing: OpenTelemetry spans of calls and of generated groups, if the program has set up the SDK.
 
-The context travels to the server in the metadata of each call (W3C trace context), and to the trainer in the meta of
-each group, as `traceparent`. Without the SDK nothing is imported and nothing is done; nor outside of a sampled span.
+The trace context (W3C) travels to the server in the metadata of each call. It travels to the trainer in the meta of
+each group, as `traceparent`. Without the SDK, and outside of a sampled span, this module does nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TRACEPARENT = "traceparent"
 
 
 def tracer() -> Tracer | None:
-    """None where no SDK is loaded, and so no span would go anywhere."""
+    """The tracer; None if the program has not loaded the SDK, so that no span would be exported."""
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace
@@ -26,12 +26,12 @@ def tracer() -> Tracer | None:
 
 
 def active() -> bool:
-    """Whether a span is open here that is recorded."""
+    """Whether a recorded span is open here."""
     return bool(carrier())
 
 
 def carrier() -> dict[str, str]:
-    """The open span as W3C trace context; empty where there is none."""
+    """The open span as W3C trace context; empty without a recorded span."""
     if tracer() is None:
         return {}
     from opentelemetry.trace import get_current_span
@@ -44,7 +44,7 @@ def carrier() -> dict[str, str]:
 
 
 async def in_span(name: str, work: Callable[[], Awaitable[None]], **attributes: str) -> None:
-    """Does the work in a span, which is the parent of those within it."""
+    """Runs `work` in a span. Spans that open meanwhile are its children."""
     if (found := tracer()) is None:
         await work()
         return
@@ -53,9 +53,10 @@ async def in_span(name: str, work: Callable[[], Awaitable[None]], **attributes: 
 
 
 class TracedChannel:
-    """A channel whose calls of one request are spans where one is open; as much of it as stubs and Connection use.
+    """A channel that opens a span for each call of one request, if a span is open already.
 
-    A stream outlives the spans in which it is used, so it belongs to none.
+    It has only the methods that stubs and Connection use. A stream outlives the spans in which it is used, so it
+    belongs to none of them.
     """
 
     def __init__(self, channel: Any) -> None:

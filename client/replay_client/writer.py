@@ -1,8 +1,8 @@
-"""Writer: inserts in a pipeline, in order, bounded, acknowledged, and across reconnects.
+"""AsyncWriter: sends inserts in order without waiting for each acknowledgement.
 
 insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ gone
                 ▲                     │
-                └──── reconnect ──────┘       same keys, so the server takes each item once
+                └──── reconnect ──────┘       with the same keys, so no item is inserted twice
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 _SEND_AHEAD = 1024
-"""Items taken from the unsent ones at a time."""
+"""Items that are packed into messages together."""
 
 
 class Pipeline:
-    """What the blocking and the asyncio writer share. Its methods may be called from any thread.
+    """The items of one writer on their way to the server. The blocking and the asyncio writer share it.
 
-    `offer` and `drained` never wait: where they cannot do their work at once they keep a callback, if they are given
-    one, which is called, on the event loop, when trying again makes sense.
+    * Any thread may call `offer` and `drained`. They never wait: if the answer is no, they keep the given callback and
+      call it on the event loop when the caller should try again.
+    * `_lock` guards the queues and counters. It is never held while something waits.
+    * An item is in `_unsent` or in `_unacknowledged` until the server has decided about it.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Pipeline:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
         self.timeout = timeout
         self.refused: dict[int, ReplayError] = {}
-        """Items the server refused, by key, with the reason; nothing was stored for them."""
+        """The reason by key of each item that the server refused. The server did not insert it."""
         self._connection = connection
         self._loop = loop
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
@@ -63,7 +65,7 @@ class Pipeline:
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
-        """Takes the item if there is room. Raises what went wrong with earlier ones."""
+        """Takes the item if there is room. Raises the errors of earlier items."""
         with self._lock:
             self._raise()
             if self._in_flight and (
@@ -81,7 +83,7 @@ class Pipeline:
         return True
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
-        """Whether everything is acknowledged. Raises what went wrong."""
+        """Whether all items are acknowledged. Raises the errors of earlier items."""
         with self._lock:
             if not self._in_flight or self._failure is not None:
                 self._raise()
@@ -96,7 +98,7 @@ class Pipeline:
         return f"{self._in_flight} items ({self._bytes} bytes) are not acknowledged yet by {self._connection.address}"
 
     async def close(self) -> None:
-        """Stops sending. What is not acknowledged by now may or may not have been stored."""
+        """Stops sending. The server may or may not have the items that it has not acknowledged."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -118,13 +120,13 @@ class Pipeline:
         patience = Patience(self._connection, self._connection.timeout)
         try:
             while True:
-                await self._wake.wait()  # without anything to send there is no need for a connection
+                await self._wake.wait()  # do not connect before there is something to send
                 try:
                     await self._stream(patience)
                 except grpc.aio.AioRpcError as error:
                     if self._in_flight:
                         await patience.pause_or_raise(error)
-                with self._lock:  # what was sent and not acknowledged goes first, in the old order
+                with self._lock:  # send again what was not acknowledged, first and in the old order
                     self._unsent.extendleft(reversed(self._unacknowledged))
                     self._unacknowledged.clear()
                     self._awake = bool(self._unsent)
@@ -137,7 +139,7 @@ class Pipeline:
         except asyncio.CancelledError:
             self._fail(ServerClosedError("the writer was closed while it had work to do"))
             raise
-        except Exception as error:  # a bug: nobody may wait for it for ever
+        except Exception as error:  # a bug: fail, or callers would wait for ever
             self._fail(ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
@@ -154,7 +156,7 @@ class Pipeline:
                     for request in pack_items(items):
                         await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader knows why the stream broke
+            pass  # the reader raises the reason
         finally:
             if not self._in_flight:
                 await end_stream(call, reader)
@@ -185,7 +187,7 @@ class Pipeline:
             self._call(self._room)
             if not self._in_flight:
                 self._call(self._drained)
-        # A server ends a stream only with an error; ending it without one means that it lost it.
+        # A server that works ends a stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 
     def _fail(self, error: ReplayError) -> None:
@@ -203,7 +205,10 @@ class Pipeline:
 
 
 class AsyncWriter:
-    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`."""
+    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`.
+
+    The end of the `async with` block flushes the writer.
+    """
 
     def __init__(self, pipeline: Pipeline, keys: KeySequence) -> None:
         self.pipeline = pipeline
@@ -211,7 +216,7 @@ class AsyncWriter:
 
     @property
     def refused(self) -> Mapping[int, ReplayError]:
-        """Items that the server refused, by key, with the reason."""
+        """The items that the server refused: their keys, each with the reason."""
         return self.pipeline.refused
 
     async def insert(
@@ -224,8 +229,8 @@ class AsyncWriter:
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
-        Raises the first of what went wrong with earlier inserts since it was last raised; then this group is not
-        queued. `refused` has them all.
+        Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
+        `refused` has all of them.
         """
         item = self.item(group, priorities, policy_version, permits)
         if not self.pipeline.offer(item):
@@ -246,7 +251,7 @@ class AsyncWriter:
         return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, lease)
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when everything inserted so far is acknowledged. Raises what went wrong with any of it."""
+        """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
         drained = asyncio.Event()
         while not self.pipeline.drained(drained.set):
             try:

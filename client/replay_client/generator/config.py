@@ -1,4 +1,4 @@
-"""GeneratorConfig: what a RolloutGenerator may be told."""
+"""GeneratorConfig: the settings of a RolloutGenerator."""
 
 from __future__ import annotations
 
@@ -14,62 +14,64 @@ from replay_client.generator.policy_follower import ReloadMode
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """What a RolloutGenerator does; every wait is in seconds."""
+    """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
 
     group_size: int = 8
     """G, completions of each prompt."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How they are drawn. With a seed, each group has one of its own that follows from it."""
+    """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template with prompts that are messages, like {"enable_thinking": False}."""
+    """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
     tables: tuple[str, ...] = ("rollouts",)
-    """Where a group is inserted, with `scoring.group_priority`, which is 0 where all its rewards are equal."""
+    """Tables of each group. Its priority is `scoring.group_priority`, which is 0 if all its rewards are equal."""
     advantage_scale: Literal["group", "none"] = "group"
-    """As `scoring.group_advantages` has it."""
+    """The `scale` of `scoring.group_advantages`."""
     max_concurrent_groups: int | None = 16
-    """Groups between their prompt and their place in the table. A full queue holds them, and with them all others.
-    None: as many as there are permits, so only with a server that has [admission]."""
+    """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
+    waits too. None: as many as there are permits; the server must then have [admission]."""
     max_groups: int | None = None
-    """Start this many groups and then finish; None: as many as there are prompts."""
+    """Start this many groups and then finish; None: one for each prompt."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: ReloadMode = "between_groups"
-    """between_groups: reload when the groups under way are complete, and start none until then, so that every group is
-    of one version. at_once: reload now; completions under way go on with the new weights and then span versions, each
-    token with the version that drew it in `extras["policy_versions"]`. Their keys and values are computed anew, so that
-    each token's log-probability is exactly that of its version. For long completions, where waiting is idle time."""
+    """between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
+    reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
+    the version of each token. Their keys and values are computed again, so each log-probability is exactly that of its
+    version. This is for long completions, which would keep the engine idle."""
     wait_for_policy: bool = False
-    """Start only when the trainer has published something. Otherwise start with the engine's own weights, version 0,
-    where nothing is published."""
+    """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
+    own as version 0."""
     weights_root: str | os.PathLike[str] | None = None
-    """Load weights from this folder and those in it only; None: from wherever the policy says. Whoever may write to the
-    server may set the policy, and with it what a generator opens; weights are never executed, only read."""
+    """Load weights only from this folder and its subfolders; None: from any folder that the policy names. Any client
+    that may write to the server can set that folder. Weights are only read, never executed."""
     probe_tolerance: float = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
     The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
     truncated: Literal["keep", "mask"] = "keep"
-    """What becomes of completions that ended for their length alone. mask: they count in the advantages of their group,
-    but their tokens are not trained on (`loss_mask`), nor do they add to its priority (DAPO's overlong filtering)."""
+    """What happens with completions that ended only because of their length. mask: they count in the advantages of
+    their group, but `loss_mask` excludes their tokens from training, and they add nothing to the group's priority. This
+    is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] = "raise"
-    """What happens where a prompt does not fit the engine, a reward function fails or a group is larger than the server
-    takes. raise: the run ends. skip: the group is left out, counted and warned about; so many in a row that it cannot
-    be the prompts end the run after all."""
+    """What happens if a prompt does not fit the engine, a reward function fails, or a group is too large for the
+    server. raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run."""
     when_full: Literal["wait", "drop"] = "wait"
     """What happens when a full table refuses a group (its own `when_full` is "reject"). wait: try again. drop: leave
     the group out. A busy server and failing storage are always waited for."""
     reward_threads: int = 1
-    """Groups whose reward functions, where they are not async, may run at a time. More only if they are thread-safe."""
+    """Groups whose reward functions run at the same time, if the functions are not async. Above 1 they must be
+    thread-safe."""
     reward_timeout: float | None = 300.0
-    """Longest time for one reward function and one group; beyond it, the function has failed."""
+    """Longest time for one reward function and one group. Then the function has failed."""
     solved_reward: float = 1.0
-    """Reward from which on a completion counts in the metrics as solved."""
+    """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: Path | None = None
-    """File that a JSON line goes to every `metrics_interval`; see docs/how-to/generate.md for its fields."""
+    """File to which the generator appends a JSON line every `metrics_interval`; docs/how-to/generate.md lists the
+    fields."""
     metrics_interval: float = 10.0
     insert_timeout: float = 30.0
-    """A group that finds its queue full for so long is counted in `insert_waits` and tries again."""
+    """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
     permit_timeout: float = 30.0
-    """As `insert_timeout`, for a permit, where the server's admission is configured."""
+    """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
     stop_grace: float = 2.0
     """How long groups that are being generated may go on after `stop`."""
 

@@ -99,7 +99,7 @@ class RolloutGenerator:
         """Generate until the prompts run out, `stop` is called or something fails; then close the engine.
 
         Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, ServerUnavailableError,
-        and what the engine raises.
+        and any error of the engine.
         """
         try:
             with MetricsFile(self.config.metrics_path) if self.config.metrics_path else nullcontext() as file:
@@ -154,7 +154,7 @@ class RolloutGenerator:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        # What breaks after the first failure, or while stopping, is not the reason.
+        # Only the first failure is the reason: what breaks after it, or while stopping, follows from it.
         if not self._ended.is_set():
             self._failure = error
             self._ended.set()
@@ -166,7 +166,7 @@ class RolloutGenerator:
             file.write(self._metrics.line())
 
     def _see_policy(self) -> None:
-        """Take over what the follower has done meanwhile."""
+        """Copy the state of the follower into the statistics."""
         stats, policy = self._metrics.stats, self._policy
         for seconds in policy.take_reload_seconds():
             self._metrics.count_reload(seconds)

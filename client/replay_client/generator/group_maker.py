@@ -1,4 +1,4 @@
-"""GroupMaker: from a prompt to a scored group.
+"""GroupMaker: makes a scored group of a prompt.
 
 prompt ──▶ tokens ──▶ engine ──▶ rewards ──▶ advantages, priority
 """
@@ -27,15 +27,15 @@ PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
 
 
 class LeftOut(Exception):
-    """A group is not inserted, and its permit goes back."""
+    """The group is not inserted. The generator gives its permit back."""
 
     def __init__(self, counts_as: Literal["skipped", "filtered", "stale_refused"] | None) -> None:
-        """`counts_as`: the field of GeneratorStats that says so; None: it has been counted."""
+        """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already."""
         self.counts_as = counts_as
 
 
 class GroupMaker:
-    """Has an engine complete prompts and reward functions score the completions. It knows of no server."""
+    """Lets an engine complete prompts, and reward functions score the completions. It knows no server."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class GroupMaker:
         self._keep = keep
 
     def tokenize(self, source: PromptSource) -> tuple[Prompt, list[int]]:
-        """The prompt and its token ids. Raises PromptError for what is no prompt, or does not fit the engine."""
+        """The prompt and its token ids. Raises PromptError if it is no prompt or does not fit the engine."""
         try:
             prompt = Prompt.of(source)
         except ValueError as error:
@@ -68,10 +68,10 @@ class GroupMaker:
     async def make(
         self, prompt: Prompt, prompt_ids: list[int], number: int, times: GroupTimes
     ) -> tuple[RolloutGroup, dict[str, npt.NDArray[np.float32]]]:
-        """The group with this number, and each reward function's rewards; `times` gets what it took.
+        """The group with this number, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
-        Raises LeftOut where it is not to be inserted, PromptError where it cannot be scored, and what the engine
-        raises.
+        Raises LeftOut if the group must not be inserted, PromptError if it cannot be scored, and any error of the
+        engine.
         """
         times.generate = -time.monotonic()
         async with self._policy.generation():
@@ -86,13 +86,13 @@ class GroupMaker:
         times.reward += time.monotonic()
         group = self._assemble(prompt, prompt_ids, completions, version, rewards, by_function)
         if group.num_tokens == 0 or (group.loss_mask is not None and not group.loss_mask.any()):
-            raise LeftOut("skipped")  # there is nothing to train on
+            raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
             raise LeftOut("filtered")
         return group, by_function
 
     def _sampling(self, number: int) -> SamplingConfig:
-        """That of the group with this number: with a seed, one of its own, or equal prompts would complete equally."""
+        """How to draw the group with this number. Each has its own seed, or equal prompts would complete equally."""
         sampling = self._config.sampling
         if sampling.seed is None:
             return sampling
@@ -107,7 +107,7 @@ class GroupMaker:
         rewards: npt.NDArray[np.float32],
         by_function: dict[str, npt.NDArray[np.float32]],
     ) -> RolloutGroup:
-        """`version`: that of the engine when it was asked, for where there are no tokens to say it."""
+        """`version`: of the engine before the generation; it counts if there are no tokens with versions."""
         versions_T = np.array([v for each in completions for v in each.policy_versions], dtype=np.int64)
         first, last = (int(versions_T.min()), int(versions_T.max())) if versions_T.size else (version, version)
         extras: dict[str, npt.NDArray[Any]] = {"policy_versions": versions_T} if first != last else {}
@@ -136,7 +136,7 @@ class GroupMaker:
 
 
 def priority_of(group: RolloutGroup) -> float:
-    """`group_priority` of the completions that are trained on: the others have no gradient to offer."""
+    """`group_priority` of the completions that are trained on; the others have no gradient."""
     advantages = group.advantages
     if group.loss_mask is not None:
         ends = np.cumsum(group.completion_lengths)

@@ -1,4 +1,4 @@
-"""GeneratorMetrics: what a generator has done, as totals for a display and as JSON lines for a file."""
+"""GeneratorMetrics: counts the work of a generator, as totals for a display and as JSON lines for a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import numpy.typing as npt
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import is_zero_variance
 
-_RECENT_GROUPS = 64  # what rates and means of the statistics are taken over
+_RECENT_GROUPS = 64  # rates and means of GeneratorStats cover this many groups
 
 
 class GeneratorStats(TypedDict):
-    """Where a generator stands, for progress displays."""
+    """Totals and current values of a generator, for progress displays."""
 
     groups: int
     """Inserted."""
@@ -31,7 +31,7 @@ class GeneratorStats(TypedDict):
     nan_logprobs: int
     """Tokens whose log-probability the engine does not know."""
     groups_under_way: int
-    """Between their prompt and their place in the table."""
+    """Groups that are generated or wait for their table."""
     tokens_per_second: float
     """Over the latest groups, all waiting included."""
     reward_mean: float
@@ -41,9 +41,9 @@ class GeneratorStats(TypedDict):
     probe_max_difference: float
     """Of the latest weights, in nats; NaN without a probe."""
     skipped: int
-    """Groups left out because their prompt or a reward function failed, or nothing in them can be trained on."""
+    """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
     filtered: int
-    """Groups that the caller's `keep` did not want."""
+    """Groups that the caller's `keep` rejected."""
     stale_refused: int
     """Groups that were too old when they arrived."""
     full_refused: int
@@ -53,9 +53,9 @@ class GeneratorStats(TypedDict):
     insert_waits: int
     """Inserts that found their queue full for `insert_timeout`."""
     permit_waits: int
-    """Times that no permit came for `permit_timeout`."""
+    """How often no permit came for `permit_timeout`."""
     permits_expired: int
-    """Groups that took longer than the time to live of their permit."""
+    """Groups that took longer than their permit lives."""
 
 
 def _no_stats() -> GeneratorStats:
@@ -67,7 +67,7 @@ def _no_stats() -> GeneratorStats:
 
 @dataclass
 class GroupTimes:
-    """Seconds that a group spent."""
+    """Seconds that a group spent in each stage."""
 
     permit: float = 0.0
     generate: float = 0.0
@@ -77,7 +77,7 @@ class GroupTimes:
 
 @dataclass
 class _Inserted:
-    """What is kept of a group until the next line."""
+    """An inserted group, until the next line."""
 
     rewards_G: npt.NDArray[np.float32]
     lengths_G: npt.NDArray[np.int32]
@@ -90,7 +90,7 @@ class _Inserted:
 
 @dataclass
 class GeneratorMetrics:
-    """Counts groups. Every line covers the time since the line before it; totals count from the start."""
+    """Counts groups. Each line covers the time since the line before; totals count from the start."""
 
     solved_reward: float
     """A completion counts as solved from this reward on."""
@@ -135,11 +135,11 @@ class GeneratorMetrics:
         )
 
     def count_reload(self, seconds: float) -> None:
-        """Seconds that loading and checking the weights took."""
+        """`seconds`: for loading and checking the weights."""
         self._reload_seconds.append(seconds)
 
     def line(self) -> dict[str, float | int | None]:
-        """What happened since the line before; None where nothing did that a number could describe."""
+        """The metrics since the line before; None where there is no value. docs/how-to/generate.md lists the fields."""
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
         groups, self._groups = self._groups, []
@@ -183,7 +183,7 @@ class GeneratorMetrics:
 
 
 class MetricsFile:
-    """JSON lines, appended, so that a generator that is started again goes on in the same file."""
+    """A file of JSON lines. A generator that is started again appends to it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

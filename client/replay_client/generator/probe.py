@@ -1,4 +1,4 @@
-"""Probe: a short token sequence and what the trainer computes for it, to check an engine's new weights against."""
+"""Probe: a token sequence with the trainer's log-probabilities, to check an engine's new weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Probe:
-    """A short sequence and what the trainer computes for it, in `probe.json` beside the weights."""
+    """A token sequence with the trainer's log-probabilities, in `probe.json` beside the weights."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """(len(token_ids) - 1,) of each token but the first, at temperature 1, in nats."""
+    """(T - 1,) of each token but the first, at temperature 1, in nats."""
 
     @classmethod
     def read(cls, folder: str) -> Probe | None:
-        """The probe in a folder of weights; None if there is none. Raises ValueError for one that is damaged."""
+        """The probe in a folder of weights; None if there is none. Raises ValueError if it is damaged."""
         path = Path(folder) / "probe.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -37,5 +37,5 @@ class Probe:
         return probe
 
     def max_difference(self, scores: list[float]) -> float:
-        """Largest absolute difference of an engine's scores from the trainer's, in nats; NaN if either has one."""
+        """Largest absolute difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
         return float(np.abs(np.asarray(scores) - np.asarray(self.logprobs)).max())

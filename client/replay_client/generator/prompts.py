@@ -1,4 +1,4 @@
-"""Prompts: rows of a JSON lines file, a data set or any iterable, as texts or as the messages of a chat."""
+"""Prompts: texts or chats from a JSON lines file, a data set or any iterable."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from replay_client.errors import ReplayError
 
 Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | ..., "content": ...}, and whatever else the chat template knows of."""
+"""{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
 
 
 class PromptError(ReplayError):
-    """A prompt cannot be completed or its completions cannot be scored; the message names it."""
+    """A prompt cannot be completed, or its completions cannot be scored. The message names the prompt."""
 
 
 class PromptRows(Protocol):
@@ -31,21 +31,21 @@ class PromptRows(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt with whatever its reward function needs."""
+    """One prompt, with the row that its reward functions see."""
 
     prompt_id: str
-    """Names it across epochs."""
+    """The same for the same prompt in every epoch."""
     content: str | tuple[Message, ...]
-    """A text that is completed as it is, or the messages of a chat, to which the tokenizer's template is applied."""
+    """A text, which is completed as it is, or the messages of a chat, which go through the tokenizer's template."""
     row: Mapping[str, Any]
-    """The whole row, the prompt included."""
+    """The whole row with the prompt."""
 
     @classmethod
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
-        """A prompt of anything that is one: a row with a `prompt_field`, a text, a list of messages.
+        """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
 
-        It is named by `row["prompt_id"]` or else by a hash of its content. Raises ValueError if that is missing, empty
-        or neither a text nor messages.
+        Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content. Raises ValueError if the content is
+        missing, empty, or neither a text nor messages.
         """
         if isinstance(source, Prompt):
             return source
@@ -62,7 +62,7 @@ class Prompt:
         return cls(prompt_id=str(prompt_id), content=content, row=row)
 
     def as_chat(self, system: str | None = None) -> Prompt:
-        """The prompt as messages: a text becomes the user's, and `system` comes before all where there is none."""
+        """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
         messages = self.content
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
@@ -71,9 +71,9 @@ class Prompt:
         return replace(self, content=messages)
 
     def tokenize(self, tokenizer: Any, **template: Any) -> list[int]:
-        """Token ids; those of messages by the tokenizer's chat template, which `template` is passed to.
+        """The token ids (P,). Messages go through the tokenizer's chat template, which gets `template`.
 
-        Where the last message is the assistant's, its completion goes on with it. Raises PromptError.
+        If the last message is the assistant's, the completion continues it. Raises PromptError.
         """
         try:
             if isinstance(self.content, str):
@@ -108,9 +108,9 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
 
 
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
-    """All prompts of a file with one JSON object a line; empty lines do not count.
+    """All prompts of a file with one JSON object a line. Empty lines do not count.
 
-    Raises ValueError, naming file and line, for a line that holds no prompt, and for a file without any.
+    Raises ValueError that names file and line, for a line without a prompt and for a file without prompts.
     """
     prompts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
@@ -129,9 +129,9 @@ def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> 
 
 
 def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "train") -> PromptRows:
-    """Prompts by where they are: a JSON lines file, a folder that `datasets` saved, or a data set's name on the hub.
+    """Prompts of a JSON lines file, of a folder that `datasets` saved, or of a data set named as on the hub.
 
-    Raises ValueError if it holds no prompts, and ImportError where it needs the package `datasets` and that is missing.
+    Raises ValueError if there are no prompts, and ImportError if the package `datasets` is needed and missing.
     """
     path = Path(source)
     if path.is_file() or path.suffix in (".jsonl", ".json"):
@@ -158,22 +158,22 @@ def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "tra
 def cycle_prompts(
     rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
 ) -> Iterator[Prompt]:
-    """Every row once an epoch, in an order that follows from `seed` and the epoch; `epochs` None: for ever.
+    """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Rows are read as they are asked for, and their order is drawn with them, so that a large data set starts at once.
+    Draws the order and reads the rows one by one, so a large data set starts at once.
     """
     for epoch in range(epochs) if epochs is not None else itertools.count():
         draw = random.Random(f"{seed}/{epoch}")
-        moved: dict[int, int] = {}  # Fisher and Yates, with only what is not in its own place written down
-        for place in range(len(rows)):
-            chosen = draw.randrange(place, len(rows))
-            here = moved.pop(place, place)
-            index = here if chosen == place else moved.get(chosen, chosen)
-            if chosen != place:
+        moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored
+        for position in range(len(rows)):
+            chosen = draw.randrange(position, len(rows))
+            here = moved.pop(position, position)
+            index = here if chosen == position else moved.get(chosen, chosen)
+            if chosen != position:
                 moved[chosen] = here
             yield Prompt.of(rows[index], prompt_field)
 
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
-    """All of them as chats; see `Prompt.as_chat`."""
+    """All prompts as chats; see `Prompt.as_chat`."""
     return (prompt.as_chat(system) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""Rewards: what the completions of a prompt are worth, as a weighted sum of functions that anybody may write."""
+"""Rewards: score the completions of a prompt by a weighted sum of functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from replay_client.errors import ReplayError
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
-"""Takes the prompt's row and a completion's text. Where it is async, those of a group run at the same time; where it is
-not, it runs in a thread beside the event loop, one group at a time."""
+"""Takes the prompt's row and a completion's text, and returns a reward. If it is async, all calls for a group run at
+once. Otherwise it runs in a thread beside the event loop, for one group at a time."""
 GroupRewardFunction = Callable[[Mapping[str, Any], list[str]], Sequence[float] | Awaitable[Sequence[float]]]
 """Takes the prompt's row and the texts of all G completions, and returns G rewards; see `group_reward`."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,11 +28,11 @@ _SCORES_GROUPS = "scores_groups"
 
 
 class RewardError(ReplayError):
-    """A reward function failed; the message names it and says how."""
+    """A reward function failed. The message names the function and the failure."""
 
 
 def group_reward(function: Function) -> Function:
-    """Decorator: this function scores all completions of a prompt at once, for example in one batch of a model."""
+    """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
     setattr(function, _SCORES_GROUPS, True)
     return function
 
@@ -44,7 +44,7 @@ class Reward:
     function: RewardFunction | GroupRewardFunction
     weight: float = 1.0
     name: str = ""
-    """How metrics and errors call it. Left out: the function's own name."""
+    """Its name in metrics and errors. Without it: the function's own name."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -56,15 +56,15 @@ class Reward:
 
 
 Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
-"""One or several, of which the weighted sum counts; a plain function has weight 1."""
+"""One or several rewards. The weighted sum counts; a plain function has weight 1."""
 
 
 class Scorer:
-    """Calls reward functions without ever blocking the event loop it is used on."""
+    """Calls reward functions without blocking the event loop."""
 
     def __init__(self, rewards: Rewards, *, threads: int = 1, timeout: float | None = None) -> None:
-        """`threads`: groups that functions which are not async may score at a time. `timeout`: seconds for one
-        function and one group."""
+        """`threads`: groups that functions without async may score at the same time. `timeout`: seconds for one
+        function and one group. Raises ValueError for an empty list, and for two functions with one name."""
         listed = rewards if isinstance(rewards, Sequence) else [rewards]
         self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
         names = [reward.name for reward in self.rewards]
@@ -99,7 +99,7 @@ class Scorer:
         if len(values) != len(texts):
             raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
         for value in values:
-            # numpy's own numbers and one-element tensors count as numbers; texts that read like one do not.
+            # Numbers of numpy and tensors with one element count as numbers; texts do not.
             if not isinstance(value, numbers.Number | np.generic) and not hasattr(value, "item"):
                 raise _failed(reward, f"returned {value!r}, which is no number")
         try:
@@ -127,11 +127,11 @@ class Scorer:
 
 
 async def in_daemon_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work`, done in a thread that keeps neither the loop nor the end of the program waiting."""
+    """The result of `work`, which runs in a thread. Neither the event loop nor the end of the program waits for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def complete(result: Any, error: BaseException | None) -> None:
         if not done.done():
             done.set_result(result) if error is None else done.set_exception(error)
 
@@ -143,21 +143,24 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
             # A future refuses to carry a StopIteration.
             failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(complete, result, failure)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     return await done
 
 
 def exact_match(row: Mapping[str, Any], completion_text: str) -> float:
-    """1.0 if the completion is `row["answer"]`, 0.0 if not; white space around either does not count."""
+    """1.0 if the completion is `row["answer"]`, else 0.0. White space around them does not count."""
     if "answer" not in row:
         raise ValueError(f"exact_match needs an 'answer' in each row; this one has {', '.join(sorted(row))}")
     return float(completion_text.strip() == str(row["answer"]).strip())
 
 
 def load_reward(name: str) -> Reward:
-    """The reward of that name: "exact_match", or any function as "package.module:function"; with "=0.5" its weight."""
+    """The reward named "exact_match" or "package.module:function". A trailing "=0.5" gives its weight.
+
+    Raises ValueError for a name that leads to no function.
+    """
     path, equals, weight = name.partition("=")
     try:
         number = float(weight) if equals else 1.0

@@ -1,4 +1,4 @@
-"""What the generator asks of an inference engine: completions with the sampler's log-probabilities, and new weights."""
+"""Engine: the interface of an inference engine, which draws completions and loads new weights."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 LOGPROBS_MODE = "processed_logprobs"
-"""What `Completion.logprobs` are taken of: what tokens are drawn from, after temperature, top_k and top_p."""
+"""`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are drawn.
 
-    The trainer can only recompute what it knows of: it divides its logits by the same temperature. With `top_p` or
-    `top_k` the log-probabilities are conditional on the kept tokens, which the trainer's are not, so leave both off
-    unless the correction is told about them.
+    The trainer computes log-probabilities again, with its logits divided by the same temperature. It does not apply
+    `top_p` and `top_k`, which make the engine's log-probabilities conditional on the kept tokens. Leave both off,
+    unless the correction knows about them.
     """
 
     temperature: float = 1.0
-    """Divides the logits. Above 0, for a greedy choice has no log-probability to correct with, and at most 2."""
+    """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
     top_p: float = 1.0
     """Keeps the smallest set of most likely tokens whose probabilities reach this sum. 1: all."""
     top_k: int = 0
@@ -41,7 +41,7 @@ class SamplingConfig:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
 
     def describe(self) -> dict[str, Any]:
-        """The fields as a group stores them, with what its log-probabilities are taken of."""
+        """The fields as a group stores them, with `logprobs_mode`."""
         return {**asdict(self), "logprobs_mode": LOGPROBS_MODE}
 
 
@@ -50,51 +50,50 @@ class Completion:
     """One completion of a prompt."""
 
     token_ids: list[int]
-    """With the end-of-sequence token, if the model wrote one."""
+    """(T,) with the end-of-sequence token, if the model wrote one."""
     logprobs: list[float]
-    """Of each token, in nats, under the distribution it was drawn from; NaN where the engine does not know."""
+    """(T,) of each token, in nats, under the distribution it was drawn from; NaN: unknown."""
     text: str
     """Decoded, without special tokens."""
     finish_reason: str
-    """Why it ended: "stop" (the model said so), "length" (`max_tokens` or the engine's `max_length`), or another."""
+    """Why it ended: "stop" (the model ended it), "length" (`max_tokens` or the engine's `max_length`), or another."""
     policy_versions: list[int]
-    """Of each token, the version of the weights that drew it."""
+    """(T,) of each token, the version of the weights that drew it."""
 
 
 class Engine(Protocol):
     """An inference engine with one set of weights, used from one event loop.
 
-    Any number of `generate` calls may be under way at once. Each ends when its own completions have ended, whatever
-    runs beside it.
+    Any number of `generate` calls may be under way at once. Each returns when its own completions have ended.
     """
 
     tokenizer: Any
     """A `transformers` tokenizer: the generator uses `encode`."""
     max_length: int
-    """Most tokens that a prompt and its completion may have together."""
+    """The most tokens of a prompt with one completion."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
         """Draw `n` completions of a prompt of fewer than `max_length` tokens."""
         ...
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Replace the weights by those of a folder in Hugging Face's format, which draw tokens from now on.
+        """Replace the weights by those of a folder in Hugging Face's format. The first weights have version 0.
 
-        Completions under way stop for it and go on with the new weights: the tokens that they have stay, with the
-        log-probabilities and the version they were drawn with, and their keys and values are computed anew, so that
-        what follows is distributed exactly as the new weights say. Until a version is loaded it is 0.
+        Completions under way pause, and go on with the new weights. Their tokens stay, each with its log-probability
+        and version. Their keys and values are computed again, so the next tokens are distributed exactly as the new
+        weights say.
 
-        Raises FileNotFoundError if the folder is gone or holds no weights. No token is drawn from weights that were
-        loaded in part: after a failure that left such, completions wait for the next call that succeeds.
+        Raises FileNotFoundError if the folder is gone or holds no weights. No token is drawn from partly loaded
+        weights: after a failure in between, completions wait for the next call that succeeds.
         """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each token but the first, given those before it: (len - 1,) nats."""
+        """Log-probability (T - 1,) in nats of each token but the first, given those before it, at temperature 1."""
         ...
 
     async def close(self) -> None:
-        """Free what the engine holds, its processes included. Closing twice is harmless."""
+        """Free memory and processes of the engine. Closing twice is harmless."""
         ...
 
 
