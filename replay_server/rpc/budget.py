@@ -1,4 +1,11 @@
-"""Budget: an amount that clients share, so that none of them, nor all together, can have more than there is."""
+"""Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
+
+* At most `total` is in use, and at most half of it by one client that already uses some.
+* A client that uses nothing may take more than half, or a large request could never be served.
+* Waiting requests are served first come, first served, except those that wait for their own client's half.
+
+A client is a connection (gRPC's name of the peer).
+"""
 
 from __future__ import annotations
 
@@ -11,41 +18,34 @@ from replay_server.errors import busy, deadline
 
 
 class Budget:
-    """At most `total` for all clients together, and half of it for each.
-
-    A client that holds nothing may take more than its half. A client is a connection (gRPC's name of the peer).
-    """
-
-    def __init__(self, total: int, what: str) -> None:
-        """`what` completes "N of M ...", for example "bytes of half received items (max_unfinished_bytes)"."""
+    def __init__(self, total: int, name: str) -> None:
+        """`name` completes "N of M ...", for example "bytes of items that are not complete (max_unfinished_bytes)"."""
         self.total = total
         self.used = 0
-        self._what = what
-        self._held: dict[str, int] = {}
-        """By client."""
+        self._name = name
+        self._used_by: dict[str, int] = {}
         self._line: OrderedDict[asyncio.Future[None], tuple[str, int]] = OrderedDict()
-        """Who waits, first come first served, but for those who wait for their own half."""
 
     def why_not(self, client: str, n: int) -> str | None:
-        """Why the client cannot have n more; None: it can."""
+        """Why the client cannot have n more; None if it can."""
         if self.used + n > self.total:
-            return f"{self.used} of {self.total} {self._what} are in use, and {n} more were asked for"
-        held = self._held.get(client, 0)
-        if held and held + n > self.total // 2:
-            return f"this client has {held} of {self.total} {self._what} in use, and no client may have over half"
+            return f"{self.used} of {self.total} {self._name} are in use, and {n} more were asked for"
+        used = self._used_by.get(client, 0)
+        if used and used + n > self.total // 2:
+            return f"this client has {used} of {self.total} {self._name} in use, and no client may have over half"
         return None
 
     def take(self, client: str, n: int) -> None:
-        """Raises Refused (RESOURCE_EXHAUSTED) where the client cannot have n more."""
+        """Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
         if why := self.why_not(client, n):
             raise busy(f"{why}; try again later")
         self._take(client, n)
 
     def give_back(self, client: str, n: int) -> None:
         self.used -= n
-        left = self._held.pop(client, 0) - n
+        left = self._used_by.pop(client, 0) - n
         if left:
-            self._held[client] = left
+            self._used_by[client] = left
         self._serve()
 
     @contextmanager
@@ -59,7 +59,7 @@ class Budget:
 
     @asynccontextmanager
     async def held_in_turn(self, client: str, n: int, timeout: float | None) -> AsyncIterator[None]:
-        """The same, but waits. Raises Refused (DEADLINE_EXCEEDED) with the reason after `timeout` seconds."""
+        """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
         await self._take_in_turn(client, n, timeout)
         try:
             yield
@@ -74,10 +74,10 @@ class Budget:
             async with asyncio.timeout(timeout):
                 await future
         except BaseException as error:
-            if future.done() and not future.cancelled():  # granted in the moment in which the wait ended
+            if future.done() and not future.cancelled():  # it was served just before the wait ended
                 self.give_back(client, n)
             if isinstance(error, TimeoutError):
-                why = self.why_not(client, n) or f"others came first for the {self.total} {self._what}"
+                why = self.why_not(client, n) or f"others came first for the {self.total} {self._name}"
                 raise deadline(why) from None
             raise
         finally:
@@ -97,4 +97,4 @@ class Budget:
     def _take(self, client: str, n: int) -> None:
         self.used += n
         if n:
-            self._held[client] = self._held.get(client, 0) + n
+            self._used_by[client] = self._used_by.get(client, 0) + n

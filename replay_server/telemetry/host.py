@@ -1,4 +1,4 @@
-"""Host: the memory and disk that this process has and may still get. Linux only; elsewhere 0, which means unknown."""
+"""Host: the memory and disk that this process uses and has left. Linux only; elsewhere 0, which means unknown."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def resident_bytes() -> int:
 
 
 def memory_available() -> int:
-    """What the machine has left without swapping or, if that is less, the control group (v2) of a container."""
+    """Bytes that the machine has left without swapping; of a container's control group (v2), if that is less."""
     amounts = [amount for amount in (_machine_available(), _cgroup_available()) if amount is not None]
     return min(amounts, default=0)
 
 
 def disk_available(folder: Path) -> int:
-    """What an unprivileged process may still write where `folder` lies."""
+    """Bytes that an unprivileged process may still write to the disk of `folder`."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

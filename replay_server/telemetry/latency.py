@@ -1,7 +1,8 @@
-"""Latencies: how long each gRPC method takes and how its calls end, counted on the event loop.
+"""Latencies: how long each gRPC method takes, and how its calls end. All counting is on the event loop.
 
-A call of one request is timed from its request to its end, all waiting included. In a stream each message of the client
-is timed to the next one of the server. WatchPolicy, which says something when there is something, is only counted.
+* A call with one request is timed from its request to its end, waiting included.
+* In a stream, each message of the client is timed to the next message of the server.
+* WatchPolicy is event-driven, so it is counted but not timed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 import grpc
 
 BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper ends of the buckets, in seconds; one more has what took longer."""
+"""Upper ends of the buckets, in seconds. One more bucket counts longer times."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -28,7 +29,7 @@ _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 @dataclass
 class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    """Of each bucket alone, not of those below it as well."""
+    """For each bucket alone; Prometheus adds them up."""
     sum: float = 0.0
 
     def observe(self, seconds: float) -> None:
@@ -43,7 +44,7 @@ class Latencies:
         """Calls by method and status code."""
 
     def of_call(self, name: str, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """`method`, a coroutine of one request, timed."""
+        """Times `method`, a coroutine with one request."""
         histogram = self.histograms.setdefault(name, Histogram())
 
         @functools.wraps(method)
@@ -60,7 +61,7 @@ class Latencies:
     def of_stream(
         self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
     ) -> Callable[..., AsyncIterator[Any]]:
-        """`method`, an asynchronous generator of a stream of requests, timed."""
+        """Times `method`, an asynchronous generator with a stream of requests."""
         histogram = self.histograms.setdefault(name, Histogram())
 
         @functools.wraps(method)
@@ -79,7 +80,7 @@ class Latencies:
     def of_watch(
         self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
     ) -> Callable[..., AsyncIterator[Any]]:
-        """`method`, an asynchronous generator of one request that ends with its client, counted."""
+        """Counts the calls of `method`, an asynchronous generator that lasts until its client ends it."""
 
         @functools.wraps(method)
         async def counted(request: Any, context: Context) -> AsyncIterator[Any]:
@@ -109,7 +110,7 @@ class Latencies:
 
 
 class _Watched:
-    """The requests of a stream, and when the last one came that was not answered yet."""
+    """The requests of a stream, and when the last request came that has no response yet."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._next = aiter(requests).__anext__
@@ -125,5 +126,5 @@ class _Watched:
 
 
 def code_name(code: Any) -> str:
-    """The name of a status code, which gRPC gives as its number or as the member of its enum."""
+    """The name of a status code. gRPC gives it as a number, or as a member of its enum."""
     return code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code, "UNKNOWN")

@@ -1,6 +1,6 @@
-"""Exposition: server info and latencies as Prometheus metrics. All names are here and nowhere else.
+"""Prometheus: renders server info and latencies as metrics. Every name of a metric stands here and nowhere else.
 
-The fields of ServerInfo and TableInfo keep their names, with the unit and `_total` that Prometheus asks for.
+A field of ServerInfo or TableInfo keeps its name, with the unit and `_total` that Prometheus asks for.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _COUNTERS = {
     "inserts": "Items inserted.",
     "samples": "Samples taken.",
     "consumed": "Items that left because of max_times_sampled.",
-    "deleted": "Items that left because a client said so.",
+    "deleted": "Items that a client deleted.",
     "evicted": "Items that left to make room.",
-    "evicted_unsampled": "Those of the evicted that nobody had ever sampled: data lost.",
+    "evicted_unsampled": "Evicted items that were never sampled: data lost.",
     "stale": "Items that left because of max_staleness.",
     "stale_refused": "Items refused on arrival because of max_staleness.",
     "duplicates": "Inserts of a key seen before.",
     "forwarded": "Items that joined the table named in forward_to.",
-    "forward_refused": "Items that did not, because it had no place for them.",
+    "forward_refused": "Items that could not join it, because it was full.",
 }
 assert list(_COUNTERS) == [item.name for item in fields(Counters)]
 _STATISTICS = ("min", "p10", "p50", "p90", "max", "mean")
-"""Values of the label `statistic`; Prometheus keeps `quantile` for its own summaries, and promtool says so."""
+"""Values of the label `statistic`. Prometheus reserves the label `quantile` for summaries."""
 
 
 class ServerCollector(Collector):
-    """Asks for the figures when it is scraped, and holds none."""
+    """Asks for the server info at each scrape, and keeps nothing between two scrapes."""
 
     def __init__(self, ask: Callable[[], pb.ServerInfo], latencies: Latencies) -> None:
         self._ask = ask
         self._latencies = latencies
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is asked when it is registered
+        return []  # otherwise the registry would collect when this is registered
 
     def collect(self) -> Iterator[Metric]:
         info = self._ask()
@@ -67,8 +67,8 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
         "replay_items": ("Payloads held.", info.items),
         "replay_bytes": ("Bytes of the payloads held.", info.bytes),
         "replay_max_bytes": ("Bound of replay_bytes, where there is one.", info.max_bytes or None),
-        "replay_memory_available_bytes": ("What the machine has left.", info.memory_available or None),
-        "replay_disk_available_bytes": ("What the disk of data_dir has left.", info.disk_available or None),
+        "replay_memory_available_bytes": ("Memory that the machine has left.", info.memory_available or None),
+        "replay_disk_available_bytes": ("Space that the disk of data_dir has left.", info.disk_available or None),
         "replay_insert_streams": ("Open streams of inserts.", info.insert_streams),
         "replay_sample_streams": ("Open streams of samples.", info.sample_streams),
         "replay_policy_version": ("Finished updates of the trainer.", info.policy.version),
@@ -114,7 +114,7 @@ def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
             counter.add_metric([table.name], getattr(table, field))
         yield counter
     yield from _waits(info)
-    estimated = f"Of more than {MANY} items p10, p50 and p90 are those of so many drawn at random."
+    estimated = f"Above {MANY} items p10, p50 and p90 are estimated from {MANY} items drawn at random."
     for field, unit, text in (
         ("staleness", "_versions", "How far the items lag behind the policy version."),
         ("age", "_seconds", "Since the items were inserted."),

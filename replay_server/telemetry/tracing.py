@@ -1,4 +1,7 @@
-"""Tracing: OpenTelemetry spans of calls that carry a trace context, where the SDK is loaded when the server starts."""
+"""Tracing: OpenTelemetry spans for calls that carry a trace context.
+
+Only a program that has loaded the OpenTelemetry SDK before the server starts gets spans.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def available() -> bool:
 
 
 def traced(name: str, method: Method) -> Method:
-    """`method`, a coroutine of one request, with a span under the client's; none where the client has none."""
+    """Wraps `method`, a coroutine with one request, in a span below the client's span, if the client has one."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -48,7 +51,7 @@ def traced(name: str, method: Method) -> Method:
 
 
 def _table(request: Any) -> str:
-    """The table or tables that a request names, as a text."""
+    """The tables that a request names, separated by commas."""
     message = getattr(request, "head", request)
     targets = getattr(message, "targets", ())
     return ", ".join(target.table for target in targets) if targets else getattr(message, "table", "")

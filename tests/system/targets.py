@@ -79,7 +79,7 @@ class _Context:
     async def write(self, response: Any) -> None:
         await asyncio.sleep(0)
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         assert code not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.OK), details
         assert "\n" not in details
         raise _Aborted

@@ -28,7 +28,7 @@ def test_a_budget_never_gives_more_than_there_is_nor_half_of_it_to_one_who_has_s
         assert budget.used == sum(amount for _, amount in held) <= 100
     for client, n in held:
         budget.give_back(client, n)
-    assert (budget.used, budget._held) == (0, {})
+    assert (budget.used, budget._used_by) == (0, {})
 
 
 def make_budget(total: int = 100) -> Budget:
@@ -41,48 +41,48 @@ async def holder(budget: Budget, client: str, n: int, order: list[str], release:
         await release.wait()
 
 
-async def settle() -> None:
+async def let_run() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-async def test_who_came_first_is_served_first_even_if_a_later_one_would_fit():
+async def test_the_first_in_line_is_served_first_even_if_a_later_one_would_fit():
     budget, order, first, rest = make_budget(), [], asyncio.Event(), asyncio.Event()
     tasks = [asyncio.create_task(holder(budget, "a", 90, order, first))]
-    await settle()
+    await let_run()
     for client, n in (("b", 60), ("c", 5), ("d", 30)):
         tasks.append(asyncio.create_task(holder(budget, client, n, order, rest)))
-    await settle()
+    await let_run()
     assert order == ["a"]
     first.set()
-    await settle()
+    await let_run()
     assert order == ["a", "b", "c", "d"]
     rest.set()
     await asyncio.gather(*tasks)
     assert budget.used == 0
 
 
-async def test_who_waits_for_its_own_half_lets_others_pass():
+async def test_a_client_that_waits_for_its_own_half_lets_others_pass():
     budget, order, release = make_budget(), [], asyncio.Event()
     wishes = [("greedy", 50), ("greedy", 10), ("other", 50)]
     tasks = [asyncio.create_task(holder(budget, client, n, order, release)) for client, n in wishes]
-    await settle()
+    await let_run()
     assert order == ["greedy", "other"]
     release.set()
     await asyncio.gather(*tasks)
     assert order == ["greedy", "other", "greedy"]
 
 
-async def test_who_gives_up_makes_way_for_those_behind():
+async def test_a_client_that_gives_up_makes_way_for_the_next():
     budget, order, release = make_budget(), [], asyncio.Event()
     tasks = [
         asyncio.create_task(holder(budget, client, n, order, release))
         for client, n in (("a", 60), ("b", 90), ("c", 40))
     ]
-    await settle()
+    await let_run()
     assert order == ["a"]
     tasks[1].cancel()
-    await settle()
+    await let_run()
     assert order == ["a", "c"]
     release.set()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,7 +92,7 @@ async def test_who_gives_up_makes_way_for_those_behind():
 async def test_a_wait_ends_with_the_reason():
     budget, order, release = make_budget(), [], asyncio.Event()
     task = asyncio.create_task(holder(budget, "a", 60, order, release))
-    await settle()
+    await let_run()
     with pytest.raises(Refused, match="60 of 100 things are in use, and 50 more were asked for") as caught:
         await holder(budget, "b", 50, order, release, timeout=0.01)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
@@ -105,7 +105,7 @@ async def test_what_is_granted_to_one_that_is_cancelled_just_then_goes_back():
     budget, order, first, rest = make_budget(), [], asyncio.Event(), asyncio.Event()
     one = asyncio.create_task(holder(budget, "a", 100, order, first))
     two = asyncio.create_task(holder(budget, "b", 100, order, rest))
-    await settle()
+    await let_run()
     budget.give_back("a", 100)  # grants to b, whose task has not run yet
     two.cancel()
     await asyncio.gather(two, return_exceptions=True)

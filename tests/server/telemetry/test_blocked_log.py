@@ -2,7 +2,7 @@
 
 import logging
 
-from replay_server.telemetry.blocked_log import AFTER, BlockedLog
+from replay_server.telemetry.blocked_log import LOG_AFTER, BlockedLog
 from tests.server.tables.test_buffer import Bench, queue
 
 
@@ -11,7 +11,7 @@ def test_a_long_wait_is_logged_once_with_its_reason_and_again_when_it_moves(capl
     bench = Bench(queue())
     blocked_log = BlockedLog(bench.buffer)
     bench.sample(1)
-    bench.now += AFTER - 1
+    bench.now += LOG_AFTER - 1
     blocked_log.look()
     assert caplog.messages == []
     bench.now += 1
