@@ -1,4 +1,4 @@
-"""ReplayServer: builds storage, tables and service, and starts and stops gRPC."""
+"""ReplayServer: builds storage, tables and service from a configuration, starts them, and stops them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-import grpc
+from typing import TYPE_CHECKING, Self
 
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
-from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
-from replay_server.rpc.auth import Authorizer, TokenInterceptor, warn_of_open_address, warn_of_open_metrics
-from replay_server.rpc.health import Health, add_health
-from replay_server.rpc.service import ReplayService, add_service
+from replay_server.rpc.auth import Authorizer, warn_of_open_address, warn_of_open_metrics
+from replay_server.rpc.listener import Listener
+from replay_server.rpc.service import ReplayService
 from replay_server.rpc.tls import ServerCertificates
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
@@ -33,51 +30,6 @@ if TYPE_CHECKING:
     from replay_server.telemetry.endpoint import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
-# What gRPC says, with a traceback, about a client that went away while an answer was being written to it.
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
-
-_LOOK_EVERY = 0.1
-"""Seconds between two looks at whether gRPC is still there."""
-_PORT_ATTEMPTS = 50
-"""How often a port is asked for that this server had a moment ago, a tenth of a second apart."""
-
-
-def _options(limits: LimitsSection) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: who connects and says nothing is cut off
-        # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    ]
-
-
-async def _ended_before(server: grpc.aio.Server, stop: asyncio.Task[Any]) -> bool:
-    """Waits for `stop` (True), or until gRPC has ended by itself (False).
-
-    gRPC 1.84 and 1.85 do so, for good and for everyone, at a call whose path is not UTF-8, which anyone can make; and
-    nothing public says that it did while calls are open. These are not installed with us; later ones may be.
-    """
-    running: Callable[[], bool] = vars(server)["_server"].is_running
-    while running() and not stop.done():
-        await asyncio.wait((stop,), timeout=_LOOK_EVERY)
-    return stop.done()
-
-
-def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
-    if address is None:
-        return None, None
-    from replay_server.telemetry.endpoint import MetricsEndpoint  # loads packages that nothing else needs
-
-    return MetricsEndpoint(address), Latencies()
 
 
 class ReplayServer:
@@ -86,8 +38,8 @@ class ReplayServer:
         with ReplayServer(tables=[TableConfig(name="replay", sampler="prioritized")], port=0) as server:
             client = ReplayClient(server.address)
 
-    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used, and OSError from `start` if
-    the address cannot be had.
+    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises OSError if the
+    address cannot be had.
     """
 
     def __init__(
@@ -124,7 +76,7 @@ class ReplayServer:
 
     @classmethod
     def from_config(cls, config: Config, environment: Mapping[str, str] | None = None) -> Self:
-        """A server that takes its tokens from `environment` where the configuration names no file of them."""
+        """Makes a server. It takes its tokens from `environment` if the configuration names no file of tokens."""
         server = cls.__new__(cls)
         server._set_up(config, environment or {})
         return server
@@ -143,27 +95,27 @@ class ReplayServer:
         self._grace: float | None = None
 
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
-        """Makes the start begin with this checkpoint ("latest": the newest), or the newest whole one if it is damaged.
+        """Restores this checkpoint at the start ("latest": the newest). If it is damaged: the newest one that is not.
 
-        Where `data_dir` holds items already the start fails; `replace` puts these aside.
+        The start fails if `data_dir` holds items already; with `replace` they are put aside.
         """
         self._restore, self._replace = checkpoint, replace
         return self
 
     @property
     def address(self) -> str:
-        """ "host:port", once it is started."""
+        """host:port, after the start."""
         if self._address is None:
             raise RuntimeError("the server is not started")
         return self._address
 
     @property
     def metrics_address(self) -> str | None:
-        """ "host:port" of the metrics, once it is started; None: it has none."""
+        """host:port of the metrics, after the start; None if it has no metrics."""
         return self._metrics_address
 
     def start(self) -> None:
-        """Returns when the server answers."""
+        """Returns when clients can connect."""
         if self._thread is not None:
             raise RuntimeError("the server is started already")
         ready = threading.Event()
@@ -185,7 +137,7 @@ class ReplayServer:
             raise failure[0]
 
     def stop(self, grace: float | None = 5.0) -> None:
-        """Ends every wait with ServerClosedError, lets running requests end for `grace` seconds, and stops."""
+        """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops."""
         if self._thread is None:
             return
         assert self._loop is not None
@@ -194,13 +146,13 @@ class ReplayServer:
         self._thread = None
 
     def request_stop(self, grace: float | None = 5.0) -> None:
-        """Makes `run` end; call it on the server's event loop."""
+        """Makes `run` return. Call it on the server's event loop."""
         assert self._stop is not None
         self._grace = grace
         self._stop.set()
 
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
-        """Serves until `request_stop`, on the running event loop; calls `on_started` once it answers."""
+        """Serves on the running event loop until `request_stop`. Calls `on_started` when clients can connect."""
         section, checkpoint, storage = self.config.server, None, None
         if self._restore is not None:
             if (directory := self.config.checkpoint_dir) is None:
@@ -243,7 +195,7 @@ class ReplayServer:
                 await checkpointer.close()
             if journal is not None:
                 await journal.close()
-            if self._address is not None:  # else it never began
+            if self._address is not None:  # otherwise it never started
                 log.info("stopped")
 
     async def _listen(
@@ -253,21 +205,22 @@ class ReplayServer:
         checkpointer: Checkpointer | None,
         on_started: Callable[[], None],
     ) -> None:
-        section, checkpoints = self.config.server, self.config.checkpoints
+        config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
         metrics, latencies = _metrics_endpoint(section.metrics_address)
-        service = self._service = ReplayService(buffer, self.config.limits, section.data_dir, journal, checkpointer)
+        self._service = ReplayService(buffer, config.limits, section.data_dir, journal, checkpointer)
         try:
-            server, health, port = self._grpc_server(service, latencies, section.address)
+            listener = Listener(
+                self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
+            )
         except OSError:
             if metrics is not None:
                 metrics.close()
             raise
-        host, _, _ = section.address.rpartition(":")
-        self._address = f"{host}:{port}"
-        warn_of_open_address(self._address, self.config.security, tokens=self._authorizer.tokens is not None)
-        await server.start()
+        self._address = listener.address
+        warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
+        await listener.start()
         if metrics is not None and latencies is not None:
-            metrics.start(service.administration.server_info, latencies)
+            metrics.start(self._service.administration.server_info, latencies)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
             warn_of_open_metrics(metrics.address)
@@ -280,18 +233,12 @@ class ReplayServer:
         try:
             on_started()
             assert self._stop is not None
-            stop = asyncio.create_task(self._stop.wait())
-            while not await _ended_before(server, stop):
-                log.error("gRPC ended by itself, and all connections with it (see above): listening anew")
-                await server.stop(None)
-                server, health = await self._grpc_server_again(service, latencies)
+            await listener.serve_until(self._stop)
         finally:
             for task in tasks:
                 task.cancel()
-            health.drain()
             buffer.close()
-            service.close()
-            await server.stop(self._grace)
+            await listener.stop(self._grace)
             if metrics is not None:
                 await asyncio.to_thread(metrics.close)
             if checkpointer is not None and checkpoints.on_stop:
@@ -299,36 +246,6 @@ class ReplayServer:
                     await checkpointer.write()
                 except Refused as refusal:
                     log.error("%s", refusal.message)
-
-    def _grpc_server(
-        self, service: ReplayService, latencies: Latencies | None, address: str
-    ) -> tuple[grpc.aio.Server, Health, int]:
-        """A server that is not started yet, and its port. Raises OSError if the address cannot be had."""
-        interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
-        server = grpc.aio.server(options=_options(self.config.limits), interceptors=interceptors)
-        add_service(service, server, latencies)
-        health = add_health(server)
-        try:
-            if (credentials := self._certificates.credentials()) is None:
-                return server, health, server.add_insecure_port(address)
-            return server, health, server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
-
-    async def _grpc_server_again(
-        self, service: ReplayService, latencies: Latencies | None
-    ) -> tuple[grpc.aio.Server, Health]:
-        """The same at the address of before, started."""
-        for attempt in range(_PORT_ATTEMPTS):
-            try:
-                server, health, _ = self._grpc_server(service, latencies, self.address)
-                break
-            except OSError:
-                if attempt == _PORT_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(0.1)
-        await server.start()
-        return server, health
 
     def __enter__(self) -> Self:
         self.start()
@@ -338,3 +255,11 @@ class ReplayServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
+    if address is None:
+        return None, None
+    from replay_server.telemetry.endpoint import MetricsEndpoint  # imports packages that nothing else needs
+
+    return MetricsEndpoint(address), Latencies()
