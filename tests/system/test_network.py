@@ -214,7 +214,7 @@ def test_every_call_ends_in_its_time_whatever_the_network_does(server):
 
 
 def test_tls_with_tokens_goes_on_through_a_network_that_breaks(tmp_path):
-    """Broken handshakes must not be taken for a server that is not to be trusted."""
+    """Broken handshakes must not be taken for a server that cannot be trusted."""
     ca = make_certificate(tmp_path, "ca")
     own = make_certificate(tmp_path, "server", ca)
     (tmp_path / "tokens").write_text("read-write:0123456789abcdef0123")

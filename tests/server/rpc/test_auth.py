@@ -338,8 +338,8 @@ def test_a_certificate_for_another_name_is_accepted_where_that_name_is_expected(
 @pytest.mark.parametrize(
     ("cert", "tls", "words"),
     [
-        ("server", {"ca": "other ca"}, ["not to be trusted", "other-ca.pem", "REPLAY_TLS_CA"]),
-        ("server", {"ca": None}, ["not to be trusted", "REPLAY_TLS_CA"]),
+        ("server", {"ca": "other ca"}, ["cannot be trusted", "other-ca.pem", "REPLAY_TLS_CA"]),
+        ("server", {"ca": None}, ["cannot be trusted", "REPLAY_TLS_CA"]),
         ("expired", {"ca": "ca"}, ["certificate has expired", "renew the server's"]),
         ("elsewhere", {"ca": "ca"}, ["another name", "REPLAY_TLS_SERVER_NAME"]),
         (None, {"ca": "ca"}, ["does not use TLS", "leave out tls"]),
@@ -606,7 +606,7 @@ tokens_file = "{tokens_file}"
         assert "plain" in shown.stdout
         wrong = replay("tables", *flags[:2], "--tls-ca", str(pki["other ca"].cert), *flags[4:])
         assert wrong.returncode == 1
-        assert "not to be trusted" in wrong.stderr
+        assert "cannot be trusted" in wrong.stderr
         assert wrong.stderr.count("\n") == 1
 
 
