@@ -1,0 +1,78 @@
+"""Arms: what a training step is made of, and how the pool chooses. Everything else is the same for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from replay_trainer.correction import CorrectionConfig
+
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to fill a step of GROUPS_PER_STEP groups."""
+
+    name: str
+    fresh: int = GROUPS_PER_STEP
+    """Groups generated for each step."""
+    replay: int = 0
+    """Groups wanted from the pool in each step."""
+    zero_variance: Literal["keep", "replace", "dynamic"] = "keep"
+    """As GRPOConfig.zero_variance; keep is its "none"."""
+    half_life: float | None = 5.0
+    """Of the pool's priorities, in policy versions; None: they do not age."""
+    exponent: float = 0.6
+    priority: Literal["learnability", "advantage"] = "learnability"
+    pool_size: int = 256
+    max_times_sampled: int = 3
+    max_staleness: int = 20
+    remover: Literal["min_heap", "fifo"] = "min_heap"
+    prompts: Literal["epochs", "thompson", "skip"] = "epochs"
+    lag: int = 0
+    """Policy versions that the generator is behind the trainer."""
+    correction: CorrectionConfig = CorrectionConfig(level="token", action="truncate", clip_max=2.0)
+
+    @property
+    def pools(self) -> bool:
+        """Whether the arm draws from the pool at all."""
+        return self.replay > 0 or self.zero_variance == "replace"
+
+
+def share(name: str, replayed: int, **options: object) -> Arm:
+    """`replayed` of the step's groups come from the pool, and zero-variance ones are replaced from it too."""
+    arm = Arm(name, fresh=GROUPS_PER_STEP - replayed, replay=replayed, zero_variance="replace")
+    return replace(arm, **options)  # type: ignore[arg-type]
+
+
+_OLD_POOL = {"half_life": None, "exponent": 1.0, "priority": "advantage", "pool_size": 512, "max_times_sampled": 4}
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("plain"),
+        Arm("half", fresh=8),
+        Arm("quarter", fresh=4),
+        replace(Arm("replace", zero_variance="replace"), **_OLD_POOL),  # type: ignore[arg-type]
+        Arm("replace-fresh", zero_variance="replace"),
+        share("share25", 4),
+        share("share50", 8),
+        share("share75", 12),
+        share("share50-ageless", 8, half_life=None),
+        share("share50-fifo", 8, remover="fifo"),
+        share("share50-once", 8, max_times_sampled=1),
+        share("share50-advantage", 8, priority="advantage", exponent=1.0),
+        share("share50-filler", 8, zero_variance="keep"),
+        Arm("dynamic", zero_variance="dynamic"),
+        Arm("half-dynamic", fresh=8, zero_variance="dynamic"),
+        Arm("thompson", prompts="thompson"),
+        Arm("half-thompson", fresh=8, prompts="thompson"),
+        Arm("half-skip", fresh=8, prompts="skip"),
+        share("share50-thompson", 8, prompts="thompson"),
+        Arm("stale16-truncate", lag=16),
+        Arm("stale16-mask", lag=16, correction=CorrectionConfig(action="mask", clip_min=0.5, clip_max=2.0)),
+        Arm("stale16-off", lag=16, correction=CorrectionConfig(clip_min=1.0, clip_max=1.0)),
+    )
+}

@@ -1,0 +1,217 @@
+"""One run: an arm trains one warm start for a budget of generated tokens, through a real replay server.
+
+    sample_groups ──▶ rollouts ──▶ fresh groups ─┐
+    (one process)         └─▶ replay ──▶ replayed ┴─▶ correction, loss, AdamW ──▶ the next policy version
+
+The server, its tables, the client, the replacement of zero-variance groups, the correction and the loss are the
+project's own. Only the generator and the order of the two are the harness's: they take turns in one process, so that a
+run repeats exactly and costs seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.learning.arms import GROUP_SIZE, Arm
+from benchmarks.learning.model import sample_groups, solve_rate, supervised_batch, warm_start
+from benchmarks.learning.prompts import prompt_choice
+from benchmarks.learning.tasks import Row, load_task
+from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client.errors import DeadlineExceededError
+from replay_client.scoring import group_priority, is_zero_variance
+from replay_server import ReplayServer, TableConfig
+from replay_trainer import ZeroVarianceReplacer
+from replay_trainer.batching import to_batch
+from replay_trainer.logprobs import LogprobModel
+from replay_trainer.losses import corrected_policy_loss
+
+EVALUATIONS = 20
+"""Points of a curve after its start."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all arms of a comparison."""
+
+    task: str
+    regime: str
+    seed: int
+    learning_rate: float
+    budget: int
+    """Generated tokens, after which the run ends."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stood at one evaluation; all counts since its start, evaluations not counted in the times."""
+
+    generated_tokens: int
+    trained_tokens: int
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    solve_rate: float
+
+
+def run(arm: Arm, settings: Settings, warm_starts: Path) -> dict[str, Any]:
+    """Trains and returns the run's record: arm, settings, curve, and means over its steps."""
+    task = load_task(settings.task)
+    model, problems = warm_start(warm_starts, task, settings.regime, settings.seed)
+    held_out = supervised_batch(problems.held_out)
+    torch.manual_seed(settings.seed)
+    start = solve_rate(model, *held_out)
+    with ReplayServer(_tables(arm, settings.seed), port=0) as server, ReplayClient(server.address) as client:
+        steps = _Steps(arm, settings, model, problems.train, task.max_tokens, client)
+        curve = [Point(0, 0, 0, 0.0, 0.0, start)]
+        wall = cpu = 0.0
+        while steps.generated_tokens < settings.budget:
+            wall_before, cpu_before = time.perf_counter(), time.process_time()
+            steps.step()
+            wall += time.perf_counter() - wall_before
+            cpu += time.process_time() - cpu_before
+            if steps.generated_tokens >= len(curve) * settings.budget / EVALUATIONS:
+                rate = solve_rate(model, *held_out)
+                curve.append(Point(steps.generated_tokens, steps.trained_tokens, steps.version, wall, cpu, rate))
+    return {
+        "arm": arm.name,
+        **asdict(settings),
+        "engine": "in-process",
+        "curve": [list(asdict(point).values()) for point in curve],
+        "means": {name: float(np.mean(values)) for name, values in steps.facts.items()},
+    }
+
+
+def _tables(arm: Arm, seed: int) -> list[TableConfig]:
+    sampler: dict[str, Any] = {"type": "prioritized", "exponent": arm.exponent}
+    if arm.pools and arm.half_life is not None:
+        sampler["half_life"] = arm.half_life
+    rollouts = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 4096}, forward_to="replay")
+    pool = TableConfig(
+        name="replay",
+        sampler=sampler,
+        remover=arm.remover,
+        max_size=arm.pool_size,
+        max_times_sampled=arm.max_times_sampled,
+        max_staleness=arm.max_staleness,
+        seed=seed,
+    )
+    return [rollouts, pool]
+
+
+class _Steps:
+    """The state of one run between its steps."""
+
+    def __init__(
+        self, arm: Arm, settings: Settings, model: Any, rows: list[Row], max_tokens: int, client: ReplayClient
+    ) -> None:
+        self.arm, self.client, self.model, self.rows, self.max_tokens = arm, client, model, rows, max_tokens
+        self.policy = LogprobModel(model, packing=False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, fused=True)
+        self.prompts = prompt_choice(arm.prompts, len(rows), settings.seed)
+        self.random = torch.Generator().manual_seed(settings.seed)
+        self.replacer = ZeroVarianceReplacer(client, "replay")
+        self.version = self.generated_tokens = self.trained_tokens = 0
+        self.facts: dict[str, list[float]] = {}
+        self._sampler = model
+        self._past: deque[dict[str, Any]] = deque()
+        if arm.lag:
+            self._sampler = type(model)(model.config).eval()
+
+    def step(self) -> None:
+        """Generates, draws, trains, and makes the next policy version."""
+        arm = self.arm
+        fresh = self._generate(arm.fresh)
+        if arm.zero_variance == "dynamic":
+            batches = 1
+            kept = [sample for sample in fresh if not is_zero_variance(sample.group.rewards)]
+            while len(kept) < arm.fresh and batches < 10:
+                kept += [s for s in self._generate(arm.fresh) if not is_zero_variance(s.group.rewards)]
+                batches += 1
+            fresh = kept[: arm.fresh]
+        scope = f"step-{self.version}"
+        taken = list(fresh)
+        if arm.zero_variance == "replace":
+            taken = self.replacer.replace(fresh, scope=scope).samples
+        taken += self._draw(arm.replay, {sample.info.key for sample in [*fresh, *taken]}, scope)
+        self._note("zero_variance", float(np.mean([is_zero_variance(s.group.rewards) for s in fresh])) if fresh else 1.0)
+        generated = {sample.info.key for sample in fresh}
+        replayed = [sample for sample in taken if sample.info.key not in generated]
+        self._note("replayed", len(replayed))
+        if replayed:
+            self._note("staleness", float(np.mean([sample.info.staleness for sample in replayed])))
+        self._train([sample.group for sample in taken])
+        self.version += 1
+        self.client.set_policy_version(self.version)
+
+    def _generate(self, count: int) -> list[Sample]:
+        lag = min(self.arm.lag, self.version)
+        if self.arm.lag:
+            state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            if not self._past or self._past[-1]["version"] != self.version:
+                self._past.append({"version": self.version, "state": state})
+            if len(self._past) > self.arm.lag + 1:
+                self._past.popleft()
+            self._sampler.load_state_dict(self._past[0]["state"])
+        chosen = self.prompts.next(count, self.version)
+        rows = [self.rows[index] for index in chosen]
+        groups = sample_groups(self._sampler, rows, GROUP_SIZE, self.max_tokens, self.version - lag, self.random)
+        for index, group in zip(chosen, groups, strict=True):
+            self.prompts.told(index, group)
+            self.generated_tokens += group.completion_ids.size
+            self.client.insert(group, {"rollouts": self._priority(group)})
+        return self.client.sample("rollouts", count, timeout=30.0)
+
+    def _priority(self, group: RolloutGroup) -> float:
+        if not self.arm.pools:
+            return 0.0
+        if self.arm.priority == "advantage":
+            return group_priority(group.rewards, group.advantages)
+        rate = float((group.rewards > 0.5).mean())
+        return rate * (1 - rate)
+
+    def _draw(self, count: int, exclude: set[int], scope: str) -> list[Sample]:
+        if not count:
+            return []
+        try:
+            return self.client.sample(
+                "replay", count, min_samples=1, timeout=0.0, scope=scope, exclude=sorted(exclude)
+            )
+        except DeadlineExceededError:
+            return []  # the pool is still empty
+
+    def _train(self, groups: list[RolloutGroup]) -> None:
+        if not groups:
+            return
+        batch = to_batch(groups)
+        logprobs_BT, _ = self.policy(batch)
+        loss, metrics = corrected_policy_loss(
+            logprobs_BT,
+            logprobs_BT.detach(),
+            batch.rollout_logprobs_BT,
+            batch.advantages_B,
+            batch.mask_BT,
+            self.arm.correction,
+            epsilon_high=0.28,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.trained_tokens += int(batch.mask_BT.sum())
+        self._note("groups", len(groups))
+        for name in ("ess", "kl", "ratio_mean"):
+            if name in metrics:
+                self._note(name, metrics[name])
+
+    def _note(self, name: str, value: float) -> None:
+        self.facts.setdefault(name, []).append(value)
+
+

@@ -1,0 +1,90 @@
+"""Verifiable tasks made from a seed: a prompt, and the one text that answers it.
+
+    sums     "58+7="      "56"         an addition, units first; operand sizes as in the demo
+    steps    "38+5+9="    "34 25"      both sums on the way, units first: every step must be right
+    sort     "52817?"     "12578"      held out: nothing was tuned on it
+
+An answer is unique, so a model's solve rate at temperature 1 is computed exactly, as the mean probability of the
+answers, without sampling.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replay_trainer.demo import task as demo
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """How one problem is drawn: `problem(rng)` gives a prompt and its answer, in the demo's characters."""
+
+    name: str
+    problem: Callable[[random.Random], tuple[str, str]]
+    max_tokens: int
+    """The longest completion that may be sampled, its end-of-sequence token included."""
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Disjoint rows: for the supervised warm-up, for the RL prompts, and held out for the solve rate."""
+
+    warm_up: list[Row]
+    train: list[Row]
+    held_out: list[Row]
+
+
+def _sum(rng: random.Random) -> tuple[str, str]:
+    sizes, shares = list(demo.SIZES), list(demo.SIZES.values())
+    first, second = (
+        rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for digits in rng.choices(sizes, shares)[0]
+    )
+    return f"{first}+{second}=", str(first + second)[::-1]
+
+
+def _steps(rng: random.Random) -> tuple[str, str]:
+    first, second, third = rng.randrange(10, 100), rng.randrange(1, 10), rng.randrange(1, 10)
+    middle = first + second
+    return f"{first}+{second}+{third}=", f"{str(middle)[::-1]} {str(middle + third)[::-1]}"
+
+
+def _sort(rng: random.Random) -> tuple[str, str]:
+    digits = [str(rng.randrange(10)) for _ in range(rng.choice((4, 5, 6)))]
+    return "".join(digits) + "?", "".join(sorted(digits))
+
+
+TASKS = {task.name: task for task in (Task("sums", _sum, 6), Task("steps", _steps, 9), Task("sort", _sort, 8))}
+HELD_OUT_TASK = "sort"
+WARM_UP_ROWS, TRAIN_ROWS, HELD_OUT_ROWS = 3000, 512, 512
+
+
+def load_task(name: str) -> Task:
+    """One of TASKS, or any Task as "package.module:attribute". Raises ValueError for a name that is neither."""
+    if name in TASKS:
+        return TASKS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"there is no task {name!r}; there are {', '.join(TASKS)}, or 'package.module:attribute'")
+    found = getattr(importlib.import_module(module), attribute)
+    if not isinstance(found, Task):
+        raise ValueError(f"{name!r} is a {type(found).__name__}, not a benchmarks.learning.tasks.Task")
+    return found
+
+
+def make_problems(task: Task, seed: int) -> Problems:
+    """Distinct problems of `task`, the same for the same seed."""
+    rng = random.Random(seed)
+    rows: dict[str, str] = {}
+    while len(rows) < WARM_UP_ROWS + TRAIN_ROWS + HELD_OUT_ROWS:
+        prompt, answer = task.problem(rng)
+        rows[prompt] = answer
+    every = [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
+    rng.shuffle(every)
+    return Problems(
+        every[:WARM_UP_ROWS], every[WARM_UP_ROWS : WARM_UP_ROWS + TRAIN_ROWS], every[WARM_UP_ROWS + TRAIN_ROWS :]
+    )
