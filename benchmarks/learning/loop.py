@@ -141,7 +141,9 @@ class _Steps:
         if arm.zero_variance == "replace":
             taken = self.replacer.replace(fresh, scope=scope).samples
         taken += self._draw(arm.replay, {sample.info.key for sample in [*fresh, *taken]}, scope)
-        self._note("zero_variance", float(np.mean([is_zero_variance(s.group.rewards) for s in fresh])) if fresh else 1.0)
+        self._note(
+            "zero_variance", float(np.mean([is_zero_variance(s.group.rewards) for s in fresh])) if fresh else 1.0
+        )
         generated = {sample.info.key for sample in fresh}
         replayed = [sample for sample in taken if sample.info.key not in generated]
         self._note("replayed", len(replayed))
@@ -181,9 +183,7 @@ class _Steps:
         if not count:
             return []
         try:
-            return self.client.sample(
-                "replay", count, min_samples=1, timeout=0.0, scope=scope, exclude=sorted(exclude)
-            )
+            return self.client.sample("replay", count, min_samples=1, timeout=0.0, scope=scope, exclude=sorted(exclude))
         except DeadlineExceededError:
             return []  # the pool is still empty
 
@@ -213,5 +213,3 @@ class _Steps:
 
     def _note(self, name: str, value: float) -> None:
         self.facts.setdefault(name, []).append(value)
-
-

@@ -129,9 +129,7 @@ def sample_groups(
         if not alive.any() or len(tokens) == max_tokens:
             break
         position, mask = position + 1, torch.cat([mask, mask.new_ones(B, 1)], dim=1)
-        out = model(
-            input_ids=chosen, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
-        )
+        out = model(input_ids=chosen, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True)
         logits = out.logits[:, -1]
     columns = (torch.stack(column, 1).numpy() for column in (tokens, logprobs, live))
     tokens_BT, logprobs_BT, live_BT = (column.reshape(U, group_size, -1) for column in columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -64,6 +65,8 @@ class Membership:
 
     priority: float
     times_sampled: int
+    effective_priority: float = math.nan
+    """As the sampler weighs it: priority ** exponent * 2 ** (-staleness / half_life). NaN: the server does not say."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class ItemInfo:
     staleness: int
     times_sampled: int
     nbytes: int
+    effective_priority: float = math.nan
+    """As `Membership.effective_priority`."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +245,9 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
     """The items of a response; `first` is the message with its columns, `payloads` has one entry a row."""
     tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
-        for row, priority, times in zip(member.rows, member.priorities, member.times_sampled, strict=True):
-            tables[row][member.table] = Membership(priority, times)
+        effective = _effective(member.effective_priorities, len(member.rows))
+        for row, *held in zip(member.rows, member.priorities, member.times_sampled, effective, strict=True):
+            tables[row][member.table] = Membership(*held)
     return [
         StoredItem(key, age, version, max(0, first.policy_version - version), held, payload)
         for key, age, version, held, payload in zip(
@@ -259,10 +265,16 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.policy_versions,
         response.times_sampled,
         response.payload_sizes,
+        _effective(response.effective_priorities, len(response.keys)),
         strict=True,
     )
     items = [
-        ItemInfo(key, priority, age, version, max(0, response.policy_version - version), times, nbytes)
-        for key, priority, age, version, times, nbytes in columns
+        ItemInfo(key, priority, age, version, max(0, response.policy_version - version), times, nbytes, effective)
+        for key, priority, age, version, times, nbytes, effective in columns
     ]
     return ItemPage(items, response.matching, response.next_page)
+
+
+def _effective(column: Sequence[float], rows: int) -> Sequence[float]:
+    """The column, or NaN for each row where a server older than the column sent none."""
+    return column or [math.nan] * rows

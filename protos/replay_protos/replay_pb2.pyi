@@ -550,6 +550,7 @@ class Membership(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     TIMES_SAMPLED_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -557,6 +558,10 @@ class Membership(_message.Message):
     def priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def times_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def effective_priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """as the table's sampler weighs them: after its exponent, and aged"""
+
     def __init__(
         self,
         *,
@@ -564,10 +569,11 @@ class Membership(_message.Message):
         rows: _abc.Iterable[_builtins.int] | None = ...,
         priorities: _abc.Iterable[_builtins.float] | None = ...,
         times_sampled: _abc.Iterable[_builtins.int] | None = ...,
+        effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priorities", b"priorities", "rows", b"rows", "table", b"table", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective_priorities", b"effective_priorities", "priorities", b"priorities", "rows", b"rows", "table", b"table", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,6 +653,7 @@ class ListItemsResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MATCHING_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     matching: _builtins.int
     """rows that match, on all pages"""
@@ -664,6 +671,10 @@ class ListItemsResponse(_message.Message):
     def times_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def effective_priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """as the table's sampler weighs them: after its exponent, and aged"""
+
     def __init__(
         self,
         *,
@@ -676,10 +687,11 @@ class ListItemsResponse(_message.Message):
         policy_version: _builtins.int = ...,
         matching: _builtins.int = ...,
         next_page: _builtins.str = ...,
+        effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -834,6 +846,7 @@ class TableInfo(_message.Message):
     INSERT_BLOCKED_SHARE_FIELD_NUMBER: _builtins.int
     SAMPLE_BLOCKED_SHARE_FIELD_NUMBER: _builtins.int
     LIMITER_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_PRIORITY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in"""
@@ -882,6 +895,10 @@ class TableInfo(_message.Message):
     def limiter(self) -> Global___Limiter:
         """where the rate limiter stands now"""
 
+    @_builtins.property
+    def effective_priority(self) -> Global___Quantiles:
+        """as the sampler weighs them: after its exponent, and aged"""
+
     def __init__(
         self,
         *,
@@ -911,10 +928,11 @@ class TableInfo(_message.Message):
         insert_blocked_share: _builtins.float = ...,
         sample_blocked_share: _builtins.float = ...,
         limiter: Global___Limiter | None = ...,
+        effective_priority: Global___Quantiles | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "evicted", b"evicted", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

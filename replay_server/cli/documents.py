@@ -59,6 +59,7 @@ def item_document(item: ItemInfo) -> Document:
     return {
         "key": str(item.key),
         "priority": item.priority,
+        "effective_priority": item.effective_priority,
         "age": item.age,
         "policy_version": item.policy_version,
         "staleness": item.staleness,

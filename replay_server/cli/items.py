@@ -65,12 +65,13 @@ def items(
     from replay_client.units import byte_size, duration
 
     view = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("key", "priority", "age", "version", "staleness", "sampled", "bytes"):
+    for column in ("key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"):
         view.add_column(column, justify="right", no_wrap=True)
     for item in found.items:
         view.add_row(
             str(item.key),
             f"{item.priority:.4g}",
+            f"{item.effective_priority:.4g}",
             duration(item.age),
             str(item.policy_version),
             str(item.staleness),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from replay_client import RolloutGroup
-    from replay_client.records import StoredItem
+    from replay_client.records import Membership, StoredItem
 
 _HEAD = 64
 """Bytes shown of a payload that is not a rollout group."""
@@ -95,7 +96,12 @@ def item_facts(item: StoredItem) -> Document:
         "policy_version": item.policy_version,
         "staleness": item.staleness,
         "tables": {
-            name: {"priority": held.priority, "times_sampled": held.times_sampled} for name, held in item.tables.items()
+            name: {
+                "priority": held.priority,
+                "effective_priority": held.effective_priority,
+                "times_sampled": held.times_sampled,
+            }
+            for name, held in item.tables.items()
         },
     }
 
@@ -152,11 +158,16 @@ def _spans(group: RolloutGroup) -> list[tuple[int, int]]:
     return [(int(end - n), int(end)) for end, n in zip(ends, group.completion_lengths, strict=True)]
 
 
+def _effective(held: Membership) -> str:
+    same = held.effective_priority == held.priority or math.isnan(held.effective_priority)
+    return "" if same else f", effective {held.effective_priority:.4g}"
+
+
 def _item_lines(item: StoredItem) -> list[str]:
     from replay_client.units import duration
 
     tables = ", ".join(
-        f"{name} (priority {held.priority:.4g}, sampled {held.times_sampled} times)"
+        f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {held.times_sampled} times)"
         for name, held in item.tables.items()
     )
     return [

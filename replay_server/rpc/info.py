@@ -72,6 +72,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         age=_quantiles(now - columns.inserted_at[slots]),
         staleness=_quantiles(staleness),
         priority=_quantiles(columns.priority[slots]),
+        effective_priority=_quantiles(table.effective_priorities(slots)),
         inserts_per_second=table.inserted.per_second(now),
         samples_per_second=table.sampled.per_second(now),
         insert_blocked_share=table.insert_blocked.share(now),

@@ -100,6 +100,7 @@ class ItemMethods:
             policy_version=current,
             matching=slots.size,
             next_page=str(start + limit) if start + limit < slots.size else "",
+            effective_priorities=table.effective_priorities(chosen).tolist(),
         )
 
 
@@ -130,5 +131,6 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
                 rows=rows,
                 priorities=columns.priority[slots].tolist(),
                 times_sampled=columns.times_sampled[slots].tolist(),
+                effective_priorities=table.effective_priorities(np.array(slots)).tolist(),
             )
     return response

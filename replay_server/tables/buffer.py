@@ -654,6 +654,7 @@ class ReplayBuffer:
             )
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
+            table.set_policy_version(version)
             table.drop_stale(version)
             for pending in self.lines[table.name].inserts:
                 self._fail_if_refused(pending, self._check_state, pending.insert, [table])
@@ -716,6 +717,8 @@ class ReplayBuffer:
 
     def load_policy(self, version: int, weights: str, set_at: float) -> None:
         self.policy = Policy(version, weights, set_at)
+        for table in self.tables.values():
+            table.set_policy_version(version)
 
     def load_items(self, items: Mapping[int, Item]) -> None:
         """Items whose rows are in their tables; those without any go, as when a batch in hand lets go of them."""

@@ -16,7 +16,9 @@ KeyArray = npt.NDArray[np.uint64]
 class Columns:
     """Slots are reused; `slots` maps the key of each item to its own. Arrays double when they are full."""
 
-    def __init__(self) -> None:
+    def __init__(self, current_version: int = 0) -> None:
+        self.current_version = current_version
+        """The trainer's policy version, which the age of each item is measured against."""
         self.slots: dict[int, int] = {}
         self._free: list[int] = []
         self.key = np.zeros(0, dtype=np.uint64)

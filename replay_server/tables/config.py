@@ -17,6 +17,8 @@ from replay_server.tables.selectors import Selector
 MAX_PRIORITY = 3.4e38
 """The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
 MAX_EXPONENT = 7.0
+MIN_HALF_LIFE = 0.01
+"""Policy versions; below it nothing but the newest version would ever be drawn."""
 MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
@@ -68,11 +70,16 @@ class SelectorConfig(_Tagged):
     """The oldest, the newest, any, by priority at random, the lowest priority, the highest. Ties go to the older."""
     exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
     """`prioritized` draws in proportion to priority ** exponent."""
+    half_life: float | None = Field(None, ge=MIN_HALF_LIFE, le=MAX_COUNT)
+    """Policy versions after which a priority counts half (`prioritized`, after the exponent; `min_heap`, `max_heap`);
+    absent: priorities do not age."""
 
     @model_validator(mode="after")
-    def _exponent_only_where_used(self) -> Self:
+    def _only_where_used(self) -> Self:
         if "exponent" in self.model_fields_set and self.type != "prioritized":
             raise ValueError(f"exponent belongs to 'prioritized', not to {self.type!r}")
+        if self.half_life is not None and self.type in ("fifo", "lifo", "uniform"):
+            raise ValueError(f"half_life belongs to 'prioritized', 'min_heap' or 'max_heap', not to {self.type!r}")
         return self
 
     def build(self, columns: Columns) -> Selector:
@@ -81,11 +88,11 @@ class SelectorConfig(_Tagged):
             case "fifo" | "lifo":
                 return selectors.Fifo(columns, newest_first=self.type == "lifo")
             case "min_heap" | "max_heap":
-                return selectors.Heap(columns, highest_first=self.type == "max_heap")
+                return selectors.Heap(columns, self.type == "max_heap", self.half_life)
             case "uniform":
                 return selectors.Uniform(columns)
             case "prioritized":
-                return selectors.Prioritized(columns, self.exponent)
+                return selectors.Prioritized(columns, self.exponent, self.half_life)
 
 
 class RateLimiterConfig(_Tagged):

@@ -3,6 +3,13 @@
 A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` names the first n without
 taking them out: distinct slots in the order in which they come, together with each one's probability of coming first.
 Ties go to the older item.
+
+Freshness: with a half-life of h policy versions a priority counts half as much for each h versions that the item lags by
+(after freshness-aware prioritized replay, arXiv 2604.16918).
+
+* All items lose the same factor when the current version moves, so their order and their shares stay. A selector
+  therefore keeps weights relative to a fixed version, and touches nothing when the version moves.
+* An item that is ahead of the current version, as after a rollback, counts as one of the current version.
 """
 
 from __future__ import annotations
@@ -16,6 +23,13 @@ from replay_server.tables.columns import Columns, FloatArray, IntArray
 from replay_server.tables.trees import MinTree, SumTree
 
 NONE = np.zeros(0, dtype=np.int64)
+_STRIDE = 50.0
+"""Half-lives that the newest item may be ahead of the reference: 2 ** 50 times the largest weight is still finite."""
+_LEAST_WEIGHT = 1e-300
+_LOW_TOTAL = 1e-100
+"""Below it the reference may be far above all items that are left."""
+_LOG_OF_ZERO = -1e300
+"""A rank below that of every priority above 0, and finite: the tree keeps infinity for slots that are free."""
 
 
 class Selector(Protocol):
@@ -27,6 +41,9 @@ class Selector(Protocol):
 
     def update(self, slots: IntArray) -> None:
         """Slots whose priorities have just changed."""
+
+    def version_moved(self, before: int) -> None:
+        """The current policy version of the columns was `before` and is another now."""
 
     def selectable(self) -> int:
         """How many distinct slots `select` can name."""
@@ -80,6 +97,9 @@ class Fifo:
     def update(self, slots: IntArray) -> None:
         pass
 
+    def version_moved(self, before: int) -> None:
+        pass
+
     def selectable(self) -> int:
         return len(self._live)
 
@@ -101,10 +121,15 @@ class Fifo:
 
 
 class Heap:
-    """By priority, lowest first (or highest first), then by age. O(log size) an operation."""
+    """By priority, lowest first (or highest first), then by age. O(log size) an operation.
 
-    def __init__(self, columns: Columns, highest_first: bool = False) -> None:
+    With a half-life the rank is log2(priority) + version / half_life, which orders items as their effective priorities
+    do at any current version.
+    """
+
+    def __init__(self, columns: Columns, highest_first: bool = False, half_life: float | None = None) -> None:
         self._columns = columns
+        self._freshness = None if half_life is None else Freshness(columns, half_life)
         self._sign = -1.0 if highest_first else 1.0
         self._tree = MinTree()
         self._count = 0
@@ -118,7 +143,15 @@ class Heap:
         self._tree.clear(slots)
 
     def update(self, slots: IntArray) -> None:
-        self._tree.put(slots, self._sign * self._columns.priority[slots], self._columns.order[slots])
+        ranks = self._columns.priority[slots]
+        if self._freshness is not None:
+            logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
+            ranks = logs + self._freshness.half_lives(slots)
+        self._tree.put(slots, self._sign * ranks, self._columns.order[slots])
+
+    def version_moved(self, before: int) -> None:
+        if self._freshness is not None:
+            self.update(self._freshness.changed(before))
 
     def selectable(self) -> int:
         return self._count
@@ -163,6 +196,9 @@ class Uniform:
     def update(self, slots: IntArray) -> None:
         pass
 
+    def version_moved(self, before: int) -> None:
+        pass
+
     def selectable(self) -> int:
         return self._count
 
@@ -183,15 +219,51 @@ class Uniform:
         return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
 
 
+class Freshness:
+    """Which version each item counts as, in half-lives. O(1) an item; O(size) a move only while items are ahead."""
+
+    def __init__(self, columns: Columns, half_life: float) -> None:
+        self._columns = columns
+        self._half_life = half_life
+        self._newest = 0
+        """No item has a higher version."""
+
+    def half_lives(self, slots: IntArray) -> FloatArray:
+        """The versions (n,) that `slots` (n,) count as, divided by the half-life."""
+        versions = self._columns.policy_version[slots]
+        self._newest = max(self._newest, int(versions.max(initial=0)))
+        return np.asarray(np.minimum(versions, self._columns.current_version) / self._half_life)
+
+    def current(self) -> float:
+        """The current version, in half-lives."""
+        return self._columns.current_version / self._half_life
+
+    def changed(self, before: int) -> IntArray:
+        """The slots that count as another version since the current one was `before`."""
+        lower = min(before, self._columns.current_version)
+        if self._newest <= lower:
+            return NONE
+        slots = self._columns.occupied()
+        versions = self._columns.policy_version[slots]
+        self._newest = int(versions.max(initial=0))
+        return slots[versions > lower]
+
+
 class Prioritized:
     """In proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). O(log size) an operation.
 
     An item of priority 0 is never drawn. Distinct draws are successive: each from what the draws before have left.
+
+    With a half-life the tree holds priority ** exponent * 2 ** ((version - reference) / half_life). The reference
+    follows the newest item in large strides, each of which costs one pass over all items.
     """
 
-    def __init__(self, columns: Columns, exponent: float = 1.0) -> None:
+    def __init__(self, columns: Columns, exponent: float = 1.0, half_life: float | None = None) -> None:
         self._columns = columns
         self._exponent = exponent
+        self._freshness = None if half_life is None else Freshness(columns, half_life)
+        self._reference = 0.0
+        """In half-lives, as Freshness.half_lives."""
         self._tree = SumTree()
 
     def insert(self, slots: IntArray) -> None:
@@ -203,7 +275,30 @@ class Prioritized:
     def update(self, slots: IntArray) -> None:
         priorities = self._columns.priority[slots]
         # Where the priority is 0 the weight is too, whatever the exponent: 0 ** 0 would be 1.
-        self._tree.set(slots, np.where(priorities > 0, priorities**self._exponent, 0.0))
+        weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
+        if self._freshness is not None and slots.size:
+            half_lives = self._freshness.half_lives(slots)
+            if (newest := float(half_lives.max())) > self._reference + _STRIDE:
+                self._rebase(newest)
+                return
+            weights *= np.exp2(half_lives - self._reference)
+            # A weight that fell to 0 would look like a priority of 0, which is never drawn.
+            weights = np.where(priorities > 0, np.maximum(weights, _LEAST_WEIGHT), 0.0)
+        self._tree.set(slots, weights)
+
+    def version_moved(self, before: int) -> None:
+        if self._freshness is None:
+            return
+        # After a rollback no item counts as newer than the current version, and the reference must not be either.
+        if self._reference > (current := self._freshness.current()):
+            self._rebase(current)
+        else:
+            self.update(self._freshness.changed(before))
+
+    def _rebase(self, reference: float) -> None:
+        """Computes the weights of all items anew, relative to `reference`; O(size)."""
+        self._reference = reference
+        self.update(self._columns.occupied())
 
     def selectable(self) -> int:
         return self._tree.positive
@@ -215,6 +310,7 @@ class Prioritized:
         # The first appearances in a sequence of independent draws are a sequence of successive draws without
         # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
         n = min(n, self._tree.positive - excluded.size)
+        self._lift()
         tree = self._tree
         # What is set to 0 on the way, with its weights.
         hidden = [(excluded, tree.get(excluded))]
@@ -234,11 +330,33 @@ class Prioritized:
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._tree.positive:
             return NONE, _ZERO[:0]
+        self._lift()
         slots = self._draw(n, rng)
         return slots, self._tree.get(slots) / self._tree.total
 
+    def _lift(self) -> None:
+        """Keeps the proportions of old items when all newer ones have left."""
+        if self._freshness is None or not 0 < self._tree.total < _LOW_TOTAL:
+            return
+        slots = self._columns.occupied()
+        newest = float(self._freshness.half_lives(slots[self._columns.priority[slots] > 0]).max())
+        if newest < self._reference:
+            self._rebase(newest)
+
     def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
         return self._tree.find(rng.random(n) * self._tree.total)
+
+
+def effective_priorities(
+    columns: Columns, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
+) -> FloatArray:
+    """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,); 0 where the priority is 0."""
+    priorities = columns.priority[slots]
+    effective = np.where(priorities > 0, priorities**exponent, 0.0)
+    if half_life is not None:
+        staleness = np.maximum(columns.current_version - columns.policy_version[slots], 0)
+        effective *= np.exp2(-staleness / half_life)
+    return effective
 
 
 _ZERO = np.zeros(1)

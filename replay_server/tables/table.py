@@ -24,6 +24,7 @@ from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import BlockedTime, Meter
+from replay_server.tables.selectors import effective_priorities
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 _MAX_SCOPES = 1024
@@ -66,10 +67,10 @@ class Table:
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
         self.epoch = 0
-        self._clear()
+        self._clear(current_version=0)
 
-    def _clear(self) -> None:
-        self.columns = Columns()
+    def _clear(self, current_version: int) -> None:
+        self.columns = Columns(current_version)
         self.limiter = self.config.rate_limiter.build()
         self.sampler = self.config.sampler.build(self.columns)
         # One structure serves both roles where they agree, as in a queue.
@@ -359,6 +360,13 @@ class Table:
         self._remove(np.array(found, dtype=np.int64))
         return missing
 
+    def set_policy_version(self, current: int) -> None:
+        """From now on priorities age against `current`, where a selector has a half-life."""
+        before, self.columns.current_version = self.columns.current_version, current
+        self.sampler.version_moved(before)
+        if self.remover is not self.sampler:
+            self.remover.version_moved(before)
+
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many.
 
@@ -380,7 +388,7 @@ class Table:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
         keys = list(self.columns.slots)
         self.counters = Counters()
-        self._clear()
+        self._clear(self.columns.current_version)
         self.on_leave(keys)
         return len(keys)
 
@@ -409,6 +417,11 @@ class Table:
             return slots if descending else slots[::-1]
         values = getattr(columns, order_by)[slots]
         return slots[np.argsort(-values if descending else values, kind="stable")]
+
+    def effective_priorities(self, slots: IntArray) -> FloatArray:
+        """The priorities (n,) of `slots` (n,) as the sampler weighs them: after its exponent, and aged."""
+        sampler = self.config.sampler
+        return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
     def configure(self, config: TableConfig) -> None:
         """Puts another configuration (of the same name) into force, keeping items and counters."""

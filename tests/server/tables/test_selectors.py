@@ -197,3 +197,146 @@ def test_distinct_prioritized_draws_are_successive_draws_without_replacement():
     off_diagonal = ~np.eye(4, dtype=bool)
     assert counts[~off_diagonal].sum() == 0
     assert abs(chi_square(counts[off_diagonal], expected[off_diagonal])) < 4
+
+
+# ------------------------------------------------------------------------------------------------------- freshness
+
+
+class AgeingPool(Pool):
+    """A pool whose items have policy versions; `move` sets the current one as a table does."""
+
+    def insert_version(self, key: int, priority: float, version: int) -> None:
+        self.order += 1
+        slots = self.columns.add([key])
+        self.columns.priority[slots] = priority
+        self.columns.policy_version[slots] = version
+        self.columns.order[slots] = self.order
+        self.selector.insert(slots)
+
+    def move(self, version: int) -> None:
+        before, self.columns.current_version = self.columns.current_version, version
+        self.selector.version_moved(before)
+
+    def shares(self) -> dict[int, float]:
+        """The probability of each item of being drawn first, by key."""
+        self.selector.select(1, self.rng)
+        slots, tree = self.columns.occupied(), self.selector._tree
+        weights = tree.get(slots) / (tree.total or 1.0)
+        return {key: share for key, share in zip(self.columns.key[slots].tolist(), weights, strict=True) if share > 0}
+
+    def expected_shares(self, exponent: float, half_life: float) -> dict[int, float]:
+        """From the definition: priority ** exponent * 2 ** (-staleness / half_life), as shares."""
+        weights = {}
+        for key, slot in self.columns.slots.items():
+            staleness = max(0, self.columns.current_version - int(self.columns.policy_version[slot]))
+            if (priority := float(self.columns.priority[slot])) > 0:
+                weights[key] = np.log2(priority) * exponent - staleness / half_life
+        largest = max(weights.values(), default=0.0)
+        relative = {key: 2.0 ** (weight - largest) for key, weight in weights.items()}
+        return {key: weight / sum(relative.values()) for key, weight in relative.items()}
+
+
+def test_aged_priorities_are_drawn_in_proportion_to_what_is_left_of_them():
+    pool = AgeingPool("prioritized", exponent=0.5, half_life=4.0)
+    versions = np.arange(0, 40, 2)
+    for key, version in enumerate(versions.tolist()):
+        pool.insert_version(key, 1.0 + key % 3, version)
+    pool.move(45)
+    weights = (1.0 + np.arange(20) % 3) ** 0.5 * 0.5 ** ((45 - versions) / 4.0)
+    assert abs(chi_square(first_draws(pool, 20_000, 20), weights / weights.sum())) < 4
+
+
+@pytest.mark.parametrize("half_life", [0.01, 0.7, 5.0, 300.0])
+def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_and_rollbacks(half_life):
+    rng, exponent = np.random.default_rng(int(half_life * 100)), 0.6
+    pool, key = AgeingPool("prioritized", exponent=exponent, half_life=half_life), 0
+    for step in range(250):
+        current = pool.columns.current_version
+        match rng.integers(6):
+            case 0 | 1:
+                for _ in range(int(rng.integers(1, 40))):
+                    version = max(0, current + int(rng.integers(-30, 4)))  # some are ahead of the trainer
+                    pool.insert_version(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
+                    key += 1
+            case 2 if pool.columns.slots:
+                for gone in rng.choice(list(pool.columns.slots), min(20, len(pool.columns)), replace=False).tolist():
+                    pool.delete(gone)
+            case 3 if pool.columns.slots:
+                chosen = int(rng.choice(list(pool.columns.slots)))
+                pool.update(**{f"k{chosen}": float(rng.random() * 4)})
+            case 4:
+                pool.move(current + int(rng.choice([1, 1, 1, 7, 500])))
+            case 5 if step % 5 == 0:
+                pool.move(max(0, current - int(rng.choice([1, 20, 2000]))))  # a rollback
+        shares, expected = pool.shares(), pool.expected_shares(exponent, half_life)
+        assert (
+            len(shares)
+            == pool.selector.selectable()
+            == np.count_nonzero(pool.columns.priority[list(pool.columns.slots.values())])
+        )
+        keys = list(expected)
+        assert [shares[each] for each in keys] == pytest.approx([expected[each] for each in keys], rel=1e-6, abs=1e-12)
+
+
+def test_a_move_of_the_version_rewrites_no_weight(monkeypatch):
+    pool = AgeingPool("prioritized", half_life=3.0)
+    for key in range(100):
+        pool.insert_version(key, 1.0, 10 + key % 5)
+    pool.move(14)
+    written = []
+    monkeypatch.setattr(pool.selector._tree, "set", lambda slots, weights: written.extend(slots.tolist()))
+    for version in range(15, 400):
+        pool.move(version)
+    assert written == []
+
+
+def test_old_items_keep_their_proportions_when_all_newer_ones_have_left():
+    pool = AgeingPool("prioritized", half_life=1.0)
+    pool.insert_version(0, 1.0, 0)
+    pool.insert_version(1, 3.0, 0)
+    pool.move(5000)
+    pool.insert_version(2, 1.0, 5000)
+    assert pool.shares()[2] == pytest.approx(1.0)
+    pool.delete(2)
+    assert pool.shares() == pytest.approx({0: 0.25, 1: 0.75})
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("min_heap", 1), ("max_heap", -1)])
+def test_heaps_order_by_aged_priorities_and_after_a_rollback_too(kind, sign):
+    rng, half_life = np.random.default_rng(5), 4.0
+    pool = AgeingPool(kind, half_life=half_life)
+    for key in range(300):
+        pool.insert_version(key, float(rng.choice([0.0, 0.3, 1.0, 7.0])), int(rng.integers(200)))
+    for current in (0, 150, 210, 90, 2, 1000):
+        pool.move(current)
+        columns = pool.columns
+
+        def rank(key: int, columns: Columns = columns) -> tuple[float, int]:
+            slot = columns.slots[key]
+            counted = min(int(columns.policy_version[slot]), columns.current_version)
+            priority = float(columns.priority[slot])
+            logarithm = float(np.log2(priority)) if priority else -1e300
+            return sign * (logarithm + counted / half_life), int(columns.order[slot])
+
+        assert pool.select(300) == sorted(columns.slots, key=rank)
+
+
+def test_the_largest_priority_at_the_largest_exponent_stays_finite_when_it_ages():
+    pool = AgeingPool("prioritized", exponent=7.0, half_life=0.01)
+    for version in range(3):
+        pool.move(version)
+        pool.insert_version(version, 3.4e38, version)
+    assert np.isfinite(pool.selector._tree.total)
+    assert pool.shares() == pytest.approx({2: 1.0, 1: 2.0**-100, 0: 2.0**-200}, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"half_life": 0.0}, {"half_life": -1.0}, {"half_life": float("inf")}])
+def test_a_half_life_that_is_no_number_of_versions_is_refused(options):
+    with pytest.raises(ValueError, match="half_life"):
+        SelectorConfig(type="prioritized", **options)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "lifo", "uniform"])
+def test_a_half_life_where_priorities_do_not_count_is_refused(kind):
+    with pytest.raises(ValueError, match=f"not to '{kind}'"):
+        SelectorConfig(type=kind, half_life=5.0)

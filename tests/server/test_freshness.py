@@ -1,0 +1,150 @@
+"""Priorities with a half-life, over gRPC: what is drawn, shown and evicted, through moves, rollbacks and restarts."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_server import ReplayServer, TableConfig
+from replay_server.config import CheckpointsSection
+
+AGEING = {"type": "prioritized", "exponent": 0.5, "half_life": 4.0}
+
+
+@contextmanager
+def serving(*tables, restore=None, **options):
+    server = ReplayServer(tables or (TableConfig(name="pool", sampler=AGEING, seed=0),), port=0, **options)
+    if restore is not None:
+        server.restore(restore)
+    with server, ReplayClient(server.address, timeout=10.0) as client:
+        yield client
+
+
+def effective(client, table="pool"):
+    """Effective priorities by key."""
+    return {item.key: item.effective_priority for item in client.list_items(table, limit=100).items}
+
+
+def drawn_probabilities(client, table="pool"):
+    size = client.server_info().tables[table].size
+    return {sample.info.key: sample.info.probability for sample in client.sample(table, size)}
+
+
+def shares(effective_priorities):
+    total = sum(effective_priorities.values())
+    return {key: value / total for key, value in effective_priorities.items()}
+
+
+def insert_three(client):
+    """Items of priority 4, 1 and 9, made by versions 0, 4 and 8."""
+    return [client.insert(b"x", {"pool": p}, policy_version=v) for p, v in ((4.0, 0), (1.0, 4), (9.0, 8))]
+
+
+def test_list_show_and_info_give_raw_and_effective_priority():
+    with serving() as client:
+        client.set_policy_version(8)
+        first, second, third = insert_three(client)
+        expected = {first: 2.0 * 0.25, second: 1.0 * 0.5, third: 3.0}
+        assert effective(client) == pytest.approx(expected)
+        assert {item.key: item.priority for item in client.list_items("pool").items} == {first: 4, second: 1, third: 9}
+        (stored,) = client.get([first])
+        assert (stored.tables["pool"].priority, stored.tables["pool"].effective_priority) == (4.0, 0.5)
+        info = client.server_info().tables["pool"]
+        assert (info.priority.min, info.priority.max) == (1.0, 9.0)
+        assert (info.effective_priority.min, info.effective_priority.max) == pytest.approx((0.5, 3.0))
+
+
+def test_what_is_drawn_follows_the_effective_priorities_as_the_version_moves_and_rolls_back():
+    with serving() as client:
+        client.set_policy_version(8)
+        keys = insert_three(client)
+        for version, rollback in ((9, False), (400, False), (4, True), (0, True), (8, False)):
+            client.set_policy_version(version, rollback=rollback)
+            now = effective(client)
+            staleness = [max(0, version - made) for made in (0, 4, 8)]
+            for key, priority, lag in zip(keys, (4.0, 1.0, 9.0), staleness, strict=True):
+                assert now[key] == pytest.approx(math.sqrt(priority) * 0.5 ** (lag / 4.0))
+            assert drawn_probabilities(client) == pytest.approx(shares(now))
+
+
+def test_an_updated_priority_keeps_the_age_of_its_item():
+    with serving() as client:
+        client.set_policy_version(8)
+        first, second, third = insert_three(client)
+        client.update_priorities("pool", {first: 16.0, third: 0.0})
+        assert effective(client) == pytest.approx({first: 4.0 * 0.25, second: 0.5, third: 0.0})
+        samples = client.sample("pool", 2)
+        assert {sample.info.key: sample.info.probability for sample in samples} == pytest.approx(
+            {first: 2 / 3, second: 1 / 3}
+        )
+
+
+def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
+    with serving(TableConfig(name="pool", sampler="prioritized", seed=0)) as client:
+        client.set_policy_version(8)
+        first, second, third = insert_three(client)
+        assert drawn_probabilities(client) == pytest.approx({first: 4 / 14, second: 1 / 14, third: 9 / 14})
+        client.update_table("pool", sampler={"type": "prioritized", "half_life": 2.0})
+        weights = {first: 4 / 16, second: 1 / 4, third: 9.0}
+        assert drawn_probabilities(client) == pytest.approx(shares(weights))
+        client.update_table("pool", sampler="prioritized")
+        assert drawn_probabilities(client) == pytest.approx({first: 4 / 14, second: 1 / 14, third: 9 / 14})
+
+
+def test_an_ageing_remover_evicts_what_is_worth_least_now():
+    table = TableConfig(name="pool", remover={"type": "min_heap", "half_life": 4.0}, max_size=3)
+    with serving(table) as client:
+        client.set_policy_version(8)
+        first, second, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
+        client.set_policy_version(20)
+        newest = client.insert(b"x", {"pool": 0.05}, policy_version=20)
+        assert set(effective(client)) == {first, third, newest}
+        client.insert(b"x", {"pool": 1.0}, policy_version=20)
+        assert newest not in effective(client)  # 0.05 now is less than 4.0 of twenty versions ago, 0.125
+
+
+def test_a_restart_keeps_the_age_of_every_item(tmp_path):
+    with serving(data_dir=tmp_path) as client:
+        client.set_policy_version(3000)
+        for lag in (0, 4, 40, 400):
+            client.insert(b"x", {"pool": 1.0}, policy_version=3000 - lag)
+        before = effective(client)
+    with serving(data_dir=tmp_path) as client:
+        assert effective(client) == pytest.approx(before)
+        assert drawn_probabilities(client) == pytest.approx(shares(before))
+
+
+def test_a_checkpoint_keeps_the_age_of_every_item(tmp_path):
+    section = CheckpointsSection(dir=tmp_path)
+    with serving(checkpoints=section) as client:
+        client.set_policy_version(8)
+        insert_three(client)
+        client.checkpoint("late")
+        before = effective(client)
+    with serving(checkpoints=section, restore="late") as client:
+        assert client.policy().version == 8
+        assert drawn_probabilities(client) == pytest.approx(shares(before))
+
+
+def test_a_reset_forgets_items_and_not_the_policy_version():
+    with serving() as client:
+        client.set_policy_version(1000)
+        insert_three(client)
+        client.reset("pool")
+        old = client.insert(b"x", {"pool": 1.0}, policy_version=996)
+        new = client.insert(b"x", {"pool": 1.0}, policy_version=1000)
+        assert drawn_probabilities(client) == pytest.approx({old: 1 / 3, new: 2 / 3})
+
+
+def test_a_forwarded_item_ages_from_the_version_it_was_made_by():
+    tables = (
+        TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 10}, forward_to="pool"),
+        TableConfig(name="pool", sampler={"type": "prioritized", "half_life": 4.0}),
+    )
+    with serving(*tables) as client:
+        key = client.insert(b"x", {"queue": 1.0}, policy_version=0)
+        client.set_policy_version(8)
+        client.sample("queue", 1)
+        assert effective(client) == pytest.approx({key: 0.25})
+        assert effective(client, "queue") == {}
