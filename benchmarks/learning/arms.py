@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from replay_trainer.correction import CorrectionConfig
@@ -33,7 +33,7 @@ class Arm:
     prompts: Literal["epochs", "thompson", "skip"] = "epochs"
     lag: int = 0
     """Policy versions that the generator is behind the trainer."""
-    correction: CorrectionConfig = CorrectionConfig(level="token", action="truncate", clip_max=2.0)
+    correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(clip_max=2.0))
 
     @property
     def pools(self) -> bool:

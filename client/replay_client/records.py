@@ -246,8 +246,9 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
     tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
         effective = _effective(member.effective_priorities, len(member.rows))
-        for row, *held in zip(member.rows, member.priorities, member.times_sampled, effective, strict=True):
-            tables[row][member.table] = Membership(*held)
+        columns = zip(member.rows, member.priorities, member.times_sampled, effective, strict=True)
+        for row, priority, times, aged in columns:
+            tables[row][member.table] = Membership(priority, times, aged)
     return [
         StoredItem(key, age, version, max(0, first.policy_version - version), held, payload)
         for key, age, version, held, payload in zip(

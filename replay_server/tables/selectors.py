@@ -4,8 +4,8 @@ A selector keeps an order or a distribution over the slots of one table's Column
 taking them out: distinct slots in the order in which they come, together with each one's probability of coming first.
 Ties go to the older item.
 
-Freshness: with a half-life of h policy versions a priority counts half as much for each h versions that the item lags by
-(after freshness-aware prioritized replay, arXiv 2604.16918).
+Freshness (after arXiv 2604.16918): with a half-life of h policy versions, the weight of an item halves for each h
+versions that it lags by.
 
 * All items lose the same factor when the current version moves, so their order and their shares stay. A selector
   therefore keeps weights relative to a fixed version, and touches nothing when the version moves.

@@ -96,7 +96,7 @@ def test_an_ageing_remover_evicts_what_is_worth_least_now():
     table = TableConfig(name="pool", remover={"type": "min_heap", "half_life": 4.0}, max_size=3)
     with serving(table) as client:
         client.set_policy_version(8)
-        first, second, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
+        first, _, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
         client.set_policy_version(20)
         newest = client.insert(b"x", {"pool": 0.05}, policy_version=20)
         assert set(effective(client)) == {first, third, newest}
