@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -13,39 +14,65 @@ from typing import IO, Any
 
 import numpy as np
 
-from replay_client import RolloutGroup, group_from_completions
+from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
 
 
 def make_group(
     *,
-    prompt=(5, 6, 7),
-    lengths=(3, 1, 2),
-    rewards=(1.0, 0.0, 1.0),
-    version=0,
-    seed=0,
-    **fields,
+    rewards: Sequence[float] = (1.0, 0.0, 1.0),
+    prompt: Sequence[int] = (3, 4),
+    lengths: Sequence[int] | None = None,
+    completions: Sequence[Sequence[int]] | None = None,
+    logprobs: Sequence[float] | float = -1.0,
+    loss_mask: Sequence[bool] | None = None,
+    version: int = 0,
+    seed: int | None = None,
+    **fields: Any,
 ) -> RolloutGroup:
-    """A group of len(lengths) completions of unequal lengths with binary rewards."""
-    rng = np.random.default_rng(seed)
-    return group_from_completions(
-        prompt_ids=prompt,
-        completions=[rng.integers(3, 30, size=n) for n in lengths],
-        logprobs=[rng.uniform(-3, -0.01, size=n) for n in lengths],
-        rewards=rewards,
+    """A group with a completion for each reward, of 1, 2, 3, ... tokens below 16 unless given.
+
+    With a seed, tokens and log-probabilities are random.
+    """
+    if completions is None:
+        lengths = range(1, len(rewards) + 1) if lengths is None else lengths
+        completions = [[5 + j % 7] * length for j, length in enumerate(lengths)]
+    lengths_G = np.array([len(completion) for completion in completions], np.int32)
+    tokens_T = np.array([token for completion in completions for token in completion], np.int32)
+    logprobs_T = np.full(tokens_T.size, logprobs) if np.isscalar(logprobs) else np.array(logprobs)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        tokens_T = rng.integers(3, 16, size=tokens_T.size, dtype=np.int32)
+        logprobs_T = rng.uniform(-3, -0.01, size=tokens_T.size)
+    return RolloutGroup(
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=tokens_T,
+        completion_lengths=lengths_G,
+        rollout_logprobs=logprobs_T.astype(np.float32),
+        rewards=np.array(rewards, np.float32),
         advantages=group_advantages(rewards),
+        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
         policy_version=version,
         **fields,
     )
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0, pause: float = 0.01) -> Any:
-    """The first value of `condition()` that counts as true. Fails with the last value after `seconds`."""
+def until(
+    condition: Callable[[], Any], otherwise: str = "not in time", seconds: float = 30.0, pause: float = 0.01
+) -> Any:
+    """The first value of `condition()` that counts as true. Fails with `otherwise` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"still {value!r} after {seconds:g} s"
+        assert time.monotonic() < deadline, otherwise
         time.sleep(pause)
     return value
+
+
+async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Waits on the event loop until `condition()` counts as true; fails after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @dataclass

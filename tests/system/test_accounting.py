@@ -23,7 +23,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from tests.factories import server_process
+from tests.factories import server_process, until
 
 SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "20"))
 BATCH = 4
@@ -186,14 +186,10 @@ def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path):
 
 def quiet(client: ReplayClient) -> None:
     """Waits until the server has noticed that everybody is gone."""
-    end = time.monotonic() + 15
-    while True:
+
+    def is_quiet() -> bool:
         info = client.server_info()
         table = info.tables["queue"]
-        if not (info.insert_streams or info.sample_streams or table.reserved or table.inserting.count):
-            return
-        assert time.monotonic() < end, (
-            f"{info.insert_streams} insert and {info.sample_streams} sample streams, {table.reserved} in hand, "
-            f"{table.inserting.count} inserting, all clients being dead"
-        )
-        time.sleep(0.05)
+        return not (info.insert_streams or info.sample_streams or table.reserved or table.inserting.count)
+
+    until(is_quiet, "all clients are dead, and the server still holds something for one", pause=0.05)

@@ -1,7 +1,6 @@
 """The main job with the real server process, the real vLLM engine and the real trainer."""
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from replay_client.scoring import is_zero_variance
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import Batch
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
-from tests.factories import server_process
+from tests.factories import server_process, until
 from tests.system.conftest import CONFIG
 
 GROUPS, STEPS = 3, 12  # three groups of four completions a step: groups != generations
@@ -106,7 +105,7 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
 
         # The generator followed: it reloaded later versions and agrees with the trainer on them.
         assert client.policy().version == STEPS
-        wait_for(lambda: client.sample("rollouts", 1)[0].info.policy_version == STEPS, seconds=60)
+        until(lambda: client.sample("rollouts", 1)[0].info.policy_version == STEPS, seconds=60, pause=0.1)
         generator.terminate()
         assert generator.wait(timeout=90) == 0
         assert "Traceback" not in generator.output()
@@ -114,15 +113,6 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
         assert last["policy_version"] == STEPS
         assert last["reloads"] > 2
         assert last["probe_max_difference"] < 1e-3
-
-
-def wait_for(question, seconds: float):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if answer := question():
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"not true within {seconds} s")
 
 
 def steps_done(folder: Path) -> int:
@@ -148,12 +138,12 @@ def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generat
     folder = tmp_path / "train"
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address) as client:
         generator, trainer = generate(server.address, "transformers"), train(server.address, 60, "--resume")
-        wait_for(lambda: steps_done(folder) >= 5, 90)
+        until(lambda: steps_done(folder) >= 5, seconds=90, pause=0.1)
         generator.kill()
         generator.wait()
         generate(server.address, "transformers")
         after = steps_done(folder) + 10
-        wait_for(lambda: steps_done(folder) >= after, 90)
+        until(lambda: steps_done(folder) >= after, seconds=90, pause=0.1)
         assert trainer.poll() is None
         trainer.kill()
         trainer.wait()
@@ -170,7 +160,7 @@ def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generat
 def test_killing_the_server_ends_generator_and_trainer_with_a_clear_error(tmp_path, generate, train):
     with server_process(tmp_path, CONFIG) as server:
         generator, trainer = generate(server.address, "transformers"), train(server.address, 1000)
-        wait_for(lambda: steps_done(tmp_path / "train") >= 2, 90)
+        until(lambda: steps_done(tmp_path / "train") >= 2, seconds=90, pause=0.1)
         server.kill()
         for command in (generator, trainer):
             assert command.wait(timeout=30) == 1

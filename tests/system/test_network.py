@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -183,7 +184,6 @@ def test_a_sampler_gets_nothing_twice_and_misses_at_most_the_batch_whose_answer_
 
 def test_every_call_ends_in_its_time_whatever_the_network_does(server):
     faults = Faults(delay=0.2, reset=0.01, truncate=0.01, drop=0.03, refuse=0.3, longest_silence=4.0)
-    late: list[float] = []
     codes: Counter[str] = Counter()
     end = time.monotonic() + SECONDS
 
@@ -197,20 +197,18 @@ def test_every_call_ends_in_its_time_whatever_the_network_does(server):
                     lambda: client.server_info(),
                     lambda: client.sample("queue", 1),
                 ):
-                    started = time.monotonic()
                     try:
-                        call()
+                        # A call that outlives its timeout and the grace raises TimeoutError here.
+                        calls.submit(call).result(timeout + GRACE + 3.0)
                         codes["OK"] += 1
                     except ReplayError as error:
                         codes[type(error).__name__] += 1
-                    late.append(time.monotonic() - started - timeout)
 
-    with proxied(server, 4, faults) as proxy:
+    with ThreadPoolExecutor(4) as calls, proxied(server, 4, faults) as proxy:
         assert run_all(*(lambda: use(proxy.address) for _ in range(4))) == []
     assert codes.keys() <= {"OK", "DeadlineExceededError", "ServerUnavailableError"}, codes
     assert codes["OK"] > 10
     assert codes["ServerUnavailableError"] + codes["DeadlineExceededError"] > 3
-    assert max(late) < GRACE + 3.0
 
 
 def test_tls_with_tokens_goes_on_through_a_network_that_breaks(tmp_path):

@@ -8,43 +8,18 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import AdmissionInfo
-from replay_client.scoring import group_advantages, is_zero_variance
+from replay_client.scoring import is_zero_variance
+from tests.factories import make_group
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
 
 VOCABULARY = 16
-
-
-def make_group(
-    *,
-    rewards: Sequence[float] = (0.0, 1.0),
-    prompt: Sequence[int] = (3, 4),
-    completions: Sequence[Sequence[int]] | None = None,
-    logprobs: Sequence[float] | float = -1.0,
-    loss_mask: Sequence[bool] | None = None,
-    **fields: Any,
-) -> RolloutGroup:
-    """A group; its completions have 1, 2, 3, … tokens unless given."""
-    if completions is None:
-        completions = [[5 + j % 7] * (j + 1) for j in range(len(rewards))]
-    tokens = [token for completion in completions for token in completion]
-    return RolloutGroup(
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(tokens, np.int32),
-        completion_lengths=np.array([len(completion) for completion in completions], np.int32),
-        rollout_logprobs=np.full(len(tokens), logprobs, np.float32) if np.isscalar(logprobs) else np.array(logprobs),
-        rewards=np.array(rewards, np.float32),
-        advantages=group_advantages(rewards),
-        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
-        **fields,
-    )
 
 
 def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, staleness: int = 0) -> Sample:

@@ -25,7 +25,8 @@ from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
-from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_group, make_model, make_sample
+from tests.factories import make_group
+from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model, make_sample
 from tests.trainer.run_rank import main as run_rank
 from tests.trainer.test_ranks import OPTIONS, write_options
 

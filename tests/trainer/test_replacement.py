@@ -17,7 +17,8 @@ from replay_trainer.batching import to_batch
 from replay_trainer.description import group_drifts
 from replay_trainer.ranks import Ranks
 from replay_trainer.sources import DynamicSource, KeepingSource, ReplacingSource, SharingSource
-from tests.trainer.factories import FakeClient, make_group, make_sample
+from tests.factories import make_group
+from tests.trainer.factories import FakeClient, make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
 MIXED = [0.0, 1.0, 1.0, 0.0]

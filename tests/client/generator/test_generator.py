@@ -41,6 +41,7 @@ from tests.client.generator.factories import (
     make_version,
     recomputed,
 )
+from tests.factories import async_until
 
 # Work that nobody awaits has held back its group, and perhaps its permit.
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
@@ -73,12 +74,6 @@ def fake_weights(folder: Path, *, probe: list[float] | None = None) -> Path:
         content = {"token_ids": list(range(len(probe) + 1)), "logprobs": probe}
         (folder / "probe.json").write_text(json.dumps(content))
     return folder
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def running(generator: RolloutGenerator) -> asyncio.Task[None]:
@@ -132,7 +127,7 @@ async def test_async_reward_functions_of_a_group_run_at_the_same_time() -> None:
 async def test_no_more_groups_are_under_way_than_allowed() -> None:
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     task = await running(make_generator(client, engine, max_concurrent_groups=3, max_groups=9))
-    await until(lambda: engine.generating == 3)
+    await async_until(lambda: engine.generating == 3)
     await asyncio.sleep(0.05)
     assert engine.generating == 3
     assert engine.hold is not None
@@ -244,8 +239,8 @@ async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generati
 
     client, engine = RecordingClient(), ScriptedEngine()
     task = await running(make_generator(client, engine, reward=reward, max_concurrent_groups=3, max_groups=3))
-    await until(inside.is_set)
-    await until(lambda: len(engine.seeds) == 3)  # all are generated while the first is still being scored
+    await async_until(inside.is_set)
+    await async_until(lambda: len(engine.seeds) == 3)  # all are generated while the first is still being scored
     assert client.inserts == []
     go_on.set()
     await task
@@ -427,7 +422,7 @@ async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=5.0)
     task = await running(generator)
-    await until(lambda: engine.generating == 3)
+    await async_until(lambda: engine.generating == 3)
     generator.stop()
     await asyncio.sleep(0.02)
     assert engine.hold is not None
@@ -441,7 +436,7 @@ async def test_stop_cancels_groups_that_take_longer_than_the_grace() -> None:
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=0.05)
     task = await running(generator)
-    await until(lambda: engine.generating == 3)
+    await async_until(lambda: engine.generating == 3)
     generator.stop()
     await asyncio.wait_for(task, 5)
     assert client.inserts == []
@@ -457,14 +452,14 @@ async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_
     await client.publish(3, fake_weights(tmp_path / "step-3"))
     generator = make_generator(client, engine, max_concurrent_groups=2)
     task = await running(generator)
-    await until(lambda: engine.generating == 2)
+    await async_until(lambda: engine.generating == 2)
     await client.publish(4, fake_weights(tmp_path / "step-4"))
     await client.publish(5, fake_weights(tmp_path / "step-5"))
     await asyncio.sleep(0.05)
     assert engine.loaded == [str(tmp_path / "step-3")]  # waits for those that began with it
     assert engine.hold is not None
     engine.hold.set()
-    await until(lambda: generator.stats["policy_version"] == 5)
+    await async_until(lambda: generator.stats["policy_version"] == 5)
     await client.inserted(10)
     generator.stop()
     await task
@@ -479,9 +474,9 @@ async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path: P
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, reload="at_once", max_groups=2)
     task = await running(generator)
-    await until(lambda: engine.generating == 2)
+    await async_until(lambda: engine.generating == 2)
     await client.publish(1, fake_weights(tmp_path / "step-1"))
-    await until(lambda: generator.stats["policy_version"] == 1)
+    await async_until(lambda: generator.stats["policy_version"] == 1)
     assert engine.generating_at_load == [2]
     assert engine.hold is not None
     engine.hold.set()
@@ -520,7 +515,7 @@ async def test_at_once_nothing_drawn_since_the_reload_is_inserted_before_its_che
     await client.publish(1, fake_weights(tmp_path / "step-1", probe=[-0.9]))
     await checking.wait()
     before = len(client.inserts)
-    await until(lambda: generator.stats["groups_under_way"] == 2 and engine.generating == 0)
+    await async_until(lambda: generator.stats["groups_under_way"] == 2 and engine.generating == 0)
     await asyncio.sleep(0.05)
     assert len(client.inserts) <= before + 2  # what was complete before
     go_on.set()
@@ -538,9 +533,9 @@ async def test_a_group_that_waits_for_a_place_in_the_queue_does_not_hold_up_new_
     client, engine = Full(), ScriptedEngine()
     generator = make_generator(client, engine, max_concurrent_groups=2, stop_grace=0.01)
     task = await running(generator)
-    await until(lambda: len(engine.seeds) == 2 and not engine.generating)
+    await async_until(lambda: len(engine.seeds) == 2 and not engine.generating)
     await client.publish(1, fake_weights(tmp_path / "step-1"))
-    await until(lambda: generator.stats["policy_version"] == 1)
+    await async_until(lambda: generator.stats["policy_version"] == 1)
     generator.stop()
     await task
 
@@ -644,7 +639,7 @@ async def test_weights_without_a_probe_are_used_with_one_warning(
         task = await running(generator)
         for version in (1, 2):
             await client.publish(version, fake_weights(tmp_path / f"step-{version}"))
-            await until(lambda version=version: generator.stats["policy_version"] == version)
+            await async_until(lambda version=version: generator.stats["policy_version"] == version)
         generator.stop()
         await task
     assert [record.message for record in caplog.records if "no probe.json" in record.message].__len__() == 1
@@ -675,7 +670,7 @@ async def test_a_model_is_followed_through_versions_with_exact_logprobs(model: P
     task = await running(generator)
     await client.inserted(4)
     await client.publish(2, versions[2])
-    await until(lambda: generator.stats["policy_version"] == 2)
+    await async_until(lambda: generator.stats["policy_version"] == 2)
     shutil.rmtree(versions[1])
     await client.inserted(len(client.inserts) + 6)
     generator.stop()
@@ -707,7 +702,7 @@ async def test_at_once_a_model_is_followed_with_exact_logprobs_for_every_token(m
     for step in (1, 2, 3):
         await client.inserted(len(client.inserts) + 1)
         await client.publish(step, versions[step])
-        await until(lambda step=step: generator.stats["policy_version"] == step)
+        await async_until(lambda step=step: generator.stats["policy_version"] == step)
     await client.inserted(len(client.inserts) + 3)
     generator.stop()
     await task
@@ -770,7 +765,7 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_groups=2, metrics_path=path)
     task = await running(generator)
-    await until(lambda: engine.generating == 2)
+    await async_until(lambda: engine.generating == 2)
     await client.publish(5, fake_weights(tmp_path / "step-5"))
     await asyncio.sleep(0.02)
     assert engine.hold is not None

@@ -18,7 +18,7 @@ from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.generator.wait_log import WaitLog
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
-from tests.factories import server_process
+from tests.factories import async_until, server_process
 
 TABLES = [
     TableConfig(name="rollouts", sampler="fifo", max_staleness=2),
@@ -56,12 +56,6 @@ async def generating(
         finally:
             generator.stop()
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 FATES = ("insert", "filter", "fail", "stale", "fail to tokenize")
@@ -122,11 +116,11 @@ async def test_as_many_groups_are_under_way_as_there_are_permits() -> None:
     engine = ScriptedEngine(hold=asyncio.Event())
     with serving(groups_per_step=3, max_staleness=1) as server:
         async with generating(server.address, engine, max_concurrent_groups=None) as (_, client, _task):
-            await until(lambda: engine.generating == 6)
+            await async_until(lambda: engine.generating == 6)
             await asyncio.sleep(0.1)
             assert engine.generating == 6
             await client.set_policy_version(1)
-            await until(lambda: engine.generating == 9)
+            await async_until(lambda: engine.generating == 9)
 
 
 async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_counted(
@@ -139,7 +133,7 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
     ):
         async with generating(server.address, engine, max_groups=3) as (generator, client, task):
             # The server believes the first two dead, and lets the third begin.
-            await until(lambda: engine.generating == 3)
+            await async_until(lambda: engine.generating == 3)
             assert engine.hold is not None
             engine.hold.set()
             await task
@@ -159,7 +153,7 @@ async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
             client,
             task,
         ):
-            await until(lambda: generator.stats["full_refused"] > 0)
+            await async_until(lambda: generator.stats["full_refused"] > 0)
             assert generator.stats["groups"] == 2
             assert not task.done()
             for sample in await client.sample("small", 2):
@@ -249,21 +243,21 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path:
     )
     with server_process(tmp_path, config, address) as server:
         async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (generator, _, task):
-            await until(lambda: generator.stats["groups"] > 5)
+            await async_until(lambda: generator.stats["groups"] > 5)
             getattr(server.process, way)()
             server.process.wait()
             await asyncio.sleep(0.5)
             groups = generator.stats["groups"]
             assert not task.done()
             with server_process(tmp_path, config, address):
-                await until(lambda: generator.stats["groups"] > groups + 20)
+                await async_until(lambda: generator.stats["groups"] > groups + 20)
             assert not task.done()
 
 
 async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with generating(server.address, ScriptedEngine(), timeout=1.0) as (generator, _, task):
-            await until(lambda: generator.stats["groups"] > 5)
+            await async_until(lambda: generator.stats["groups"] > 5)
             server.kill()
             with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
                 await asyncio.wait_for(task, 20)

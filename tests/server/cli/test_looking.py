@@ -12,13 +12,12 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from replay_trainer.demo.task import make_tokenizer
-from tests.factories import make_group, server_process
+from tests.factories import make_group, server_process, until
 from tests.server.cli.conftest import run_replay
 
 
@@ -27,18 +26,11 @@ def document(result):
     return json.loads(result.stdout)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     client.insert(b"12345", {"replay": 1.0})
     thread = threading.Thread(target=lambda: client.sample("replay", 2))
     thread.start()
-    wait_until(lambda: client.server_info().tables["replay"].sampling.count)
+    until(lambda: client.server_info().tables["replay"].sampling.count)
     shown = replay("tables")
     assert shown.returncode == 0
     assert "1 / 16" in shown.stdout

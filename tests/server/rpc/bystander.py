@@ -1,29 +1,34 @@
 """A bystander: a client whose calls must not suffer from what others do."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from replay_client import ReplayClient
+from replay_client import Policy, ReplayClient
 
 
 @contextmanager
-def bystander(client: ReplayClient) -> Iterator[list[float]]:
-    """The seconds that one small call after the other takes while the block runs."""
-    seconds: list[float] = []
+def bystander(client: ReplayClient) -> Iterator[list[Policy]]:
+    """One small call after the other while the block runs; yields their answers.
+
+    A call that reaches the client's deadline fails the block.
+    """
+    answers: list[Policy] = []
+    failures: list[Exception] = []
     stop = threading.Event()
 
     def call() -> None:
-        while not stop.is_set():
-            started = time.monotonic()
-            client.policy()
-            seconds.append(time.monotonic() - started)
+        try:
+            while not stop.is_set():
+                answers.append(client.policy())
+        except Exception as error:
+            failures.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        yield seconds
+        yield answers
     finally:
         stop.set()
         thread.join()
+    assert failures == []

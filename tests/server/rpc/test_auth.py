@@ -21,7 +21,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from replay_server.rpc.auth import ROLES, Role, Tokens
 from tests.certificates import make_certificate
-from tests.factories import make_group
+from tests.factories import make_group, until
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
 TABLES = [TableConfig(name="plain", sampler="fifo")]
@@ -144,12 +144,10 @@ def test_a_refused_stream_ends_before_anything_of_it_is_read(server):
         yield b""
 
     with grpc.insecure_channel(server.address) as channel:
-        started = time.monotonic()
         call = channel.stream_stream(f"/{SERVICE}/SampleStream")(requests(), timeout=15)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is Code.UNAUTHENTICATED
-        assert time.monotonic() - started < 10
         never.set()
 
 
@@ -213,10 +211,7 @@ def test_the_whole_client_works_with_a_token(server):
 
 
 def until_code(address: str, expected: grpc.StatusCode, token: str) -> None:
-    end = time.monotonic() + 10
-    while code_of(address, "GetPolicy", bearer(token)) is not expected:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: code_of(address, "GetPolicy", bearer(token)) is expected, pause=0.1)
 
 
 def test_tokens_are_exchanged_while_the_server_runs(server, tokens_file, caplog):
@@ -348,13 +343,12 @@ def test_a_certificate_for_another_name_is_accepted_where_that_name_is_expected(
 )
 def test_a_server_that_cannot_be_trusted_is_an_error_at_once(pki, cert, tls, words):
     with tls_server(pki, cert) if cert else server_with() as server:
-        started = time.monotonic()
         with (
-            ReplayClient(server.address, timeout=60.0, tls=client_tls(pki, **tls)) as client,
+            # A call without a deadline ends only because the error ends it.
+            ReplayClient(server.address, timeout=None, tls=client_tls(pki, **tls)) as client,
             pytest.raises(AuthenticationError) as caught,
         ):
             client.policy()
-        assert time.monotonic() - started < 30
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -391,9 +385,7 @@ def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
 
         assert works("ca")
         make_certificate(tmp_path, "current", pki["other ca"])
-        end = time.monotonic() + 10
-        while not works("other ca"):
-            assert time.monotonic() < end
+        until(lambda: works("other ca"))
         current.cert.write_text("nonsense")
         time.sleep(1.1)
         assert works("other ca")

@@ -20,7 +20,7 @@ from replay_client.rollout import MAGIC
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group
+from tests.factories import make_group, until
 from tests.server.rpc.bystander import bystander
 
 TABLES = [
@@ -68,19 +68,10 @@ def check_unaffected(address: str) -> None:
         info = other.server_info()
         assert (info.items, info.bytes) == (0, 0)
         for name in ("queue", "pool", "plain"):
-            started = time.monotonic()
             key = other.insert(b"alive", {name: 1.0})
             (sample,) = other.sample(name, 1)
             assert (sample.info.key, bytes(sample.payload)) == (key, b"alive")
-            assert time.monotonic() - started < 20
             other.reset(name)
-
-
-def until(condition, otherwise: str, seconds: float = 8.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.01)
 
 
 def streams(client: ReplayClient) -> int:
@@ -251,17 +242,13 @@ def test_a_long_table_name_is_not_repeated_for_every_row(stub, client):
     assert response.ByteSize() < 2 * MB
 
 
-def check_holds_nobody_up(address: str, request: bytes, method: str = "Insert", seconds: float = 1.0) -> None:
-    """Another client is answered within `seconds` while the server deals with the bytes of `request`."""
-    with grpc.insecure_channel(address) as channel, ReplayClient(address, timeout=60.0) as other:
+def check_holds_nobody_up(address: str, request: bytes, method: str = "Insert", seconds: float = 2.0) -> None:
+    """No call of another client reaches its deadline of `seconds` while the server deals with `request`."""
+    with grpc.insecure_channel(address) as channel, ReplayClient(address, timeout=seconds) as other:
         other.policy()
         call = channel.unary_unary(f"/replay.v1.Replay/{method}").future(request)
-        slow = []
         while not call.done():
-            started = time.monotonic()
             other.policy()
-            slow.append(time.monotonic() - started)
-        assert max(slow, default=0.0) < seconds
 
 
 def test_one_table_named_many_times_in_a_message_holds_nobody_up(server):
@@ -418,9 +405,7 @@ def test_updates_and_deletes_of_many_unknown_keys_only_say_so(stub, client):
 
 
 def test_asking_for_one_table_many_times_is_answered_once_and_soon(stub, client):
-    started = time.monotonic()
-    info = stub.GetServerInfo(pb.GetServerInfoRequest(tables=["plain"] * 20_000))
-    assert time.monotonic() - started < 10
+    info = stub.GetServerInfo(pb.GetServerInfoRequest(tables=["plain"] * 20_000), timeout=10)
     assert len(info.tables) == 1
 
 
@@ -507,9 +492,9 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub,
     request = pb.InsertRequest(
         keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")], payload_sizes=[0] * rows
     )
-    with bystander(client) as slow:
+    with bystander(client) as answers:
         assert stub.Insert(request).decided == rows
-    assert len(slow) > 3  # it took seconds; one call, or two, is what others got when they had no turns in between
+    assert len(answers) > 3  # one or two is what others get when the server does not yield in between
 
 
 def test_a_large_credit_holds_nobody_up(stub, client):
@@ -518,11 +503,11 @@ def test_a_large_credit_holds_nobody_up(stub, client):
             writer.insert(b"x" * 100, {"plain": 1.0})
     opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=500), credit=130)
     stream = stub.SampleStream(iter_later(opening, []))
-    with bystander(client) as slow:
+    with bystander(client) as answers:
         next(stream)
         time.sleep(0.5)
         stream.cancel()
-    assert max(slow) < 2
+    assert answers
 
 
 def test_requests_whose_time_is_up_leave_nothing_behind_the_one_that_waits(server, stub, client):

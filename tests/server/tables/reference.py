@@ -93,7 +93,7 @@ class RefTable:
         return sum(row.nbytes for row in self.rows)
 
     def limits(self) -> tuple[float, int, float, float]:
-        """spi, min_size, min_diff, max_diff: the table of facts §1."""
+        """spi, min_size, min_diff, max_diff: the constants of Reverb's limiters."""
         limiter = self.config.rate_limiter
         if limiter.type == "min_size":
             return 1.0, limiter.min_size, -math.inf, math.inf

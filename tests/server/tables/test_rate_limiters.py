@@ -1,4 +1,4 @@
-"""The inequalities of facts §1, at the points where they begin to block."""
+"""Reverb's inequalities, at the points where they begin to block."""
 
 import math
 

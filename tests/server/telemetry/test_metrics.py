@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
-from tests.factories import make_group
+from tests.factories import make_group, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -133,10 +133,7 @@ def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(serv
     client.insert(b"x", {"replay": 1.0})
     with client.sampler("replay", 1, prefetch=3) as sampler:
         next(sampler)
-    end = time.monotonic() + 10
-    while client.server_info().sample_streams:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not client.server_info().sample_streams)
     samples = scrape(server.metrics_address)
     ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "SampleStream") in key]
     assert ended
@@ -220,6 +217,7 @@ def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
 # ------------------------------------------------------------------------------------------- health, reflection, logs
 
 
+@pytest.mark.timeout(120)
 def test_health_is_serving_and_not_serving_while_the_server_drains():
     server = ReplayServer(tables=[TableConfig(name="a")], port=0)
     server.start()
@@ -232,12 +230,10 @@ def test_health_is_serving_and_not_serving_while_the_server_drains():
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         watch = health.Watch(health_pb2.HealthCheckRequest(service="replay.v1.Replay"))
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        begin = time.monotonic()
-        server.stop(grace=30.0)
+        server.stop(grace=600.0)  # nothing is left to wait for
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(StopIteration):
             next(watch)
-        assert time.monotonic() - begin < 20
 
 
 def test_health_needs_no_token_and_reflection_any(tmp_path):
