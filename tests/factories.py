@@ -20,7 +20,7 @@ from replay_client.scoring import group_advantages
 
 def make_group(
     *,
-    rewards: Sequence[float] = (1.0, 0.0, 1.0),
+    rewards: Sequence[float] | None = None,
     prompt: Sequence[int] = (3, 4),
     lengths: Sequence[int] | None = None,
     completions: Sequence[Sequence[int]] | None = None,
@@ -30,10 +30,13 @@ def make_group(
     seed: int | None = None,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group with a completion for each reward, of 1, 2, 3, ... tokens below 16 unless given.
+    """A group of completions of 1, 2, 3, ... tokens below 16, with rewards 1, 0, 1, ..., unless given.
 
-    With a seed, tokens and log-probabilities are random.
+    Without rewards, lengths and completions it has three completions. With a seed, tokens and log-probabilities are
+    random.
     """
+    if rewards is None:
+        rewards = [float(row % 2 == 0) for row in range(len(completions or lengths or (1, 2, 3)))]
     if completions is None:
         lengths = range(1, len(rewards) + 1) if lengths is None else lengths
         completions = [[5 + j % 7] * length for j, length in enumerate(lengths)]
