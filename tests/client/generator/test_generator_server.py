@@ -181,7 +181,7 @@ async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog: pytest
             client,
             task,
         ):
-            await until(lambda: generator.stats["server_refused"] > 0)
+            await async_until(lambda: generator.stats["server_refused"] > 0)
             seen = 0
             while not task.done():
                 page = await client.list_items("large")
@@ -204,7 +204,7 @@ async def test_storage_that_refuses_is_waited_for_and_nothing_is_dropped(
         ):
             with monkeypatch.context() as disk:
                 disk.setattr("replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (0, 1 << 30))
-                await until(lambda: generator.stats["server_refused"] > 0)
+                await async_until(lambda: generator.stats["server_refused"] > 0)
                 written = generator.stats["groups"]
                 await asyncio.sleep(0.5)
                 assert generator.stats["groups"] == written < 10
