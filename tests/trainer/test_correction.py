@@ -245,6 +245,38 @@ def test_moments_of_parts_give_the_metrics_of_the_whole() -> None:
     assert Moments.of_parts(parts).metrics() == pytest.approx(whole, nan_ok=True)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
+def test_a_rejection_does_not_hide_a_nan_of_the_model(estimator: str, aggregate: str) -> None:
+    old, rollout, mask = logprobs_of([[1.0, 1.0, 50.0], [1.0, 50.0, 1.0]])
+    old[0, 0] = NAN
+    rejection = Rejection(estimator, aggregate, low=0.0, high=2.0)  # type: ignore[arg-type]
+    correction = correct(old, rollout, mask, CorrectionConfig(rejection=rejection))
+    assert correction.mask[0, 0]
+    assert not correction.mask[1, 1]
+    assert correction.weights[0, 0].isnan()
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_batch_without_tokens_may_be_rejected(aggregate: str, rows: int) -> None:
+    empty = torch.zeros(rows, 0)
+    config = CorrectionConfig(level="sequence", rejection=Rejection("k1", aggregate, high=2.0))  # type: ignore[arg-type]
+    correction = correct(empty, empty, empty, config)
+    assert correction.weights.shape == correction.mask.shape == (rows, 0)
+    assert math.isnan(correction.metrics["ratio_mean"])
+
+
+def test_weights_that_all_vanish_are_not_blown_up_by_normalising() -> None:
+    # Two sequences of 3 tokens with l = -7 and -8: weights e^-21 and e^-24, mean 4e-10.
+    old, rollout, mask = torch.tensor([[-9.0] * 3, [-10.0] * 3]), torch.full((2, 3), -2.0), torch.ones(2, 3)
+    config = CorrectionConfig(level="sequence", batch_normalize=True)
+    assert correct(old, rollout, mask, config).weights[:, 0].tolist() == pytest.approx([math.exp(-21), math.exp(-24)])
+    # One sequence that does not vanish is enough to divide by.
+    near = correct(torch.tensor([[-9.0] * 3, [-2.1] * 3]), rollout, mask, config).weights[:, 0].tolist()
+    assert near == pytest.approx([2 * math.exp(-20.7), 2.0], rel=1e-4)
+
+
 def test_the_mask_keeps_its_dtype() -> None:
     old, rollout, mask = logprobs_of([[1.0, 0]])
     for dtype in (torch.bool, torch.int64, torch.float32):
@@ -342,6 +374,7 @@ def test_nothing_to_correct_gives_zero_weights_and_no_numbers(level: str, shape:
         ({"veto": 2.0}, "veto is a ratio between"),
         ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be above 0"),
         ({"dppo_mask_low": 1.5}, "dppo_mask_low is a difference of probabilities"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c bounds a ratio and must be above 1"),
         ({"objective": "ppo"}, "objective must be one of 'decoupled', 'bypass', 'bypass_reinforce', not 'ppo'"),
     ],
 )

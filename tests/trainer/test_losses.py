@@ -131,6 +131,7 @@ def test_metrics_count_what_was_clipped() -> None:
             "approx_kl": (3.0 - 3 + math.log(2)) / 3,  # c - 1 - log c: 1 - ln 2, and twice -0.5 + ln 2
             "clip_low_fraction": 1 / 3,
             "clip_high_fraction": 1 / 3,
+            "dual_clip_fraction": 0.0,
         },
         abs=1e-6,
     )
@@ -145,6 +146,55 @@ def test_the_kl_penalty_is_k3_of_the_reference() -> None:
     assert metrics == pytest.approx({"kl": sum(k3) / 3})
     loss, _ = kl_loss(LOGPROBS, LOGPROBS + difference, MASK, beta=0.1, config=LossConfig("grpo"), normalizer=2)
     assert loss.item() == pytest.approx(0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2)
+
+
+def test_the_dual_clip_bounds_the_loss_of_tokens_that_have_become_likelier_against_their_advantage() -> None:
+    # A = -2 and c = 2: -c A = 4, bounded by 1.5 * 2 without a gradient. A = 1 is not touched.
+    assert loss_of(clip_ratio_c=1.5) == pytest.approx((-1.2 - 0.5 + 3) / 3)
+    assert gradient_of(clip_ratio_c=1.5) == [[0.0, round(-0.5 / 3, 4)], [0.0, 0.0]]
+    assert loss_of(clip_ratio_c=2.5) == loss_of()
+    assert gradient_of(clip_ratio_c=2.5) == gradient_of()
+    _, metrics = policy_loss(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, LossConfig(clip_ratio_c=1.5))
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31))
+def test_the_dual_clip_is_that_of_verl(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = torch.randn(4, 5, generator=generator).mul(2).requires_grad_()
+    old, advantages = 2 * torch.randn(4, 5, generator=generator), torch.randn(4, 5, generator=generator)
+    loss, _ = policy_loss(logprobs, old, advantages, torch.ones(4, 5), LossConfig(epsilon_high=0.3, clip_ratio_c=3.0))
+    # verl 0.9.1, compute_policy_loss_vanilla
+    ratio = (logprobs - old).exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.3))
+    theirs = torch.where(advantages < 0, torch.minimum(clipped, -advantages * 3.0), clipped).mean()
+    torch.testing.assert_close(loss, theirs)
+    ours, verls = (torch.autograd.grad(each, logprobs)[0] for each in (loss, theirs))
+    torch.testing.assert_close(ours, verls)
+
+
+@pytest.mark.parametrize("difference", [19.0, 25.0, 60.0, 500.0])
+def test_the_kl_penalty_pulls_however_far_the_policy_has_drifted(difference: float) -> None:
+    for sign in (1, -1):
+        logprobs = torch.tensor([[-1.0]], requires_grad=True)
+        loss, _ = kl_loss(logprobs, torch.tensor([[-1.0 + sign * difference]]), torch.ones(1, 1), beta=1.0)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss.isfinite()
+        # d k3 / d log θ = 1 - exp(d), and e^20 at most
+        expected = 1 - math.exp(min(sign * difference, 20.0))
+        assert gradient.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("difference", [-500.0, -25.0, 19.0, 60.0])
+def test_the_pull_to_the_rollout_policy_grows_with_the_distance(difference: float) -> None:
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    rollout = torch.tensor([[-1.0 - difference, -math.inf]])
+    config = CorrectionConfig(rollout_penalty=0.5, clip_min=1.0, clip_max=1.0)
+    loss, _ = corrected_policy_loss(logprobs, logprobs.detach(), rollout, torch.zeros(1), torch.ones(1, 2), config)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    # 2 * 0.5 * difference / 2 tokens; an impossible token has nothing to be pulled to
+    assert gradient.tolist() == [[pytest.approx(difference / 2), 0.0]]
 
 
 def test_reinforce_is_the_weighted_log_likelihood_without_any_ratio() -> None:
@@ -213,6 +263,7 @@ def test_the_masks_of_correction_see_the_current_policy() -> None:
         ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
         ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c bounds a ratio and must be above 1"),
         ({"normalizer": 0}, "normalizer must be positive"),
         ({"weights": torch.ones(2, 1)}, r"weights must have the shape of logprobs, \(2, 2\), not \(2, 1\)"),
         ({"keep": torch.ones(2, 3)}, "keep must have the shape"),

@@ -69,6 +69,25 @@ def test_the_parameters_of_a_preset_are_in_reach() -> None:
         trl("token")  # type: ignore[arg-type]
 
 
+def test_the_clipped_presets_of_verl_have_its_dual_clip_and_its_reinforce_has_no_clip() -> None:
+    for name, preset in PRESETS.items():
+        clipped = name.startswith("verl") and "_pg_" not in name
+        assert preset().clip_ratio_c == (3.0 if clipped else None), name
+    # A < 0 and θ / rollout = 4 > 3: under bypass verl gives this token no gradient
+    logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
+    config = PRESETS["verl_bypass_ppo_clip"]()
+    loss, _ = corrected_policy_loss(logprobs, logprobs.detach(), ROLLOUT, -torch.ones(2), torch.ones(2, 3), config)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert (gradient[0] == 0).tolist() == [False, True, True]  # 0.7 lies below 1 - epsilon
+
+
+def test_icepop_of_verl_exists_with_and_without_an_old_policy() -> None:
+    assert PRESETS["verl_bypass_pg_token_icepop"]().objective == "bypass_reinforce"
+    for name in ("verl_bypass_pg_token_icepop", "verl_decoupled_token_icepop"):
+        config = PRESETS[name]()
+        assert (config.level, config.action, config.clip_min, config.clip_max) == ("token", "mask", 0.5, 5.0)
+
+
 def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds() -> None:
     assert outcome(prime_rl(token_mask_high=3.0))[1] == [[True, False, True], [True] * 3]
     assert outcome(prime_rl(geo_mask_high=1.7))[1] == [[False] * 3, [True] * 3]

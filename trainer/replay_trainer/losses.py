@@ -27,7 +27,8 @@ as in TRL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -52,6 +53,9 @@ class LossConfig:
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: float | None = None
     """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
+    clip_ratio_c: float | None = None
+    """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
+    Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
     max_completion_length: int | None = None
     """The generator's limit in tokens; required for dr_grpo, which divides by it."""
 
@@ -60,6 +64,8 @@ class LossConfig:
             raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, not {self.loss_type!r}")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
+        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
+            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
         if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
             raise ValueError(
                 f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
@@ -100,7 +106,8 @@ def policy_loss(
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
     ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where clipping removed
-    the gradient (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0.
+    the gradient (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0;
+    dual_clip_fraction, where the dual clip removed it.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -120,17 +127,20 @@ def policy_loss(
     log_ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_BT = log_ratio_BT.exp()
 
+    low_BT = high_BT = dual_BT = torch.zeros_like(mask_BT)
     if reinforce:
         loss_BT = -advantages_BT * logprobs_BT
-        low_BT = high_BT = torch.zeros_like(mask_BT)
     elif config.loss_type == "cispo":
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
-        low_BT, high_BT = torch.zeros_like(mask_BT), (ratio_BT > config.clip_high) & (advantages_BT > 0)
+        high_BT = (ratio_BT > config.clip_high) & (advantages_BT > 0)
     else:
         least, most = 1 - config.epsilon, 1 + config.clip_high
         loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
         low_BT = (ratio_BT < least) & (advantages_BT < 0)
         high_BT = (ratio_BT > most) & (advantages_BT > 0)
+        if config.clip_ratio_c is not None:
+            dual_BT = (ratio_BT > config.clip_ratio_c) & (advantages_BT < 0)
+            loss_BT = torch.where(dual_BT, -config.clip_ratio_c * advantages_BT, loss_BT)
     if weights is not None:
         loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
     if keep is not None:
@@ -138,10 +148,15 @@ def policy_loss(
 
     loss = aggregate_loss(loss_BT, mask_BT, config, normalizer)
     with torch.no_grad():
-        values_BT = (ratio_BT, log_ratio_BT.expm1() - log_ratio_BT, low_BT.float(), high_BT.float())
-        means = torch.stack([values[mask_BT].mean() for values in values_BT]).tolist()
-    names = ("ratio_mean", "approx_kl", "clip_low_fraction", "clip_high_fraction")
-    return loss, dict(zip(names, means, strict=True))
+        values = {
+            "ratio_mean": ratio_BT,
+            "approx_kl": log_ratio_BT.expm1() - log_ratio_BT,
+            "clip_low_fraction": low_BT.float(),
+            "clip_high_fraction": high_BT.float(),
+            "dual_clip_fraction": dual_BT.float(),
+        }
+        means = torch.stack([value_BT[mask_BT].mean() for value_BT in values.values()]).tolist()
+    return loss, dict(zip(values, means, strict=True))
 
 
 def corrected_policy_loss(
@@ -165,9 +180,12 @@ def corrected_policy_loss(
     A `rollout_penalty` τ adds τ E[(log θ - log rollout)²]; rejection does not touch it.
     Rejection judges the same ratio as w; for bypass, θ/rollout. All tensors are (B, T); advantages (B,) or (B, T).
     A token with unknown (NaN) rollout log-probability has w = 1; for bypass it has r = 1, with its gradient.
+    A `clip_ratio_c` of `correction` takes the place of that of `config`.
     config, normalizer: as in `policy_loss`. mean_weight: as in `correct`.
     """
     config = config or LossConfig()
+    if correction.clip_ratio_c is not None:
+        config = replace(config, clip_ratio_c=correction.clip_ratio_c)
     current = logprobs.detach()
     source = old_logprobs if correction.objective == "decoupled" else current
     corrected = correct(
@@ -188,9 +206,12 @@ def corrected_policy_loss(
         reinforce=correction.objective == "bypass_reinforce",
     )
     if correction.rollout_penalty:
-        known_BT = mask.bool() & ~rollout_logprobs.isnan()
-        difference_BT = torch.where(known_BT, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
-        squares_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).square()
+        known_BT = mask.bool() & rollout_logprobs.isfinite()
+        # `where` on each side: the gradient of inf - inf would be NaN.
+        current_BT = torch.where(known_BT, at_least_float32(logprobs), 0.0)
+        rollout_BT = torch.where(known_BT, at_least_float32(rollout_logprobs), 0.0)
+        # Not clamped: the pull is strongest on tokens that the policy has moved away from furthest.
+        squares_BT = (current_BT - rollout_BT).square()
         loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, config, normalizer)
     return loss, metrics
 
@@ -208,14 +229,15 @@ def kl_loss(
 
     Aggregated like the policy loss, but neither weighted nor subject to rejection.
 
-        k3 = exp(ref - log θ) - (ref - log θ) - 1 >= 0, an unbiased estimate of KL(θ || ref)   (Schulman 2020)
+        k3 = exp(d) - d - 1 >= 0 with d = ref - log θ, an unbiased estimate of KL(θ || ref)   (Schulman 2020)
 
+    Above d = 20 nats, where exp(d) would overflow, k3 goes on as a straight line with the slope it has there.
     logprobs, ref_logprobs, mask: (B, T). The gradient flows through `logprobs` only.
     """
     mask_BT = mask.bool()
     difference_BT = torch.where(mask_BT, at_least_float32(ref_logprobs.detach()) - at_least_float32(logprobs), 0.0)
-    difference_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3_BT = difference_BT.expm1() - difference_BT
+    near_BT = difference_BT.clamp(max=LOG_RATIO_LIMIT)
+    k3_BT = near_BT.expm1() - near_BT + math.expm1(LOG_RATIO_LIMIT) * (difference_BT - LOG_RATIO_LIMIT).relu()
     loss = beta * aggregate_loss(k3_BT, mask_BT, config or LossConfig(), normalizer)
     return loss, {"kl": float(k3_BT.detach()[mask_BT].mean())}
 

@@ -64,7 +64,8 @@ class CorrectionConfig:
     clip_max: float | None = 2.0
     """Upper bound of the ratio; None: no bound."""
     batch_normalize: bool = False
-    """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence."""
+    """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence. A mean of at
+    most 1e-8 is not divided by, as in verl."""
     rejection: Rejection | tuple[Rejection, ...] | None = None
     """Which tokens or sequences leave the loss. Each of several rejections removes its own. None: no rejection."""
     veto: float | None = None
@@ -75,6 +76,8 @@ class CorrectionConfig:
     """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
     dppo_mask_high: float | None = None
     """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
+    clip_ratio_c: float | None = None
+    """Dual clip: bounds the ratio r of the clipped objectives where A < 0 (verl: 3.0). See LossConfig. None: off."""
     rollout_penalty: float = 0.0
     """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
     kl_tau = 1e-3); 0: off."""
@@ -98,6 +101,8 @@ class CorrectionConfig:
         for name, bound in (("dppo_mask_low", self.dppo_mask_low), ("dppo_mask_high", self.dppo_mask_high)):
             if bound is not None and not 0 < bound < 1:
                 raise ValueError(f"{name} is a difference of probabilities between 0 and 1, such as 0.2, not {bound}")
+        if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
+            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
         if not 0 <= self.rollout_penalty < math.inf:
             raise ValueError(f"rollout_penalty must be finite and at least 0, not {self.rollout_penalty}")
 

@@ -7,6 +7,7 @@ trl(mode="token_mask", clip_max=3.0)        the same with other parameters
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from replay_trainer.correction.config import Action, CorrectionConfig, Level, Objective, Rejection
@@ -51,6 +52,8 @@ def verl(
 ) -> CorrectionConfig:
     """verl's rollout correction: `rollout_is` (`weights`) truncated at `threshold`, and one of its `rollout_rs`.
 
+    Its clipped loss has the dual clip `clip_ratio_c` = 3; its "reinforce" (bypass_reinforce here) has no clip.
+
     sequence: seq_sum_k1 within 0.5 and 2. geometric: seq_mean_k1 within 0.999 and 1.001. k3: seq_mean_k3 up to 0.01.
     Its k1 bounds the inverse of our ratio: these symmetric bounds mean the same for both.
     Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig and its presets of these names.
@@ -63,7 +66,10 @@ def verl(
     }
     bounds = _OFF if weights is None else {"level": weights, "clip_max": threshold}
     return CorrectionConfig(
-        **bounds, rejection=None if rejection is None else rejections[rejection], objective=objective
+        **bounds,
+        rejection=None if rejection is None else rejections[rejection],
+        objective=objective,
+        clip_ratio_c=None if objective == "bypass_reinforce" else 3.0,
     )
 
 
@@ -71,9 +77,10 @@ def areal(
     mode: Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] = "token_mask",
     cap: float = 5.0,
 ) -> CorrectionConfig:
-    """AReaL's decoupled loss: `behave_imp_weight_mode` and `behave_imp_weight_cap`; its sequence ratio is geometric.
+    """AReaL's decoupled loss: its `rejection_sampling` with metric "ratio", action "mask" or "clamp", `upper` = `cap`.
 
-    Source: inclusionAI/AReaL, areal/utils/functional (compute_behave_imp_weight) and its examples (cap 5.0).
+    `mode` has the names that AReaL used before 1.0. Its sequence ratio is geometric (agg "mean").
+    Source: inclusionAI/AReaL 1.0.4, its documentation of rejection_sampling (upper 5.0).
     """
     level: Level = "geometric" if mode.startswith("sequence") else "token"
     return CorrectionConfig(level=level, action="mask" if mode.endswith("mask") else "truncate", clip_max=cap)
@@ -134,7 +141,7 @@ PRESETS: dict[str, Callable[[], CorrectionConfig]] = {
     "trl_sequence_mask": lambda: trl("sequence_mask"),
     "verl_decoupled_token_is": lambda: verl("token"),
     "verl_decoupled_seq_is": lambda: verl("sequence"),
-    "verl_decoupled_token_icepop": lambda: icepop(),
+    "verl_decoupled_token_icepop": lambda: replace(icepop(), clip_ratio_c=3.0),
     "verl_decoupled_seq_is_rs": lambda: verl("sequence", rejection="sequence"),
     "verl_decoupled_geo_rs": lambda: verl(None, rejection="geometric"),
     "verl_decoupled_geo_rs_seq_tis": lambda: verl("sequence", rejection="geometric"),
@@ -146,6 +153,7 @@ PRESETS: dict[str, Callable[[], CorrectionConfig]] = {
     "verl_bypass_ppo_clip_geo_rs": lambda: verl(None, rejection="geometric", objective="bypass"),
     "verl_bypass_ppo_clip_k3_rs": lambda: verl(None, rejection="k3", objective="bypass"),
     "verl_bypass_pg_is": lambda: verl("sequence", objective="bypass_reinforce"),
+    "verl_bypass_pg_token_icepop": lambda: replace(icepop(), objective="bypass_reinforce"),
     "verl_bypass_pg_geo_rs": lambda: verl(None, rejection="geometric", objective="bypass_reinforce"),
     "verl_bypass_pg_geo_rs_seq_tis": lambda: verl("sequence", rejection="geometric", objective="bypass_reinforce"),
     "verl_bypass_pg_geo_rs_token_tis": lambda: verl("token", rejection="geometric", objective="bypass_reinforce"),

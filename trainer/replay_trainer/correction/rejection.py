@@ -63,4 +63,5 @@ def _accepted(log_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Tensor:
         statistic_BU = aggregate(log_BT.expm1() - log_BT, mask_BT, rejection.aggregate)
     low = -torch.inf if rejection.low is None else rejection.low
     high = torch.inf if rejection.high is None else rejection.high
-    return (low <= statistic_BU) & (statistic_BU <= high)
+    # A NaN is neither below nor above: it is an error of the model, which a rejection must not hide.
+    return ~((statistic_BU < low) | (statistic_BU > high))

@@ -12,6 +12,8 @@ from replay_trainer.correction.config import LOG_RATIO_LIMIT, Aggregate, Correct
 
 _LOG_SUM_LIMIT = 80.0
 """Bound of the log-ratio of a whole sequence: its exponential is still finite in float32."""
+_LEAST_MEAN = 1e-8
+"""batch_normalize does not divide by a smaller mean weight."""
 _AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
@@ -53,8 +55,8 @@ class Ratios:
         if self.config.batch_normalize:
             counted = weights_BU[self.units(self.mask_BT)]
             mean = counted.mean() if mean_weight is None else weights_BU.new_tensor(mean_weight)
-            # The mean is 0 when the action masked every ratio.
-            weights_BU = torch.where(mean > 0, weights_BU / mean, weights_BU)
+            # As in verl: a batch whose weights all vanish keeps vanishing weights.
+            weights_BU = torch.where(mean > _LEAST_MEAN, weights_BU / mean, weights_BU)
         return torch.where(self.mask_BT, weights_BU, 0.0)
 
     def _clip(self) -> Tensor:
@@ -72,6 +74,8 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
     if how == "token":
         return values_BT
     if how == "max":
+        if values_BT.shape[1] == 0:  # amax refuses an empty axis
+            return values_BT.new_full((len(values_BT), 1), -torch.inf)
         return values_BT.masked_fill(~mask_BT, -torch.inf).amax(dim=1, keepdim=True)
     sum_B1 = values_BT.sum(dim=1, keepdim=True)
     return sum_B1 if how == "sum" else sum_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
