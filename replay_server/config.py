@@ -1,4 +1,4 @@
-"""Config: everything that a TOML file or Python may set. Each value is checked once, here."""
+"""Config: every setting of a server, from a TOML file or from Python. Each value is checked once, here."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ServerSection(Model):
     """The process."""
 
     address: str = "127.0.0.1:7400"
-    """host:port where clients find the server. Port 0: a free one; 0.0.0.0: every address of this machine."""
+    """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
     metrics_address: str | None = None
-    """host:port where Prometheus finds the metrics, over HTTP and without a token; absent: nowhere."""
+    """host:port on which Prometheus finds the metrics, over HTTP and without a token; absent: no metrics."""
     data_dir: Path | None = None
-    """Where items are stored durably; absent: memory only."""
+    """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] | float = 1.0
-    """When the disk is told to make sure of what was written: before each acknowledgement, every so many seconds, or
-    never. That a process is killed costs nothing under any of them; that the machine fails may."""
+    """When written data is forced to the disk: before each acknowledgement ("always"), every so many seconds, or never.
+    A killed process loses nothing with any of them. A failing machine may lose data without "always"."""
     max_bytes: Bytes | None = None
-    """The most payload bytes of all tables together."""
+    """Payload bytes that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
-    """The largest single item."""
+    """Payload bytes of the largest item that the server takes."""
 
     @field_validator("fsync", mode="before")
     @classmethod
@@ -55,16 +55,16 @@ class ServerSection(Model):
 
 
 class SecuritySection(Model):
-    """Who may talk to the server. All files are in PEM format but the tokens' (see rpc.auth.Tokens)."""
+    """Tokens and TLS. All files are in PEM format, except the tokens' (see rpc.auth.Tokens)."""
 
     tls_cert: Path | None = None
-    """The server's certificate and those between it and the root; absent: connections are not encrypted."""
+    """The server's certificate, then those between it and the root; absent: connections are not encrypted."""
     tls_key: Path | None = None
     """Its private key."""
     tls_client_ca: Path | None = None
-    """Clients must have a certificate of one of these authorities (mutual TLS)."""
+    """Clients must present a certificate that one of these authorities signed (mutual TLS)."""
     tokens_file: Path | None = None
-    """Clients must have one of these tokens; absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS, else no token is wanted."""
+    """Clients must send one of its tokens; absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS, else no token is needed."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -74,38 +74,38 @@ class SecuritySection(Model):
 
 
 class LimitsSection(Model):
-    """What clients share; what a single request may ask for is in limits.py. Each connection counts as a client."""
+    """Bounds that clients share. Each connection counts as a client. limits.py has the bounds of a single request."""
 
     max_connections: int = Field(4096, ge=1, le=1_000_000)
-    """Connections at a time; more are refused."""
+    """Connections that may be open. More are refused."""
     max_streams_per_connection: int = Field(1024, ge=1, le=1_000_000)
-    """Calls, streams included, that one connection has open; the client keeps back more."""
+    """Calls, streams included, that one connection may have open. Its client holds back more."""
     max_calls: int = Field(16_384, ge=1, le=10_000_000)
-    """Calls of all connections together; more are refused."""
+    """Calls that all connections together may have open. More are refused."""
     max_unfinished_bytes: Bytes = 2 << 30
-    """Bytes of items that are not complete yet, half of it for one connection at most; who comes later waits. At least
-    the largest item (max_payload_bytes)."""
+    """Bytes of items that have not arrived completely. One connection may have half of it. Later items wait.
+    At least `max_payload_bytes`, or the largest item would never fit."""
     max_waiting_bytes: Bytes = 4 << 30
-    """Bytes of complete items that wait for their table, half of it for one connection at most; more are refused."""
+    """Bytes of complete items that wait for their table. One connection may have half of it. More are refused."""
     stall_timeout: float = Field(60.0, gt=0)
-    """Seconds that a client may take for the next piece of an item that it sends, and to read one that it asked for."""
+    """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 
 
 class CheckpointsSection(Model):
-    """Copies of the whole server, each in a file of its own."""
+    """Checkpoints: copies of the whole server, each in a file of its own."""
 
     dir: Path | None = None
-    """Where they lie; absent: `checkpoints` in `data_dir`."""
+    """Folder of the checkpoints; absent: `checkpoints` in `data_dir`."""
     every_minutes: float | None = Field(None, gt=0, le=1e6)
-    """Minutes from one to the next; absent: only those that are asked for."""
+    """Minutes between two checkpoints; absent: only when a client asks for one."""
     keep: int = Field(3, ge=1)
-    """How many of those without a name of their own stay; the older ones are removed."""
+    """How many checkpoints without a name of their own are kept. Older ones are removed."""
     on_stop: bool = False
-    """Whether the server makes one when it stops."""
+    """Whether the server writes a checkpoint when it stops."""
 
 
 class Config(Model):
-    """A whole server."""
+    """The configuration of a whole server."""
 
     server: ServerSection = ServerSection()
     security: SecuritySection = SecuritySection()
@@ -144,14 +144,14 @@ class Config(Model):
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """Where checkpoints are written; None: nowhere."""
+        """Folder of the checkpoints; None if the configuration names none."""
         if self.checkpoints.dir is None and self.server.data_dir is not None:
             return self.server.data_dir / "checkpoints"
         return self.checkpoints.dir
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
-        """Reads a TOML file. Raises ValueError with the file, the place and the remedy."""
+        """Reads a TOML file. Raises ValueError that names the file, the place in it and the remedy."""
         try:
             data = tomllib.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -175,4 +175,4 @@ DEFAULT_TABLES = (
         max_staleness=16,
     ),
 )
-"""The tables of `replay serve` without a configuration: a queue of fresh groups and the pool that it feeds."""
+"""The tables of `replay serve` without a configuration: a queue of new groups, and the pool that it feeds."""

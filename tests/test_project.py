@@ -109,6 +109,15 @@ def test_a_room_of_the_server_imports_lower_rooms_only():
     assert wrong == []
 
 
+def test_the_tables_know_neither_grpc_nor_the_wire_nor_the_disk():
+    for module, path in modules_of("replay_server").items():
+        if module.startswith("replay_server.tables") or module in ("replay_server.errors", "replay_server.limits"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                assert not {name.partition(".")[0] for name in names} & {"grpc", "replay_protos", "lmdb"}, module
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_modules_import_each_other_in_a_circle(package):
     # The root only gives names out again. It is loaded before any of its modules, whoever imports them.

@@ -5,12 +5,12 @@ The wire protocol of the replay server, version 1.
 
 Three conventions hold everywhere:
 
-* Rows and columns. A message that carries several items has one packed column per fact, each with one entry a
-  row, so that both ends handle thousands of rows at once. A column that is empty where rows exist means its default.
-* Payloads travel last and in pieces. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
-  of the rows one after the other. In a stream they may go on in the next messages, which then carry nothing but
-  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item. Those that a client
-  sends have at least 4096 bytes each, except the last of an item.
+* Rows and columns. A message about several items has one packed column for each field, with one entry for each row,
+  so that both ends handle thousands of rows at once. An empty column means the default value for every row.
+* Payloads travel last and in chunks. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
+  of the rows one after the other. In a stream the next messages may continue them, with nothing but `payloads`. No
+  message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends has at
+  least 4096 bytes, except the last one of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
@@ -36,7 +36,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class InsertRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------- insert
 
-    Every row is a request of its own: it is admitted, or refused with its own error, whatever becomes of the others.
+    Every row is a request of its own: it is inserted, or refused with its own error, independently of the others.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -49,17 +49,17 @@ class InsertRequest(_message.Message):
     PERMITS_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
-    """how long each row may wait to be admitted"""
+    """how long each row may wait for its tables"""
     permits: _builtins.int
-    """lease from AcquirePermits; every admitted row uses up one permit of it"""
+    """grant of AcquirePermits; every inserted row uses up one permit of it"""
     payloads: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """chosen by the client; a key seen before is acknowledged and not inserted again"""
+        """chosen by the client; a known key is acknowledged and not inserted again"""
 
     @_builtins.property
     def policy_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """version of the policy that wrote the item"""
+        """version of the policy that generated the item"""
 
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___InsertTarget]:
@@ -131,7 +131,7 @@ class InsertResponse(_message.Message):
     """rows decided: of the request, or in a stream since the response before"""
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]:
-        """those of them that were refused; all others are in their tables"""
+        """the refused rows; all others are in their tables"""
 
     def __init__(
         self,
@@ -194,17 +194,17 @@ class SampleRequest(_message.Message):
     table: _builtins.str
     num_samples: _builtins.int
     min_samples: _builtins.int
-    """what is enough when the time is up; absent: num_samples"""
+    """how many are enough when the time is up; absent: num_samples"""
     timeout: _builtins.float
     allow_repeats: _builtins.bool
     """the same item may come several times in one batch"""
     scope: _builtins.str
-    """keys given out under this name are not given out under it again"""
+    """a key drawn under this name is not drawn under it again"""
     lease: _builtins.float
-    """seconds to AcknowledgeSamples; after that the items go back. 0: no lease"""
+    """seconds until AcknowledgeSamples; then the batch goes back. 0: no lease"""
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """keys that must not come"""
+        """keys that must not be drawn"""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class SampleResponse(_message.Message):
     """the current one; staleness is the difference"""
     table_size: _builtins.int
     taken: _builtins.int
-    """answer to `take`: the batch is the caller's"""
+    """response to `take`: the batch is the caller's"""
     revoked: _builtins.int
     """the batch must not be used (something in it went stale): drop it"""
     payloads: _builtins.bytes
@@ -308,8 +308,8 @@ Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
 
 @_typing.final
 class SampleStreamRequest(_message.Message):
-    """A stream draws ahead. What was drawn counts as sampled when the caller takes it; what was not taken when the stream
-    ends goes back to the table, and so does a batch in which something has gone stale.
+    """A stream draws ahead. A batch counts as sampled when the caller takes it. A batch that is not taken when the stream
+    ends goes back to its table, and so does a batch that contains a stale item.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -373,7 +373,7 @@ class AcknowledgeSamplesResponse(_message.Message):
     applied: _builtins.int
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """unknown or expired: their items have gone back"""
+        """unknown or expired: their batches have gone back"""
 
     def __init__(
         self,
@@ -494,7 +494,7 @@ Global___GetRequest: _TypeAlias = GetRequest  # noqa: Y015
 
 @_typing.final
 class GetResponse(_message.Message):
-    """As SampleResponse: columns first, then pieces."""
+    """As SampleResponse: columns first, then chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -860,11 +860,11 @@ class TableInfo(_message.Message):
     consumed: _builtins.int
     """left because of max_times_sampled"""
     deleted: _builtins.int
-    """left because a client said so"""
+    """left because a client deleted them"""
     evicted: _builtins.int
     """left to make room"""
     evicted_unsampled: _builtins.int
-    """those of them that nobody had ever sampled: data lost"""
+    """evicted and never sampled: data lost"""
     stale: _builtins.int
     """left because of max_staleness"""
     stale_refused: _builtins.int

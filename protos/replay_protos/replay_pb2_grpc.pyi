@@ -5,12 +5,12 @@ The wire protocol of the replay server, version 1.
 
 Three conventions hold everywhere:
 
-* Rows and columns. A message that carries several items has one packed column per fact, each with one entry a
-  row, so that both ends handle thousands of rows at once. A column that is empty where rows exist means its default.
-* Payloads travel last and in pieces. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
-  of the rows one after the other. In a stream they may go on in the next messages, which then carry nothing but
-  `payloads`, so that no message has to be larger than a few MB, whatever the size of an item. Those that a client
-  sends have at least 4096 bytes each, except the last of an item.
+* Rows and columns. A message about several items has one packed column for each field, with one entry for each row,
+  so that both ends handle thousands of rows at once. An empty column means the default value for every row.
+* Payloads travel last and in chunks. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
+  of the rows one after the other. In a stream the next messages may continue them, with nothing but `payloads`. No
+  message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends has at
+  least 4096 bytes, except the last one of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that

@@ -1,1 +1,1 @@
-"""The wire: the gRPC methods, and who may call them."""
+"""The wire: gRPC methods, messages, tokens and TLS."""

@@ -38,7 +38,7 @@ class AdministrationMethods:
         return self.server_info(request.tables)
 
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
-        """The whole of ServerInfo; `tables` chooses some, none means all."""
+        """The whole ServerInfo, with the given tables; without any, with all tables."""
         server_info = info.server_info(self.buffer, tables)
         server_info.version = _VERSION
         server_info.server_id = self._server_id

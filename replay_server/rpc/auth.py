@@ -29,12 +29,12 @@ log = logging.getLogger("replay_server")
 
 
 class Role(IntEnum):
-    """What a token allows; each role also allows what those before it do."""
+    """What a token allows. Each role also allows everything that the roles before it allow."""
 
     READ_ONLY = 1
     """Look at everything, change nothing, take nothing out."""
     READ_WRITE = 2
-    """Take part in a run: generators and trainers."""
+    """Insert, sample and publish, as generators and trainers do."""
     ADMIN = 3
     """Change the server itself, and remove what others need."""
 
@@ -63,7 +63,7 @@ ROLES = {
     "UpdateTable": Role.ADMIN,
     "Reset": Role.ADMIN,
 }
-"""The role that each method wants. What is not here, such as a method of another service, wants ADMIN."""
+"""The role that each method needs. A method that is not listed, or is of another service, needs ADMIN."""
 
 REVOKED = "the token that this call came with does not allow it any more"
 """The message with which an open call is cancelled when its token is revoked."""
@@ -76,7 +76,7 @@ _SECONDS_PER_LINE = 10.0
 class Tokens:
     """The tokens that a server accepts. Only their hashes are kept.
 
-    Written as `ROLE:TOKEN`, separated by white space; what follows a `#` at the begin of a line is a comment:
+    Written as `ROLE:TOKEN`, separated by white space. A line that starts with `#` is a comment:
 
         # of the trainer and the generators
         read-write:5f0c...
@@ -84,7 +84,7 @@ class Tokens:
     """
 
     def __init__(self, text: str, source: str) -> None:
-        """Raises ValueError that names source and line, and never shows what is there."""
+        """Raises ValueError that names source and line, and never shows the text."""
         self._roles: dict[bytes, Role] = {}
         names = {str(role): role for role in Role}
         for number, line in enumerate(text.splitlines(), start=1):
@@ -102,7 +102,7 @@ class Tokens:
             raise ValueError(f"{source} holds no token; write a line such as {Role.READ_WRITE}:$(openssl rand -hex 32)")
 
     def role_of(self, token: str) -> Role | None:
-        """In a time that does not depend on how much of a token is right, nor on which it is."""
+        """The role of a token; None if it is unknown. Takes the same time for every token of the same length."""
         digest, found = _digest(token), None
         for known, role in self._roles.items():
             if hmac.compare_digest(known, digest):
@@ -111,7 +111,7 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The tokens in a file. Raises ValueError that names it and the line, and never shows what is there."""
+        """Reads the tokens in a file. Raises ValueError that names file and line, and never shows the text."""
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Server info: everything worth knowing about a buffer, as the protobuf messages that clients get."""
+"""Info: the state of the buffer, of its tables and of checkpoints, as the protobuf messages that clients get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
 
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
-    """The buffer's part of ServerInfo; `names` chooses tables, none of them means all."""
+    """The buffer's part of ServerInfo, with the tables of `names`; without names, with all tables."""
     tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
     info = pb.ServerInfo(
         policy=policy(buffer),

@@ -21,7 +21,7 @@ class PolicyMethods:
         self.backend = backend
         self.buffer = backend.buffer
         if self.buffer.admission is not None:
-            for when in self.buffer.admission.expiries():  # grants of before a restart
+            for when in self.buffer.admission.expiries():  # of grants from before a restart
                 self._expire_permits_at(when)
 
     @unary
@@ -80,5 +80,5 @@ class PolicyMethods:
 
     def _expire_permits_at(self, when: float) -> None:
         loop = asyncio.get_running_loop()
-        # A little late rather than a little early: the clocks of loop and buffer agree, their rounding need not.
+        # A millisecond late: the clocks of loop and buffer round differently, and an early call would expire nothing.
         loop.call_later(max(0.0, when - self.buffer.clock()) + 0.001, self._admission().expire)

@@ -61,7 +61,7 @@ class ReplayService:
 
 
 def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Latencies | None = None) -> None:
-    """Registers every method of replay.proto; messages that have a field `payloads` are read and written as Frames.
+    """Registers every method of replay.proto. Messages with a field `payloads` are read and written as Frames.
 
     With `latencies` every call is timed.
     """

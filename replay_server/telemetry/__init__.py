@@ -1,1 +1,1 @@
-"""How operators watch the server: metrics, traces and log lines."""
+"""What operators see of a running server: metrics, traces and log lines."""
