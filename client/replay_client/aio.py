@@ -341,8 +341,8 @@ class AsyncReplayClient:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one. Items
-        that it took beyond its finished steps are lost, and the server counts permits anew. Raises InvalidRequestError
-        for a lower version without `rollback`.
+        that it took beyond its finished steps are lost, and the server starts to count permits again. Raises
+        InvalidRequestError for a lower version without `rollback`.
         """
         request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
         response = await self._connection.unary(self._connection.stub.SetPolicyVersion, request, timeout)

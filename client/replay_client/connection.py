@@ -180,7 +180,7 @@ class Patience:
         return max(0.0, self._end - asyncio.get_running_loop().time())
 
     async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
-        """Waits before the next attempt, or raises what `error` means."""
+        """Waits before the next attempt, or raises the ReplayError that `error` stands for."""
         if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
             raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
         # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended.
@@ -221,7 +221,7 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
             "which name to expect (tls_server_name, REPLAY_TLS_SERVER_NAME)"
         )
     if "WRONG_VERSION_NUMBER" in details:
-        return "what answers there does not use TLS: leave out tls (and REPLAY_TLS...), or give the server tls_cert"
+        return "the server does not use TLS: leave out tls (and REPLAY_TLS...), or give the server tls_cert"
     return None
 
 

@@ -167,7 +167,7 @@ class RolloutGroup:
         if len(header) > _MAX_HEADER:
             raise ValueError(
                 f"sampling, meta, finish_reasons and the names of extras take {len(header)} bytes, more than "
-                f"{_MAX_HEADER}: put what is large into extras, as an array"
+                f"{_MAX_HEADER}: put large values into extras, as arrays"
             )
         start = _aligned(_PREFIX + len(header))
         prefix = MAGIC + len(header).to_bytes(8, "little") + header

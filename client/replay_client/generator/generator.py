@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_SKIPPED = 100
-"""When so many groups in a row were skipped, the run ends: the cause is not a single prompt."""
+"""When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
 
 
 class RolloutGenerator:

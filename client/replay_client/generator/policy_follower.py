@@ -45,7 +45,7 @@ class PolicyFollower:
     """Loads the weights that the trainer publishes.
 
     between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
-    at_once:         generate ──▶ load ──▶ those under way go on ──▶ check ──▶ what was completed since may be used
+    at_once:         generate ──▶ load ──▶ those under way go on ──▶ check ──▶ use completions since the load
 
     Completions of weights that fail their check never leave the generator.
     """
@@ -181,8 +181,8 @@ class PolicyFollower:
         if probe is None:
             if not self._warned:
                 logger.warning(
-                    "%s has no probe.json, so nobody checks whether the engine uses these weights; this is the only "
-                    "warning",
+                    "%s has no probe.json, so the generator cannot check that the engine uses these weights; this "
+                    "is the only warning",
                     policy.weights,
                 )
             self._warned = True

@@ -1,11 +1,11 @@
-"""ContinuousBatch: completions under way in a transformers model, which join and leave the batch at any token.
+"""ContinuousBatch: a batch of a transformers model that completions join and leave at any token.
 
     requests ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
                  ▲                                            │
                  └──────────── new weights: every row ────────┘
 
-A cohort is some rows over one cache, left-padded. Cohorts merge where the cache is plain keys and values; with any
-other (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower and just as right.
+A cohort is a set of rows over one cache, left-padded. Cohorts merge if their cache is plain keys and values. With any
+other cache (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Row:
 
     request: Request
     uniforms: list[float]
-    """In [0, 1): one for each token that it may have."""
+    """Random numbers in [0, 1), one for each token that the row may get."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Request:
     sampling: SamplingConfig
     n: int
     cancelled: bool = False
-    """Set by anyone: its rows leave before the next token."""
+    """If set, the rows leave before the next token. Any thread may set it."""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass
 class _Cohort:
-    """R rows, of which the cache holds all tokens but the last."""
+    """R rows. The cache holds all of their tokens but the last."""
 
     rows: list[Row]
     cache: Any
@@ -62,11 +62,14 @@ class _Cohort:
 
 
 class ContinuousBatch:
-    """Used from one thread at a time. Raises what the model raises; the requests under way are lost then."""
+    """All requests under way. Only one thread may use it at a time.
+
+    Its methods raise the errors of the model. Then the requests under way are lost.
+    """
 
     def __init__(self, model: Any, *, end_ids: Sequence[int], max_length: int, max_rows: int, seed: int | None) -> None:
-        """`end_ids` end a completion, prompt and completion have `max_length` tokens at most. A request that is larger
-        than `max_rows` runs alone. `seed` None draws a new one."""
+        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
+        `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed."""
         import torch
 
         self._max_length = max_length
@@ -84,14 +87,14 @@ class ContinuousBatch:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to draw."""
+        """Whether a request waits or is under way."""
         return bool(self._waiting or self._interrupted or self._cohorts)
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
 
     def set_model(self, model: Any, version: int) -> None:
-        """Draw from `model` from the next token on; what was cached is computed anew."""
+        """Draw from `model` from the next token on. Keys and values of all rows are computed again."""
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
@@ -104,7 +107,7 @@ class ContinuousBatch:
         self._interrupted, self._cohorts = [], []
 
     def step(self) -> list[Request]:
-        """Draw one token of every row; returns the requests that are done with it."""
+        """Draw one token for every row. Returns the requests that are complete now."""
         import torch
 
         with torch.inference_mode():
@@ -129,12 +132,12 @@ class ContinuousBatch:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
     def _resumed(self) -> list[tuple[list[int], list[Row]]]:
-        """Rows whose cache was dropped, each with all the tokens it has."""
+        """Rows whose cache was dropped, each with all of its tokens."""
         rows, self._interrupted = self._interrupted, []
         return [([*row.request.prompt_ids, *row.token_ids], [row]) for row in rows]
 
     def _admitted(self) -> list[tuple[list[int], list[Row]]]:
-        """The longest waiting requests for which there is room: a prompt with its rows each."""
+        """The requests that waited longest, as far as there is room: each prompt with its rows."""
         taken = sum(len(cohort.rows) for cohort in self._cohorts)
         admitted = []
         while self._waiting and (taken == 0 or taken + self._waiting[0].n <= self._max_rows):
@@ -147,7 +150,7 @@ class ContinuousBatch:
         return admitted
 
     def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
-        """A cohort of all rows; every sequence is read once, and its cache copied for each of its rows."""
+        """Makes a cohort of all rows. The model reads each sequence once; each of its rows gets a copy of the cache."""
         import torch
 
         device = self._model.device
@@ -223,7 +226,7 @@ class ContinuousBatch:
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
-    """One cohort of all whose caches can be put together, and the others as they are."""
+    """Merges the cohorts with plain caches into one, and keeps the others."""
     import torch
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -234,7 +237,7 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
         (plain if all(type(layer) is DynamicLayer for layer in layers) else others).append(cohort)
     if len(plain) < 2:
         return cohorts
-    # As many columns as the longest row has tokens: padding that only rows needed which have left goes with them.
+    # As many columns as the longest row has tokens. This removes padding that only rows needed which have left.
     length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
 
     def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -259,10 +262,10 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
 def processed_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, top_p_R: torch.Tensor, top_k_R: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities (R, V) of the distribution that is drawn from; -inf for tokens left out.
+    """Log-probabilities (R, V) of the distribution that tokens are drawn from; -inf for tokens left out.
 
-    In vLLM's order: logits / temperature, then the `top_k` largest (0: all; ties with the last are kept), then of those
-    the smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    The order is vLLM's: divide logits by the temperature; keep the `top_k` largest (0: all) and ties with the last of
+    them; keep the smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
     """
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]
@@ -288,7 +291,7 @@ def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor
 
 
 def _uniforms(n: int, steps: int, seed: int | None, shared: torch.Generator) -> list[list[float]]:
-    """Numbers in [0, 1) for n completions of so many steps; from `shared` without a seed."""
+    """Random numbers in [0, 1) for n completions of `steps` tokens; without a seed from `shared`."""
     import torch
 
     generator = shared if seed is None else torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""TransformersEngine: completions from any causal LM of `transformers`, where vLLM does not install."""
+"""TransformersEngine: completions from any causal language model of `transformers`, for machines without vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class _Call:
-    """Something to do between two tokens."""
+    """Work to do between two tokens."""
 
     work: Callable[[], Any]
     result: asyncio.Future[Any]
@@ -29,8 +29,8 @@ class _Call:
 class TransformersEngine:
     """A transformers model behind the `Engine` interface.
 
-    Requests join the batch at the next token and leave it when they are done, so that a slow one holds up nothing else.
-    The model runs in one thread of its own, so that the event loop stays free.
+    A request joins the batch at the next token and leaves it when it is complete, so a slow one holds up no other. The
+    model runs in a thread of its own, and the event loop stays free.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class TransformersEngine:
     ) -> None:
         """Load `model`, a folder in Hugging Face's format or a name on its hub.
 
-        `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and on a GPU what the
-        model says. `max_length` defaults to the model's. `seed` None draws a new one.
+        `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
+        dtype on a GPU. `max_length` defaults to the model's. `seed` None draws a new seed.
         """
         import torch
         from transformers import AutoTokenizer
@@ -68,7 +68,7 @@ class TransformersEngine:
             max_rows=max_concurrent_completions,
             seed=seed,
         )
-        self._futures: dict[Request, asyncio.Future[list[Completion]]] = {}  # of the thread alone, while it runs
+        self._futures: dict[Request, asyncio.Future[list[Completion]]] = {}  # used only by the thread while it runs
         self._orders: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -112,7 +112,7 @@ class TransformersEngine:
 
     async def _between_tokens(self, work: Callable[[], _T]) -> _T:
         if self._thread is None:
-            # A daemon: a program that fails without closing the engine ends all the same.
+            # A daemon thread: the program can end without closing the engine.
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class TransformersEngine:
         return await result
 
     def _run(self) -> None:
-        """The thread: orders as they come, else the next token."""
+        """The thread: does the work that is there, or else draws the next token."""
         while True:
             while not self._batch.active or not self._orders.empty():
                 if (order := self._orders.get()) is None:
@@ -156,7 +156,7 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
 
         with _no_progress_bars():
-            # Published weights are data: no code that comes with them runs.
+            # Published weights are data: run no code that comes with them.
             model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
         return model.to(self._device).eval()
 
@@ -171,18 +171,18 @@ class TransformersEngine:
 
 
 def _answer(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
-    """Settle a future from the engine's thread, unless nobody waits for it any more."""
+    """Complete a future from the engine's thread, unless its caller no longer waits."""
 
-    def settle() -> None:
+    def complete() -> None:
         if not future.done():
             future.set_result(value) if error is None else future.set_exception(error)
 
     with suppress(RuntimeError):  # the loop has been closed
-        future.get_loop().call_soon_threadsafe(settle)
+        future.get_loop().call_soon_threadsafe(complete)
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a completion, by the tokenizer and by the model's generation settings."""
+    """Tokens that end a completion, from the tokenizer and the model's generation settings."""
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})

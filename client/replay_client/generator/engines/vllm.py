@@ -21,20 +21,20 @@ from replay_client.generator.engines import LOGPROBS_MODE, Completion, SamplingC
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
 
-_SHUTDOWN_SECONDS = 30.0  # of patience before the engine's process is killed; that leaks what it shares with this one
+_SHUTDOWN_SECONDS = 30.0  # before the engine's process is killed, which leaks the memory that it shares with this one
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
-"""Tells vLLM's processes which one owns them; see `vllm_process`, which only they import."""
+"""Tells vLLM's processes the process that owns them; see `vllm_process`, which only they import."""
 
 
 class VLLMEngine:
-    """vLLM behind the `Engine` interface: every request runs on its own, so a slow one holds up nothing else.
+    """vLLM behind the `Engine` interface. Every request runs on its own, so a slow one holds up no other.
 
-    Construction blocks until the engine has loaded (10 to 20 s without a GPU, most of it vLLM importing itself in two
-    processes), so construct it before the event loop runs, under `if __name__ == "__main__":`, because without a GPU
-    vLLM starts its process by importing the main module again.
+    The constructor blocks until the engine has loaded: 10 to 20 s without a GPU, most of it imports. Construct the
+    engine before the event loop runs, under `if __name__ == "__main__":`. Without a GPU vLLM starts its process by
+    importing the main module again.
 
-    The engine's process ends with this one, however that ends, and leaves Ctrl-C to it.
+    The engine's process always ends with this process. It ignores Ctrl-C, which this process handles.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class VLLMEngine:
     ) -> None:
         """Load `model`, a folder in Hugging Face's format or a name on its hub.
 
-        `dtype` "auto" is float32 without a GPU, and on one what the model says. `max_length` defaults to the model's.
-        `seed` None draws a new one, so that several engines, or one started again, do not write the same completions.
-        `engine_args` go to vLLM's `AsyncEngineArgs` as they are and win over what is chosen here.
+        `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
+        `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
+        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here.
         """
-        # Asking for a GPU must not initialize CUDA here, or vLLM cannot fork its processes; it sets the same.
+        # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
         from transformers import AutoTokenizer
 
         has_gpu = torch.cuda.is_available()
-        # Without one, half of the cores are left to the trainer beside it.
+        # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
         args = {
             "model": os.fspath(model),
@@ -120,7 +120,7 @@ class VLLMEngine:
             if not all(file.exists() for file in files):
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
-        # What is cached was computed by the old weights, that of running requests included.
+        # The old weights computed the cache, also that of running requests.
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
@@ -134,10 +134,10 @@ class VLLMEngine:
         ]
 
     async def close(self) -> None:
-        # This task of vLLM would report the end of the engine's process as a failure.
+        # Otherwise this task of vLLM would report the end of the engine's process as a failure.
         if (handler := getattr(self._llm, "output_handler", None)) is not None:
             handler.cancel()
-        # In a thread: it waits for the engine's process, for some seconds.
+        # In a thread, because it waits some seconds for the engine's process.
         await asyncio.to_thread(self._finalizer)
 
     async def _request(self, prompt_ids: Sequence[int], **sampling: Any) -> Any:
@@ -158,31 +158,31 @@ class VLLMEngine:
 
 
 def _version(label: str) -> int:
-    """The version behind vLLM's label of the weights, which has a name of its own for those it was started with."""
+    """The version of vLLM's label; "default" labels the weights that the engine started with."""
     return 0 if label == "default" else int(label)
 
 
 def _set_environment(cpu_threads: int | None) -> None:
-    """Defaults that vLLM and torch read from the environment, here and in the engine's process. What is set, stays."""
+    """Sets defaults that vLLM and torch read, here and in the engine's process. Variables that are set stay."""
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if cpu_threads is not None:
         defaults["OMP_NUM_THREADS"] = str(cpu_threads)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # The worker inside the engine's process: one process less to start (10 s of imports), one hop less a token.
+        # Run the worker in the engine's process: one process less to start (10 s of imports), one hop less per token.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # The model runs eagerly anyway; what is left to compile are two small functions of the sampler, for which
-        # torch would start a C++ compiler (10 s or more, and a machine may not have one).
+        # The model runs eagerly. Only two small functions of the sampler would be compiled, and for them torch would
+        # start a C++ compiler: 10 s or more, and the machine may have none.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each memory node
         defaults["PYTHONWARNINGS"] = "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # vLLM configures its logging after its import, whose messages would go to the root logger until then.
+    # vLLM configures its logging only after its import. Until then its messages would go to the root logger.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
 
 
 def _start(args: dict[str, Any]) -> Any:
-    """Start the engine in a thread that has Ctrl-C blocked, because its processes inherit that from the thread."""
+    """Start the engine in a thread that blocks Ctrl-C, because its processes inherit that from the thread."""
     result: dict[str, Any] = {}
 
     def load() -> None:
@@ -200,7 +200,7 @@ def _start(args: dict[str, Any]) -> Any:
         except BaseException as error:
             result["error"] = error
 
-    # Starting the tracker, which multiprocessing does on the way, would unblock the signal again.
+    # multiprocessing would start its tracker on the way, and that would unblock the signal again.
     multiprocessing.resource_tracker.ensure_running()
     before = set(multiprocessing.active_children())
     os.environ[OWNER_VARIABLE] = str(os.getpid())

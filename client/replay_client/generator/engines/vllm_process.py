@@ -1,8 +1,8 @@
-"""Imported by vLLM into its own processes (`worker_extension_cls`): they must not outlive the process that owns them.
+"""FollowOwner: ends vLLM's processes when the process that owns them has ended.
 
-vLLM's engine process waits for requests for ever when its owner is killed, and keeps the accelerator's memory.
-Importing this module there starts a thread that ends it. The owner itself must not import it: a forked process would
-find it imported, and not start the thread.
+vLLM's engine process waits for requests for ever when its owner is killed, and keeps the accelerator's memory. vLLM
+imports this module into its processes (`worker_extension_cls`), and the import starts a thread that ends them. The
+owner must not import it: a forked process would find the module imported, and not start the thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.5
 
 
 class FollowOwner:
-    """Adds nothing to vLLM's worker: naming it in the engine's settings is what has this module imported."""
+    """Adds nothing to vLLM's worker. The engine's settings name it, so that vLLM imports this module."""
 
 
 def _alive(pid: int) -> bool:
@@ -33,8 +33,8 @@ def _alive(pid: int) -> bool:
 
 
 def _follow(owner: int) -> None:
-    # The process that started this one, even if it is gone already: the owner, or, where there are several workers,
-    # the engine process. Into that one vLLM imports no extension, so its workers end it.
+    # The process that started this one: the owner, or, with several workers, the engine process. vLLM imports no
+    # extension into the engine process, so its workers end it.
     started_by = multiprocessing.parent_process()
     parent = started_by.pid if started_by is not None and started_by.pid is not None else owner
     while os.getppid() == parent and (parent == owner or _alive(owner)):
