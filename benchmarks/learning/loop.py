@@ -26,7 +26,8 @@ from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import Row, load_task
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.errors import DeadlineExceededError
-from replay_client.scoring import group_priority, is_zero_variance
+from replay_client.generator.priorities import load_priority
+from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
@@ -174,10 +175,7 @@ class _Steps:
     def _priority(self, group: RolloutGroup) -> float:
         if not self.arm.pools:
             return 0.0
-        if self.arm.priority == "advantage":
-            return group_priority(group.rewards, group.advantages)
-        rate = float((group.rewards > 0.5).mean())
-        return rate * (1 - rate)
+        return load_priority(self.arm.priority)(group)
 
     def _draw(self, count: int, exclude: set[int], scope: str) -> list[Sample]:
         if not count:

@@ -49,6 +49,15 @@ def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> flo
     return float(np.abs(np.asarray(advantages_G, dtype=np.float64)).sum() * _std(rewards))
 
 
+def group_learnability(rewards_G: npt.ArrayLike) -> float:
+    """Replay priority p (1 - p) of a group whose completions are solved with rate p (learnability, arXiv 2502.12272).
+
+    In general the variance of the rewards, without Bessel's correction: for rewards of 0 and 1 that is p (1 - p).
+    """
+    rewards = _rewards(rewards_G)
+    return 0.0 if is_zero_variance(rewards) else float(rewards.var())
+
+
 def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = 1e-6) -> bool:
     """Whether all rewards of a group are equal up to `tolerance` (max - min), so that it gives no gradient."""
     rewards = _rewards(rewards_G)

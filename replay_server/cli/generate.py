@@ -69,6 +69,9 @@ def generate(
     ] = "between_groups",
     probe_tolerance: Annotated[float, typer.Option(help="Allowed difference of engine and trainer, in nats.")] = 0.02,
     truncated: Annotated[str, typer.Option(help="Completions without an end: keep, or mask in the loss.")] = "keep",
+    priority: Annotated[
+        str, typer.Option(help="Of each group: advantage (TRL's score), learnability (p(1-p)), or module:function.")
+    ] = "advantage",
     drop_zero_variance: Annotated[bool, typer.Option(help="Do not insert groups whose rewards are all equal.")] = False,
     on_prompt_error: Annotated[str, typer.Option(help="A prompt or reward that fails: raise, or skip.")] = "raise",
     when_full: Annotated[str, typer.Option(help="A table that refuses groups: wait, or drop them.")] = "wait",
@@ -108,6 +111,7 @@ def generate(
             reload=reload,  # type: ignore[arg-type]
             probe_tolerance=probe_tolerance,
             truncated=truncated,  # type: ignore[arg-type]
+            priority=priority,
             on_prompt_error=on_prompt_error,  # type: ignore[arg-type]
             when_full=when_full,  # type: ignore[arg-type]
             reward_threads=reward_threads,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay_client.scoring import group_advantages, group_priority, is_zero_variance
+from replay_client.scoring import group_advantages, group_learnability, group_priority, is_zero_variance
 
 
 def test_advantages_of_binary_rewards_by_hand():
@@ -36,6 +36,14 @@ def test_binary_rewards_of_eight_give_four_priorities():
     priorities = {round(group_priority(row, group_advantages(row)), 6) for row in rewards}
     assert len(priorities - {0.0}) == 4
     assert 0.0 in priorities
+
+
+def test_learnability_of_binary_rewards_is_p_times_one_minus_p():
+    for solved in range(9):
+        rewards = [1.0] * solved + [0.0] * (8 - solved)
+        assert group_learnability(rewards) == pytest.approx(solved / 8 * (1 - solved / 8))
+    assert group_learnability([0.5, 1.5, 0.5, 1.5]) == pytest.approx(0.25)
+    assert group_learnability([0.3]) == 0.0
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
+from replay_client.generator.priorities import Priority, load_priority
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,11 @@ class GeneratorConfig:
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
     tables: tuple[str, ...] = ("rollouts",)
-    """Tables of each group. Its priority is `scoring.group_priority`, which is 0 if all its rewards are equal."""
+    """Tables of each group."""
+    priority: str | Priority = "advantage"
+    """The priority of each group in its tables, 0 if all its rewards are equal. advantage: `scoring.group_priority`,
+    TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Or a function of the group: itself, or its name
+    as "package.module:function"."""
     advantage_scale: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
     max_concurrent_groups: int | None = 16
@@ -86,6 +91,7 @@ class GeneratorConfig:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ValueError(f"reward_timeout must be above 0, or None for no limit, not {self.reward_timeout}")
+        load_priority(self.priority)
         for name, valid in _CHOICES.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} must be one of {', '.join(valid)}, not {getattr(self, name)!r}")

@@ -21,7 +21,7 @@ from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Message, Prompt, PromptError
 from replay_client.generator.rewards import RewardError, Rewards, Scorer
 from replay_client.rollout import RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, group_priority
+from replay_client.scoring import group_advantages
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
 
@@ -133,16 +133,3 @@ class GroupMaker:
             sampling=self._config.sampling.describe(),
             extras=extras,
         )
-
-
-def priority_of(group: RolloutGroup) -> float:
-    """`group_priority` of the completions that are trained on; the others have no gradient."""
-    advantages = group.advantages
-    if group.loss_mask is not None:
-        ends = np.cumsum(group.completion_lengths)
-        trained = [
-            bool(group.loss_mask[end - length : end].any())
-            for end, length in zip(ends, group.completion_lengths, strict=True)
-        ]
-        advantages = np.where(trained, advantages, 0.0).astype(np.float32)
-    return group_priority(group.rewards, advantages)

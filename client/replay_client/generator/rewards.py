@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import numbers
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
+from replay_client.generator.functions import load_function
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """Takes the prompt's row and a completion's text, and returns a reward. If it is async, all calls for a group run at
@@ -166,24 +166,7 @@ def load_reward(name: str) -> Reward:
         number = float(weight) if equals else 1.0
     except ValueError:
         raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
-    return Reward(_load_function(path), number)
-
-
-def _load_function(name: str) -> RewardFunction:
-    if name == "exact_match":
-        return exact_match
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"reward must be 'exact_match' or 'package.module:function', not {name!r}")
-    try:
-        reward: RewardFunction = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reward {name!r}: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"reward {name!r}: module {module_name} has no {attribute}") from error
-    if not callable(reward):
-        raise ValueError(f"reward {name!r} is a {type(reward).__name__}, which cannot be called")
-    return reward
+    return Reward(load_function("reward", path, {"exact_match": exact_match}), number)
 
 
 async def _resolved(result: Any) -> Any:

@@ -20,8 +20,9 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.generator.config import GeneratorConfig
-from replay_client.generator.group_maker import LeftOut, priority_of
+from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.wait_log import WaitLog
 from replay_client.keys import KeySequence
@@ -49,6 +50,7 @@ class GeneratorServer:
         self._client = client
         self._config = config
         self._stats = stats
+        self._priority = load_priority(config.priority)
         self._keys = KeySequence()
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
@@ -80,9 +82,13 @@ class GeneratorServer:
         """Returns when the group is in its tables and its permit is used up.
 
         Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
-        Raises PromptError if the group is too large for the server.
+        Raises PromptError if the group is too large for the server, or its priority function fails.
         """
-        priorities = dict.fromkeys(self._config.tables, priority_of(group))
+        try:
+            priority = self._priority(group)
+        except Exception as error:
+            raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
+        priorities = dict.fromkeys(self._config.tables, priority)
         # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
         key, timeout = next(self._keys), self._config.insert_timeout
         attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout)
