@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import grpc
 import numpy as np
@@ -413,6 +413,9 @@ class AsyncReplayClient:
         """Closes the connection. The server takes back what it drew ahead for this client."""
         await self._insert_streams.close()
         await self._connection.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled or copied; make one in each process")
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from replay_client.access import TLS
 from replay_client.aio import WRITER_BYTES, AsyncReplayClient
@@ -130,6 +130,9 @@ class ReplayClient:
     def close(self) -> None:
         """Closes the connection. Calls of other threads end with ServerClosedError. Closing twice is harmless."""
         self._thread.close(self._aio.close())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled or copied; make one in each process")
 
     def __enter__(self) -> Self:
         return self

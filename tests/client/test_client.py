@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -399,6 +400,28 @@ def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
     client.close()
     thread.join(timeout=10)
     assert outcome == ["this client was closed while the call waited"]
+
+
+def test_ctrl_c_ends_a_wait_and_the_client_goes_on(server, client):
+    interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.sample("plain", 1, timeout=None)
+    interrupt.join()
+    until_nobody_waits = time.monotonic() + 10
+    while client.server_info().tables["plain"].sampling.count and time.monotonic() < until_nobody_waits:
+        time.sleep(0.01)
+    key = client.insert(b"x", {"plain": 1.0})
+    assert client.sample("plain")[0].info.key == key
+
+
+async def test_a_closed_asyncio_client_says_so(server):
+    client = AsyncReplayClient(server.address)
+    await client.policy()
+    await client.close()
+    await client.close()
+    with pytest.raises(ServerClosedError, match="this client is closed"):
+        await client.insert(b"x", {"plain": 1.0})
 
 
 def test_a_closed_client_says_so(server):

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import pickle
 import subprocess
 import sys
 
@@ -87,3 +88,9 @@ async def test_an_asyncio_client_refuses_to_work_after_a_fork(address):
         process.start()
         assert "before a fork" in words.get()
         process.join()
+
+
+@pytest.mark.parametrize("kind", [AsyncReplayClient, ReplayClient])
+def test_a_client_cannot_be_pickled_and_says_what_to_do(address, kind):
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(kind(address))
