@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
@@ -25,6 +25,8 @@ ALIGNMENT = 64
 _PREFIX = len(MAGIC) + 8
 _MAX_HEADER = 4 * 2**20
 """Bytes. A hostile header takes some 60 times as much memory when it is decoded."""
+MAX_LOGPROB = 1e-4
+"""Largest log-probability in nats. It is 0 but for the rounding of an engine."""
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -76,8 +78,10 @@ class RolloutGroup:
     """Any other arrays: log-probabilities of a reference model, images, expert routing."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Small facts that msgpack can hold."""
+    validate: InitVar[bool] = True
+    """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, validate: bool) -> None:
         self.prompt_ids = _vector("prompt_ids", self.prompt_ids, np.int32)
         self.completion_ids = _vector("completion_ids", self.completion_ids, np.int32)
         self.completion_lengths = _vector("completion_lengths", self.completion_lengths, np.int32)
@@ -112,6 +116,24 @@ class RolloutGroup:
                 raise ValueError(
                     f"extras[{name!r}] has dtype {self.extras[name].dtype}, not one of {', '.join(_DTYPES)}"
                 )
+
+        if validate:
+            self._check_values()
+
+    def _check_values(self) -> None:
+        if self.prompt_ids.size == 0:
+            raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
+        for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):
+            if (ids < 0).any():
+                raise ValueError(f"{name} holds {ids.min()}: token ids are not negative")
+        if not np.isfinite(self.advantages).all():
+            raise ValueError(f"advantages {self.advantages.tolist()} must be finite")
+        # A comparison with NaN, an unknown log-probability, is False.
+        if (self.rollout_logprobs > MAX_LOGPROB).any():
+            raise ValueError(
+                f"rollout_logprobs holds {np.nanmax(self.rollout_logprobs):.3g}: a log-probability is not above 0 "
+                f"(NaN: unknown)"
+            )
 
     @property
     def group_size(self) -> int:
@@ -202,7 +224,8 @@ class RolloutGroup:
                 raise ValueError("an array is named twice")
             extras = {name[7:]: arrays.pop(name) for name in list(arrays) if name.startswith("extras/")}
             reasons = fields.pop("finish_reasons")
-            return cls(**arrays, **fields, extras=extras, finish_reasons=None if reasons is None else tuple(reasons))
+            reasons = None if reasons is None else tuple(reasons)
+            return cls(**arrays, **fields, extras=extras, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -295,13 +318,13 @@ def group_from_completions(
     `prompt_ids` (P,), `rewards` (G,) and `advantages` (G,) are arrays; `fields` are the other fields of RolloutGroup.
     Raises ValueError that names the field or completion.
     """
-    tokens_G = [np.asarray(ids, dtype=np.int32).reshape(-1) for ids in completions]
+    tokens_G = [_vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
     logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
     for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):
         if tokens.size != lps.size:
             raise ValueError(f"completion {index} has {tokens.size} tokens and {lps.size} log-probabilities")
     return RolloutGroup(
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        prompt_ids=np.asarray(prompt_ids),
         completion_ids=np.concatenate(tokens_G) if tokens_G else np.zeros(0, np.int32),
         completion_lengths=np.array([tokens.size for tokens in tokens_G], dtype=np.int32),
         rollout_logprobs=np.concatenate(logprobs_G) if logprobs_G else np.zeros(0, np.float32),

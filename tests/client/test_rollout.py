@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_client import RolloutGroup
+from replay_client import RolloutGroup, group_from_completions
 from replay_client.rollout import ALIGNMENT, MAGIC
 from tests.factories import make_group
 
@@ -40,7 +40,7 @@ def test_a_group_survives_encoding_bit_for_bit():
 
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    prompt=st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     version=st.integers(-(2**40), 2**40),
     prompt_id=st.text(max_size=8),
     meta=st.dictionaries(st.text(max_size=4), st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text())),
@@ -107,6 +107,12 @@ def test_another_format_version_is_refused_by_its_number():
         ({"finish_reasons": ("stop",)}, "finish_reasons has 1"),
         ({"prompt_ids": [2**40]}, "outside int32"),
         ({"completion_ids": [1.5, 2.0, 3.0]}, "must hold int32"),
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"prompt_ids": [1.0, 2.0]}, "prompt_ids must hold int32, not float64"),
+        ({"completion_ids": [1, -2, 3]}, "completion_ids holds -2: token ids are not negative"),
+        ({"advantages": [1.0, math.nan]}, r"advantages \[1.0, nan\] must be finite"),
+        ({"advantages": [math.inf, 0.0]}, "must be finite"),
+        ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),
         ({"extras": {"names": np.array(["a"])}}, "dtype <U1"),
     ],
@@ -123,6 +129,19 @@ def test_fields_that_contradict_each_other_are_refused_by_name(fields, words):
     RolloutGroup(**valid)
     with pytest.raises(ValueError, match=words):
         RolloutGroup(**(valid | fields))
+
+
+def test_what_no_trainer_can_use_is_refused_when_made_and_still_decodes():
+    valid = {"prompt_ids": [1], "completions": [[2, 3], []], "logprobs": [[-0.5, math.nan], []], "rewards": [1, 0]}
+    group = group_from_completions(**valid, advantages=[1.0, -1.0])
+    with pytest.raises(ValueError, match="completions must hold int32, not float64"):
+        group_from_completions(**(valid | {"completions": [[2.5, 3], []]}), advantages=[1.0, -1.0])
+    with pytest.raises(ValueError, match="prompt_ids must hold int32, not float64"):
+        group_from_completions(**(valid | {"prompt_ids": [1.5]}), advantages=[1.0, -1.0])
+    with pytest.raises(ValueError, match="must be finite"):
+        group_from_completions(**valid, advantages=[math.nan, 0.0])
+    group.advantages[0] = math.nan  # as somebody else's writer may store it: tools must be able to show it
+    assert RolloutGroup.decode(group.encode()) == group
 
 
 def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():

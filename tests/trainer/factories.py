@@ -85,6 +85,7 @@ class FakeClient:
         self.given: dict[str, set[int]] = {}
         self.checkpoints: list[str] = []
         self.priorities: dict[int, float] = {}
+        self.deleted: list[tuple[str, int]] = []
         self.admitted: int | None = None
         """[admission] groups_per_step; None: there is no [admission]."""
 
@@ -107,6 +108,13 @@ class FakeClient:
         self.priorities |= {key: priority for key, priority in priorities.items() if key in keys}
         missing = tuple(key for key in priorities if key not in keys)
         return MutationResult(len(priorities) - len(missing), missing)
+
+    def delete(self, table: str, keys: Sequence[int]) -> MutationResult:
+        self.deleted += [(table, key) for key in keys]
+        there = {sample.info.key for sample in self.pool} & set(keys)
+        if table == "replay":
+            self.pool = [sample for sample in self.pool if sample.info.key not in keys]
+        return MutationResult(len(there), tuple(set(keys) - there))
 
     @contextmanager
     def sampler(

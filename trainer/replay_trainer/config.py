@@ -51,6 +51,10 @@ class GRPOConfig:
     max_dynamic_batches: int = 10
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
+    max_bad_share: float = 0.1
+    """Groups that cannot be trained on (token ids beyond the vocabulary, NaN advantages, bytes that do not decode) are
+    left out, deleted and counted (train/groups_skipped). The run stops if they are more than this share of the last 100
+    groups; 0: at the first one."""
     replay_share: float = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
@@ -165,6 +169,8 @@ class GRPOConfig:
             raise ValueError(f"report_to takes several names, such as ({self.report_to!r},), not a text")
         if unknown := set(self.report_to or ()) - set(get_args(Reporter)):
             raise ValueError(f"report_to takes {', '.join(get_args(Reporter))}, not {', '.join(map(str, unknown))}")
+        if self.max_bad_share > 1:
+            raise ValueError(f"max_bad_share must be at most 1, not {self.max_bad_share}")
         if self.replay_share > 0.9:
             raise ValueError(f"replay_share must be at most 0.9, not {self.replay_share}")
         if self.fresh_groups_per_step < 1:
@@ -228,6 +234,7 @@ _LEAST: dict[str, float] = {
     "groups_per_step": 1,
     "prefetch": 0,
     "max_dynamic_batches": 1,
+    "max_bad_share": 0.0,
     "replay_share": 0.0,
     "replay_start_step": 0,
     "replay_max_drift": 0.0,

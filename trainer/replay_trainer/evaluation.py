@@ -6,6 +6,7 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_trainer.callbacks import Metrics, Run
 from replay_trainer.description import GroupFacts, describe_groups
+from replay_trainer.inspection import why_unusable
 
 
 class TableEvaluation:
@@ -22,11 +23,11 @@ class TableEvaluation:
 
     def __call__(self, trainer: Run) -> Metrics:
         """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups: groups = 0, else
-        NaN."""
+        NaN. Groups that cannot be decoded are left out."""
         if not trainer.ranks.is_first:
             return {}
         try:
             samples = self.client.sample(self.table, self.max_groups, min_samples=1, timeout=0.0)
         except DeadlineExceededError:
             samples = []
-        return describe_groups([GroupFacts.of(sample) for sample in samples])
+        return describe_groups([GroupFacts.of(sample) for sample in samples if not why_unusable(sample)])

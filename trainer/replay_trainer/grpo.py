@@ -23,6 +23,7 @@ from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
+from replay_trainer.inspection import Inspector
 from replay_trainer.laps import Laps
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
@@ -80,8 +81,15 @@ class GRPOTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.inspector = Inspector(client, self.ranks, vocabulary, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
-            client, config.replay_table, config.on_empty, config.sample_timeout, config.max_replay_staleness
+            client,
+            config.replay_table,
+            config.on_empty,
+            config.sample_timeout,
+            config.max_replay_staleness,
+            inspector=self.inspector,
         )
         self.alarms = Alarms()
 
@@ -89,7 +97,8 @@ class GRPOTrainer:
         """Train up to `max_steps`.
 
         Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before an update that
-        is not finite, and the errors of `Publication.start` if output_dir or the server belong to another run.
+        is not finite, RuntimeError if more groups than max_bad_share cannot be trained on, and the errors of
+        `Publication.start` if output_dir or the server belong to another run.
         """
         config = self.config
         publication = Publication(
@@ -106,9 +115,12 @@ class GRPOTrainer:
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
             ) as stream:
-                source = self._group_source(laps.timed("sample", stream))
+                batches = self.inspector.stream(laps.timed("sample", stream), config.rollouts_table)
+                source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
-                    taken = self._without_drifted(source.next(step))
+                    taken = source.next(step)
+                    skipped = self.inspector.end_draws()
+                    taken = self._without_drifted(taken)
                     laps.lap("replace")
 
                     batch = self._to_batch(taken.groups)
@@ -116,6 +128,7 @@ class GRPOTrainer:
                     laps.lap("update")
 
                     metrics = self._describe(step, taken, batch, old_BT) | train_metrics
+                    metrics["train/groups_skipped"] = skipped
                     metrics |= self._evaluate(step, laps)
                     if config.update_priorities:
                         metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)

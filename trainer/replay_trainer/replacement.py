@@ -11,6 +11,7 @@ from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_priority, is_zero_variance
 from replay_trainer.description import GroupFacts, describe_replayed
+from replay_trainer.inspection import Inspector
 
 OnEmpty = Literal["keep", "drop", "wait"]
 """What happens to a zero-variance group if the pool has no replacement.
@@ -77,11 +78,14 @@ class ZeroVarianceReplacer:
         on_empty: OnEmpty = "keep",
         timeout: float | None = 60.0,
         max_staleness: int | None = None,
+        *,
+        inspector: Inspector | None = None,
     ) -> None:
         """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
 
         Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
-        set the limit of the table instead: it also removes these groups.
+        set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
+        trained on; without it, such a group raises ValueError.
         """
         if on_empty not in get_args(OnEmpty):
             raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
@@ -90,6 +94,7 @@ class ZeroVarianceReplacer:
         self.on_empty = on_empty
         self.timeout = timeout
         self.max_staleness = max_staleness
+        self.inspector = inspector
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -153,6 +158,8 @@ class ZeroVarianceReplacer:
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
         """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
         chosen: list[Sample] = []
+        if self.inspector is not None:
+            exclude = exclude | self.inspector.bad_keys
         while len(chosen) < count:
             try:
                 drawn = self.client.sample(
@@ -173,6 +180,8 @@ class ZeroVarianceReplacer:
                 self.client.policy()
                 continue
             exclude |= {sample.info.key for sample in drawn}
+            if self.inspector is not None:
+                drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
                 # Other writers may have inserted groups that the replacer exists to remove.
                 if is_zero_variance(sample.group.rewards):

@@ -1,0 +1,179 @@
+"""Groups that cannot be trained on are named, deleted and left out; too many of them stop the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replay_client import Sample
+from replay_client.errors import TableNotFoundError
+from replay_client.rollout import RolloutGroup
+from replay_trainer import GRPOConfig, GRPOTrainer, TableEvaluation
+from replay_trainer.inspection import Inspector, why_unusable
+from replay_trainer.ranks import Ranks
+from tests.trainer.factories import FakeClient, make_batches, make_group, make_model, make_sample
+
+
+def changed(**fields: Any) -> Sample:
+    """A group with values that a RolloutGroup would refuse."""
+    group = make_group(rewards=[1.0, 0.0], completions=[[5, 6], [7]])
+    for name, value in fields.items():
+        setattr(group, name, np.array(value, getattr(group, name).dtype) if isinstance(value, list) else value)
+    return make_sample(group, key=77)
+
+
+def foreign() -> Sample:
+    sample = make_sample(make_group(), key=77)
+    sample.payload = b"not of ours"
+    return sample
+
+
+BAD: dict[str, tuple[Callable[[], Sample], str]] = {
+    "a token beyond the vocabulary": (
+        lambda: changed(completion_ids=[5, 16, 7]),
+        "completion_ids holds the token 16, and the model has the tokens 0 to 15",
+    ),
+    "a prompt beyond the vocabulary": (lambda: changed(prompt_ids=[3, 900]), "prompt_ids holds the token 900"),
+    "a negative token": (lambda: changed(completion_ids=[5, -1, 7]), "completion_ids holds the token -1"),
+    "a NaN advantage": (lambda: changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
+    "an infinite advantage": (lambda: changed(advantages=[0.0, math.inf]), "advantages holds inf"),
+    "a NaN reward": (lambda: changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
+    "foreign bytes": (foreign, "not a rollout group: 11 bytes that begin with b'not of o'"),
+    "empty completions": (
+        lambda: make_sample(make_group(completions=[[], []]), key=77),
+        "all its completions are empty",
+    ),
+    "an empty prompt": (lambda: changed(prompt_ids=[]), "prompt_ids is empty"),
+    "a probability above 1": (lambda: changed(rollout_logprobs=[-1.0, 0.7, -1.0]), "rollout_logprobs holds 0.7"),
+    "greedy sampling": (lambda: changed(sampling={"temperature": 0}), "sampled at temperature 0"),
+    "a temperature that is no number": (lambda: changed(sampling={"temperature": "hot"}), "at temperature 'hot'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_trained_on_is_told_with_its_reason(name: str) -> None:
+    make, words = BAD[name]
+    assert words in why_unusable(make(), vocabulary=16)
+
+
+def test_what_can_be_trained_on_has_no_reason() -> None:
+    group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
+    assert why_unusable(make_sample(group), vocabulary=16) == ""
+    assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
+
+
+def trainer_of(client: FakeClient, output_dir: Path, **options: Any) -> GRPOTrainer:
+    few = {"max_steps": 3, "groups_per_step": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
+    return GRPOTrainer(make_model(), client, GRPOConfig(output_dir=output_dir, **(few | options)))  # type: ignore[arg-type]
+
+
+def lines(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_fresh_group_leaves_the_step_and_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    make, words = BAD[name]
+    batches = make_batches(3)
+    batches[1][1] = bad = make()
+    client = FakeClient(batches, pool=[bad])  # forward_to has put it into the pool
+    trainer_of(client, tmp_path).train()
+    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [0, 1, 0]
+    assert [line["train/groups"] for line in lines(tmp_path)] == [3, 2, 3]
+    (said,) = [message for message in caplog.messages if "put aside" in message]
+    assert "key 77 of table 'rollouts'" in said
+    assert words in said
+    assert client.pool == []
+
+
+def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: Path) -> None:
+    good = make_sample(make_group(rewards=[0.0, 1.0]), key=78)
+    client = FakeClient(make_batches(4, zero_variance=1), pool=[foreign(), good])
+    trainer_of(client, tmp_path, max_steps=2, groups_per_step=6, replay_share=0.5).train()
+    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [1, 0]
+    assert [line["replay/groups_replaced"] for line in lines(tmp_path)] == [1, 1]
+    assert client.pool == [good]
+
+
+def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
+    # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
+    client = FakeClient()
+    inspector = Inspector(client, Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    assert inspector.usable([foreign()], "rollouts") == []
+    assert inspector.end_draws() == 1
+    client.pool = [foreign()]
+    assert inspector.bad_keys == {77}
+    assert inspector.end_draws() == 0
+    assert client.pool == []
+    inspector.end_draws()
+    assert client.deleted == [("replay", 77), ("rollouts", 77), ("replay", 77)] or client.deleted == [
+        ("rollouts", 77),
+        ("replay", 77),
+        ("replay", 77),
+    ]
+
+
+def test_a_run_without_a_pool_puts_bad_groups_aside_too(tmp_path: Path) -> None:
+    class NoPool(FakeClient):
+        def delete(self, table: str, keys: Any) -> Any:
+            if table == "replay":
+                raise TableNotFoundError("there is no table 'replay'")
+            return super().delete(table, keys)
+
+    batches = make_batches(3)
+    batches[1][0] = foreign()
+    client = NoPool(batches)
+    trainer_of(client, tmp_path, zero_variance="none").train()
+    assert client.deleted == [("rollouts", 77)]
+    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [0, 1, 0]
+
+
+def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tmp_path: Path) -> None:
+    batches = make_batches(3)
+    sound, batches[1][0] = batches[1][0], foreign()
+    client = FakeClient(batches)
+    with pytest.raises(RuntimeError, match=r"1 of the last 6 groups .* max_bad_share=0\. .*key 77 of table 'rollouts'"):
+        trainer_of(client, tmp_path, max_bad_share=0.0).train()
+    assert client.version == 1
+    assert ("replay", 77) in client.deleted
+    batches[1][0] = sound
+    trainer_of(client, tmp_path, max_bad_share=0.0, resume=True).train()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
+    inspector = Inspector(FakeClient(), Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    good = make_sample(make_group())
+    caplog.set_level(logging.ERROR)
+
+    def step(bad: int, drawn: int = 50) -> None:
+        inspector.usable([foreign()] * bad + [good] * (drawn - bad), "rollouts")
+        inspector.end_draws()
+
+    for _ in range(20):
+        step(5)  # a tenth, as long as it goes on
+    step(0)
+    step(9)
+    with pytest.raises(RuntimeError, match=r"11 of the last 100 groups"):
+        step(2)
+
+
+def test_an_evaluation_leaves_out_what_does_not_decode(tmp_path: Path) -> None:
+    held_out = [foreign(), make_sample(make_group(rewards=[1.0, 0.0]), key=9)]
+    evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")  # type: ignore[arg-type]
+    few = {"output_dir": tmp_path, "max_steps": 1, "eval_every": 1, "progress": False, "report_to": ()}
+    GRPOTrainer(make_model(), FakeClient(make_batches(1)), GRPOConfig(**few), evaluate=evaluation).train()  # type: ignore[arg-type]
+    assert (lines(tmp_path)[0]["eval/groups"], lines(tmp_path)[0]["eval/reward_mean"]) == (1, 0.5)
+
+
+def test_a_decoded_group_keeps_what_makes_it_bad() -> None:
+    assert RolloutGroup.decode(changed(prompt_ids=[-3]).payload).prompt_ids.tolist() == [-3]
