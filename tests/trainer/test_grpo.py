@@ -634,7 +634,10 @@ def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path: Path) -> None:
 
 def test_completions_are_written_and_shown_with_their_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stored = make_sample(make_group(rewards=[0.0, 1.0], prompt=[9, 8]), key=2, age=7.0, staleness=3)
-    fresh = [make_sample(make_group(rewards=ALL_WRONG), key=1), make_sample(make_group(prompt=[4]), key=3)]
+    fresh = [
+        make_sample(make_group(rewards=ALL_WRONG), key=1),
+        make_sample(make_group(prompt=[4], rewards=[0.0, 1.0]), key=3),
+    ]
     options = {"log_completions": True, "num_completions_to_print": 2, "progress": True}
     make_trainer(FakeClient([fresh], pool=[stored]), tmp_path, max_steps=1, **options).train()
     first, second = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())

@@ -197,7 +197,12 @@ class GRPOConfig:
     @property
     def loss(self) -> LossConfig:
         """The loss and its constants."""
-        return LossConfig(self.loss_type, self.epsilon, self.epsilon_high, self.max_completion_length)
+        return LossConfig(
+            loss_type=self.loss_type,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            max_completion_length=self.max_completion_length,
+        )
 
     def check_admission(self, groups_per_step: int) -> None:
         """Raises ValueError if the server's [admission] groups_per_step is below the fresh groups that a step takes.
