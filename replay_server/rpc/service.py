@@ -76,9 +76,12 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
         behavior = service.methods[method.name]
         if tracing.available() and not method.client_streaming and method.name != "WatchPolicy":
             behavior = tracing.traced(method.name, behavior)
-        if latencies is not None:
-            timed = latencies.of_stream if method.client_streaming else latencies.of_call
-            behavior = (latencies.of_watch if method.name == "WatchPolicy" else timed)(method.name, behavior)
+        if latencies is not None and method.name == "WatchPolicy":
+            behavior = latencies.of_stream(method.name, behavior, timed=False)
+        elif latencies is not None and method.client_streaming:
+            behavior = latencies.of_stream(method.name, behavior, timed=True)
+        elif latencies is not None:
+            behavior = latencies.of_call(method.name, behavior)
         handlers[method.name] = kinds[method.client_streaming, method.server_streaming](
             behavior,
             parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString),

@@ -59,34 +59,20 @@ class Latencies:
         return timed
 
     def of_stream(
-        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
+        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]], *, timed: bool
     ) -> Callable[..., AsyncIterator[Any]]:
-        """Times `method`, an asynchronous generator with a stream of requests."""
-        histogram = self.histograms.setdefault(name, Histogram())
+        """Counts the calls of `method`, an asynchronous generator; with `timed` it times its messages, too."""
+        histogram = self.histograms.setdefault(name, Histogram()) if timed else None
 
         @functools.wraps(method)
-        async def timed(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            watched = _Watched(requests)
+        async def counted(requests: Any, context: Context) -> AsyncIterator[Any]:
+            watched = requests if histogram is None else _Watched(requests)
             with self._counted(name, context):
                 async with aclosing(method(watched, context)) as responses:  # type: ignore[type-var]
                     async for response in responses:
-                        if watched.at is not None:
+                        if histogram is not None and watched.at is not None:
                             histogram.observe(time.perf_counter() - watched.at)
                             watched.at = None
-                        yield response
-
-        return timed
-
-    def of_watch(
-        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]]
-    ) -> Callable[..., AsyncIterator[Any]]:
-        """Counts the calls of `method`, an asynchronous generator that lasts until its client ends it."""
-
-        @functools.wraps(method)
-        async def counted(request: Any, context: Context) -> AsyncIterator[Any]:
-            with self._counted(name, context):
-                async with aclosing(method(request, context)) as responses:  # type: ignore[type-var]
-                    async for response in responses:
                         yield response
 
         return counted
