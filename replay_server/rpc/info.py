@@ -11,7 +11,6 @@ import numpy as np
 from replay_protos import replay_pb2 as pb
 from replay_server.storage.checkpoint_file import Summary
 from replay_server.storage.checkpoints import Listed
-from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.meters import Quantiles
@@ -28,17 +27,19 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
     """The buffer's part of ServerInfo, with the tables of `names`; without names, with all tables."""
     tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
+    storage = buffer.storage.facts()
     info = pb.ServerInfo(
         policy=policy(buffer),
         tables=[table_info(buffer, table) for table in tables],
         items=len(buffer.items),
         bytes=buffer.bytes,
-        max_bytes=int(buffer.max_bytes) if buffer.max_bytes < float("inf") else 0,
-        storage=buffer.storage.name,
+        max_bytes=int(buffer.items.max_bytes) if buffer.items.max_bytes < float("inf") else 0,
+        storage=storage.name,
         damaged=buffer.damaged,
+        disk_bytes=storage.disk_bytes,
+        commits=storage.commits,
+        commit_error=storage.error,
     )
-    if isinstance(storage := buffer.storage, LmdbStorage):
-        info.disk_bytes, info.commits, info.commit_error = storage.disk_bytes, storage.commits, storage.error
     if (admission := buffer.admission) is not None:
         head = admission.line.head
         info.admission.CopyFrom(

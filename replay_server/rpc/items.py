@@ -16,8 +16,8 @@ from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, stream, unary
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.listing import ITEM_ORDERS, list_slots
 from replay_server.tables.payloads import DamagedPayloads, Payload
-from replay_server.tables.table import ITEM_ORDERS
 
 
 class ItemMethods:
@@ -66,7 +66,7 @@ class ItemMethods:
             for response in split_payloads(first, payloads):
                 yield response
         except DamagedPayloads as damage:
-            raise buffer.discarded(damage) from None
+            raise buffer.refuse_damaged(damage) from None
         finally:
             buffer.release(keys)
 
@@ -79,7 +79,8 @@ class ItemMethods:
         if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
         current, columns = self.buffer.policy.version, table.columns
-        slots = table.select_items(
+        slots = list_slots(
+            columns,
             order_by=order_by,
             descending=request.descending,
             min_priority=request.min_priority if request.HasField("min_priority") else -math.inf,

@@ -54,7 +54,7 @@ class SampleMethods:
                     last = response
             except DamagedPayloads as damage:
                 undo.close()
-                raise buffer.discarded(damage) from None
+                raise buffer.refuse_damaged(damage) from None
             # A reader that has the last message may rely on the batch, even if the server is killed then. In durable
             # mode the batch is therefore taken before that message.
             if not request.lease and backend.journal is not None:
@@ -219,7 +219,7 @@ class SampleStream:
             if batch_id in self._outstanding:
                 self._outstanding.pop(batch_id)[1].close()
                 self._buffer.give_back(batch_id)
-            await self._outgoing.put(self._buffer.discarded(damage))
+            await self._outgoing.put(self._buffer.refuse_damaged(damage))
         except Exception as error:
             await self._outgoing.put(error)
 

@@ -180,13 +180,13 @@ def read_contents(path: Path) -> Contents:
                 for key in np.frombuffer(body, "<u8").tolist():
                     records.pop(key, None)
             elif kind == SEEN:
-                state.seen += np.frombuffer(body, "<u8").tolist()
+                state.known_keys += np.frombuffer(body, "<u8").tolist()
             elif kind == STATE_RECORD:
                 name, record = msgpack.unpackb(body)
                 if record is None:
-                    state.pieces.pop(name, None)
+                    state.state_records.pop(name, None)
                 else:
-                    state.pieces[name] = record
+                    state.state_records[name] = record
         if kind != FOOT:
             raise DamagedCheckpoint("its end is missing")
     keys = sorted(records)

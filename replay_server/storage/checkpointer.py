@@ -36,7 +36,7 @@ log = logging.getLogger("replay_server")
 
 PORTION_ITEMS = 512
 """Items that are written between two turns of everyone else, of BYTES_PER_READ at most."""
-_SEEN_PORTION = 1 << 14
+_KEYS_PER_YIELD = 1 << 14
 _LAST_ITEMS = 512
 """Changes that are few enough for the last turn."""
 _MOST_ROUNDS = 20
@@ -135,11 +135,11 @@ class Checkpointer:
         buffer.watchers.append(collector)
         copy = _Copy(self._thread, writer, buffer)
         try:
-            seen, keys = list(buffer.seen_order), list(buffer.items)
-            for start in range(0, len(seen), _SEEN_PORTION):
-                await copy.in_thread(writer.keys, SEEN, buffer.seen(seen[start : start + _SEEN_PORTION]))
+            known, keys = buffer.known_keys.all(), list(buffer.items)
+            for start in range(0, len(known), _KEYS_PER_YIELD):
+                await copy.in_thread(writer.keys, SEEN, buffer.known_keys.among(known[start : start + _KEYS_PER_YIELD]))
             for portion in self._portions(keys):
-                items = pack_items(collector.items(np.array(sorted(portion), dtype=np.uint64)))
+                items = pack_items(collector.item_records(np.array(sorted(portion), dtype=np.uint64)))
                 await copy.write(Delta(items, [], [], []))
             rounds = 0
             while True:
@@ -215,9 +215,9 @@ class _Copy:
     def _write_records(self, delta: Delta) -> None:
         self._writer.items(delta.items)
         self._writer.keys(REMOVED, delta.removed)
-        for piece in delta.pieces:
+        for piece in delta.state_records:
             self._writer.piece(piece)
-        self._writer.keys(SEEN, delta.seen)
+        self._writer.keys(SEEN, delta.known_keys)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
     FORWARDED,
+    IN_TABLE,
     ITEM,
     POLICY,
     ROW,
     SCOPE,
     TABLE,
     Delta,
-    Items,
+    ItemRecords,
     State,
     StateRecord,
     pack,
@@ -33,25 +34,26 @@ from replay_server.storage.records import (
     table_numbers,
 )
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.columns import IntArray
+from replay_server.tables.columns import IntArray, KeyArray
+from replay_server.tables.table import Table
 
 
 class ChangeCollector:
-    """Hears of changes and turns them into records."""
+    """Collects changes of a buffer; each Delta leads from the recorded state to the state of the moment."""
 
     def __init__(self, buffer: ReplayBuffer, state: State | None = None) -> None:
-        """`state` is what has been written so far."""
+        """`state` is what is recorded already."""
         state = State() if state is None else state
         self._buffer = buffer
         self._offset = records.wall_offset(buffer.clock())
-        self._keys: set[int] = set()
-        self._scopes: set[tuple[str, str]] = set()
-        self._seen: list[int] = []
-        self._written = dict(state.pieces)
-        """The pieces as they were last written."""
-        self._again: list[StateRecord] = []
-        """Pieces that could not be written."""
-        self._started = False
+        self._changed: set[int] = set()
+        self._changed_scopes: set[tuple[str, str]] = set()
+        self._inserted: list[int] = []
+        self._written = dict(state.state_records)
+        """The state records that were last written."""
+        self._unwritten: list[StateRecord] = []
+        """State records that could not be written, and that would not come again by themselves."""
+        self._removed_obsolete = False
         self._stamps = count(time.time_ns())
         """Scopes are restored in the order in which they were last used."""
         numbers = {name: number for number, name in table_numbers(state).items()}
@@ -59,84 +61,88 @@ class ChangeCollector:
         self._tables = {name: numbers.get(name, free + place) for place, name in enumerate(buffer.tables)}
         self.changed(state.skipped)
 
+    # ------------------------------------------------------------------------------------------------ watching
+
     def changed(self, keys: Iterable[int]) -> None:
-        """Items whose record may no longer be true."""
-        self._keys.update(keys)
+        self._changed.update(keys)
 
     def inserted(self, keys: Iterable[int]) -> None:
-        self._seen.extend(keys)
+        self._inserted.extend(keys)
 
     def scope_changed(self, table: str, scope: str) -> None:
-        self._scopes.add((table, scope))
+        self._changed_scopes.add((table, scope))
+
+    # ------------------------------------------------------------------------------------------------ collecting
 
     def collect(self) -> Delta:
-        """What changed since the last time, as of now."""
+        """Everything that changed since the last call, as of now."""
         buffer = self._buffer
-        keys, self._keys = self._keys, set()
-        seen, self._seen = self._seen, []
+        keys, self._changed = self._changed, set()
+        inserted, self._inserted = self._inserted, []
         there = [key for key in keys if key in buffer.items]
-        items = self.items(np.array(sorted(there), dtype=np.uint64))
-        packed = pack_items(items)
+        packed = pack_items(self.item_records(np.array(sorted(there), dtype=np.uint64)))
         kept = {key for key, _ in packed}
-        again, self._again = self._again, []
-        return Delta(packed, sorted(keys - kept), [*again, *self._pieces()], buffer.seen(seen))
+        unwritten, self._unwritten = self._unwritten, []
+        state_records = [*unwritten, *self._state_records()]
+        return Delta(packed, sorted(keys - kept), state_records, buffer.known_keys.among(inserted))
 
     def pending(self) -> int:
-        """Items that the next Delta will have, at most."""
-        return len(self._keys)
+        """The most items that the next Delta can have."""
+        return len(self._changed)
 
     def written(self, delta: Delta) -> None:
-        """The Delta is where it belongs."""
-        for name, record in delta.pieces:
+        """`delta` is written."""
+        for name, record in delta.state_records:
             if record is None:
                 self._written.pop(name, None)
             else:
                 self._written[name] = record
 
     def not_written(self, delta: Delta) -> None:
-        """The Delta could not be written: all of it has to come again."""
-        self._keys.update(key for key, _ in delta.items)
-        self._keys.update(delta.removed)
-        self._seen[:0] = delta.seen
-        # The others differ from what was written last, so they come again anyhow.
-        self._again = [piece for piece in delta.pieces if piece.record is None or piece.name.startswith(SCOPE)]
+        """`delta` could not be written, so the next Delta has to contain it."""
+        self._changed.update(key for key, _ in delta.items)
+        self._changed.update(delta.removed)
+        self._inserted[:0] = delta.known_keys
+        # All other state records come again by themselves, because they differ from what was last written.
+        self._unwritten = [
+            entry for entry in delta.state_records if entry.record is None or entry.name.startswith(SCOPE)
+        ]
 
-    def items(self, keys: npt.NDArray[np.uint64]) -> Items:
-        """Those of the items `keys`, which the buffer has, that would be in a table if nothing were in hand."""
+    def item_records(self, keys: npt.NDArray[np.uint64]) -> ItemRecords:
+        """The records of `keys`, ascending, all of them in the buffer. Items that only batches hold are left out."""
         buffer, offset = self._buffer, self._offset
-        names: list[int] = keys.tolist()
-        found = [buffer.items[key] for key in names]
-        places: list[IntArray] = []
+        found = [buffer.items[key] for key in keys.tolist()]
+        owners: list[IntArray] = []
         rows: list[npt.NDArray[np.void]] = []
         for table in buffer.tables.values():
-            at, columns = table.rows(keys, *buffer.drawn(table))
-            columns["table"], columns["inserted_at"] = self._tables[table.name], columns["inserted_at"] + offset
-            places.append(at)
-            rows.append(columns)
-        held = np.zeros(keys.size, dtype=np.bool_)
-        held[np.concatenate(places)] = True
+            of_items, of_table = rows_in_table(table, keys, *buffer.outstanding.drawn(table))
+            of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
+            owners.append(of_items)
+            rows.append(of_table)
+        in_a_table = np.zeros(keys.size, dtype=np.bool_)
+        in_a_table[np.concatenate(owners)] = True
         forwarded = [
             (place, self._tables[name]) for place, item in enumerate(found) if item.forwarded for name in item.forwarded
         ]
         if forwarded:
             passed = np.zeros(len(forwarded), dtype=ROW)
             passed["table"], passed["kind"] = [table for _, table in forwarded], FORWARDED
-            places.append(np.array([place for place, _ in forwarded]))
+            owners.append(np.array([place for place, _ in forwarded]))
             rows.append(passed)
-        owners, all_rows = np.concatenate(places), np.concatenate(rows)
-        kept = held[owners]
-        order = np.argsort(owners[kept], kind="stable")
-        renumbered = np.cumsum(held) - 1
+        all_owners, all_rows = np.concatenate(owners), np.concatenate(rows)
+        kept = in_a_table[all_owners]
+        order = np.argsort(all_owners[kept], kind="stable")
+        renumbered = np.cumsum(in_a_table) - 1
         items = np.zeros(keys.size, dtype=ITEM)
         items["key"] = keys
         items["policy_version"] = [item.policy_version for item in found]
         items["nbytes"] = [item.nbytes for item in found]
         items["inserted_at"] = [item.inserted_at + offset for item in found]
         items["unused_permit"] = [item.unused_permit for item in found]
-        return Items(items[held], all_rows[kept][order], renumbered[owners[kept][order]])
+        return ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
 
-    def _pieces(self) -> Iterator[StateRecord]:
-        """The small records that are not as they were last written."""
+    def _state_records(self) -> Iterator[StateRecord]:
+        """The state records that differ from what was last written."""
         buffer, offset = self._buffer, self._offset
         values: list[tuple[bytes, Any]] = [
             (TABLE + b"%d" % self._tables[name], table.state_dict()) for name, table in buffer.tables.items()
@@ -144,29 +150,68 @@ class ChangeCollector:
         policy = buffer.policy
         values.append((POLICY, [policy.version, policy.weights, policy.set_at + offset]))
         if buffer.admission is not None:
-            values.append((ADMISSION, buffer.admission.state_dict(offset)))
-        if not self._started:  # what belongs to tables and to an [admission] that are no longer configured
-            self._started = True
+            admission = buffer.admission.state_dict(offset)
+            # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
+            admission["accepted"] -= buffer.outstanding.unused_permits()
+            values.append((ADMISSION, admission))
+        if not self._removed_obsolete:  # records of tables, and of an [admission], that are no longer configured
+            self._removed_obsolete = True
             kept = {name for name, _ in values}
-            yield from (
-                StateRecord(name, None) for name in self._written if name not in kept and not name.startswith(SCOPE)
-            )
-            self._scopes.update((name, "") for name in buffer.tables)
+            obsolete = [name for name in self._written if name not in kept and not name.startswith(SCOPE)]
+            yield from (StateRecord(name, None) for name in obsolete)
+            self._changed_scopes.update((name, "") for name in buffer.tables)
         for name, value in values:
             if self._written.get(name) != (record := pack(value)):
                 yield StateRecord(name, record)
-        if self._scopes:
-            yield from self._scope_pieces()
+        if self._changed_scopes:
+            yield from self._scope_records()
 
-    def _scope_pieces(self) -> Iterator[StateRecord]:
-        changed, self._scopes = self._scopes, set()
+    def _scope_records(self) -> Iterator[StateRecord]:
+        changed, self._changed_scopes = self._changed_scopes, set()
         tables = self._buffer.tables
         for name in {name for name, _ in changed}:
             prefix = SCOPE + b"%d/" % self._tables[name]
             kept = {prefix + xxh3_128_digest(scope.encode()) for scope in tables[name].scopes}
             yield from (StateRecord(old, None) for old in self._written if old.startswith(prefix) and old not in kept)
         for name, scope in changed:
-            if (keys := tables[name].scopes.get(scope)) is not None:
-                given = keys - self._buffer.drawn_in_scope(tables[name], scope)
+            if scope in tables[name].scopes:
+                given = tables[name].scopes.given(scope) - self._buffer.outstanding.drawn_in_scope(tables[name], scope)
                 record = pack([name, scope, next(self._stamps), np.array(sorted(given), dtype="<u8").tobytes()])
                 yield StateRecord(SCOPE + b"%d/" % self._tables[name] + xxh3_128_digest(scope.encode()), record)
+
+
+def rows_in_table(
+    table: Table, keys: KeyArray, drawn: KeyArray, times: IntArray
+) -> tuple[IntArray, npt.NDArray[np.void]]:
+    """The rows (m,) of `keys` (n,) in `table`, as if outstanding batches were given back; and whose they are (m,).
+
+    `drawn`, ascending, are the keys of outstanding rows, and `times` how often each was drawn. Times are seconds of the
+    server's clock. The column `table` is left for the caller.
+    """
+    slots, columns = table.columns.find(keys), table.columns
+    places = np.flatnonzero(slots >= 0)
+    rows = np.zeros(places.size, dtype=ROW)
+    for name in ("order", "times_sampled", "priority", "inserted_at"):
+        rows[name] = getattr(columns, name)[slots[places]]
+    if table.consumed:
+        returning = [
+            (
+                place,
+                (
+                    0,
+                    IN_TABLE,
+                    batch.orders[row],
+                    batch.times_sampled[row],
+                    batch.priorities[row],
+                    batch.inserted_at[row],
+                ),
+            )
+            for place, (batch, row) in enumerate(map(table.consumed.get, keys.tolist(), repeat((None, 0))))
+            if batch is not None
+        ]
+        places = np.concatenate([places, np.array([place for place, _ in returning], dtype=np.int64)])
+        rows = np.concatenate([rows, np.array([row for _, row in returning], dtype=ROW)])
+    if drawn.size:
+        at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
+        rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
+    return places, rows

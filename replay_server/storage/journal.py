@@ -26,7 +26,8 @@ from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.restore import restore
-from replay_server.tables.buffer import SEEN_KEYS, ReplayBuffer
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.known_keys import MAX_KNOWN_KEYS
 
 log = logging.getLogger("replay_server")
 
@@ -48,7 +49,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-journal")
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._taken_back: dict[int, None] = {}
+        self._rolled_back: dict[int, None] = {}
         """Keys of the last inserts that could not be written."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
@@ -87,7 +88,7 @@ class Journal:
                     f"checkpoint: {error}; make room, and restore it again"
                 ) from error
             collector.changed(buffer.items)
-            collector.inserted(checkpoint.contents.state.seen)
+            collector.inserted(checkpoint.contents.state.known_keys)
         buffer.damaged += len(state.skipped)
         log.info(
             "%s: %d items with %d bytes, loaded in %.2f s",
@@ -125,10 +126,10 @@ class Journal:
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
         """Those of `keys` whose insert could not be written, and has not succeeded since."""
-        if not self._taken_back:
+        if not self._rolled_back:
             return set()
-        found = self._taken_back.keys() & set(keys)
-        return found - set(self._buffer.seen(found))
+        found = self._rolled_back.keys() & set(keys)
+        return found - set(self._buffer.known_keys.among(found))
 
     async def close(self) -> None:
         """Writes what there is to write and ends."""
@@ -191,11 +192,11 @@ class Journal:
             break
 
     def _take_back(self, unwritten: list[int]) -> None:
-        for key in self._buffer.withdraw(unwritten):
-            self._taken_back.pop(key, None)  # to the end
-            self._taken_back[key] = None
-        while len(self._taken_back) > SEEN_KEYS:
-            del self._taken_back[next(iter(self._taken_back))]
+        for key in self._buffer.roll_back(unwritten):
+            self._rolled_back.pop(key, None)  # to the end
+            self._rolled_back[key] = None
+        while len(self._rolled_back) > MAX_KNOWN_KEYS:
+            del self._rolled_back[next(iter(self._rolled_back))]
 
     async def _sync(self) -> None:
         """Lets a crash of the machine cost the last seconds only."""

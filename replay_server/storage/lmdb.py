@@ -43,8 +43,18 @@ from replay_server.storage.data_dir import (
     verify,
     why_damaged,
 )
-from replay_server.storage.records import FORMAT, Damaged, Delta, Items, State, join_items, seal, unpack_items, unseal
-from replay_server.tables.payloads import DamagedPayloads, Payload, Reader
+from replay_server.storage.records import (
+    FORMAT,
+    Damaged,
+    Delta,
+    ItemRecords,
+    State,
+    join_items,
+    seal,
+    unpack_items,
+    unseal,
+)
+from replay_server.tables.payloads import DamagedPayloads, Payload, Reader, StorageFacts
 
 log = logging.getLogger("replay_server")
 
@@ -55,7 +65,7 @@ CHUNK_BYTES = 256 * 1024 - 16 - 8
 pieces find room where others were: whole values of up to 5 MB would need half as much space again."""
 BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
-SEEN_KEYS = 1 << 18
+MAX_KNOWN_KEYS = 1 << 18
 """How many of the last inserted keys are kept, at least."""
 RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free, so that what takes items out can still be written; or an eighth of it,
@@ -67,8 +77,6 @@ _CHUNK = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class LmdbStorage:
-    name = "lmdb"
-
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
         """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: what is in it is
         put aside, under another name.
@@ -181,10 +189,9 @@ class LmdbStorage:
         free = (self._env.info()["last_pgno"] - used) * stats[0]["psize"]
         return free // 2
 
-    @property
-    def disk_bytes(self) -> int:
-        """What the file occupies."""
-        return (self.directory / "data.mdb").stat().st_blocks * 512
+    def facts(self) -> StorageFacts:
+        blocks = (self.directory / "data.mdb").stat().st_blocks
+        return StorageFacts("lmdb", disk_bytes=blocks * 512, commits=self.commits, error=self.error)
 
     # ------------------------------------------------------------------------------------------------ commits
 
@@ -214,9 +221,9 @@ class LmdbStorage:
         self._strays = []
         for _ in range(old_seen):
             self._seen_total -= self._seen_counts.popleft()[1]
-        if delta.seen:
-            self._seen_total += len(delta.seen)
-            self._seen_counts.append((self._env.info()["last_txnid"], len(delta.seen)))
+        if delta.known_keys:
+            self._seen_total += len(delta.known_keys)
+            self._seen_counts.append((self._env.info()["last_txnid"], len(delta.known_keys)))
 
     def _write_records(
         self, txn: lmdb.Transaction, delta: Delta, new: Collection[int], gone: list[tuple[int, int]]
@@ -231,17 +238,17 @@ class LmdbStorage:
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
         txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
-        for piece in delta.pieces:
+        for piece in delta.state_records:
             if piece.record is None:
                 txn.delete(piece.name, db=self._pieces)
             else:
                 txn.put(piece.name, piece.record, db=self._pieces)
         obsolete = 0
-        if delta.seen:
-            txn.put(KEY.pack(txn.id()), seal(np.array(delta.seen, dtype="<u8").tobytes()), db=self._seen)
-            total = self._seen_total + len(delta.seen)
+        if delta.known_keys:
+            txn.put(KEY.pack(txn.id()), seal(np.array(delta.known_keys, dtype="<u8").tobytes()), db=self._seen)
+            total = self._seen_total + len(delta.known_keys)
             for number, n in self._seen_counts:
-                if (total := total - n) < SEEN_KEYS:
+                if (total := total - n) < MAX_KNOWN_KEYS:
                     break
                 txn.delete(KEY.pack(number), db=self._seen)
                 obsolete += 1
@@ -346,7 +353,7 @@ class LmdbStorage:
                 f"the version that wrote it, or restore a checkpoint of this version into another directory"
             )
 
-    def _match_payloads(self, items: Items, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def _match_payloads(self, items: ItemRecords, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Which items have all pieces of their payload. What belongs to none goes with the next commit."""
         keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
         first = np.searchsorted(there["key"], keys)

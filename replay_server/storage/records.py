@@ -56,8 +56,8 @@ class Damaged(Exception):
 
 
 @dataclass
-class Items:
-    """Items (n,) with their rows (m,); `owners` (m,) says whose each row is, ascending."""
+class ItemRecords:
+    """Records of items (n,) and of their rows in tables (m,). `owners` (m,), ascending: the index of its item."""
 
     items: npt.NDArray[np.void]
     rows: npt.NDArray[np.void]
@@ -66,14 +66,14 @@ class Items:
     def __len__(self) -> int:
         return int(self.items.size)
 
-    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Items:
+    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ItemRecords:
         """Some of the items, by a mask (n,) or their places."""
         counts = np.bincount(self.owners, minlength=len(self))
         starts = (np.cumsum(counts) - counts)[chosen]
         counts = counts[chosen]
         ends = np.cumsum(counts)
         places = np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts)
-        return Items(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts))
+        return ItemRecords(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts))
 
 
 class StateRecord(NamedTuple):
@@ -83,7 +83,7 @@ class StateRecord(NamedTuple):
     record: bytes | None
 
 
-def pack_items(items: Items) -> list[tuple[int, bytes]]:
+def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
     """(key, record) of each item, by ascending key."""
     counts = np.bincount(items.owners, minlength=len(items))
     starts = np.cumsum(counts) - counts
@@ -108,10 +108,10 @@ def pack_items(items: Items) -> list[tuple[int, bytes]]:
     return packed
 
 
-def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> Items:
+def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> ItemRecords:
     """The undamaged ones of the records that were found under `keys`, by ascending key."""
     lengths = np.fromiter(map(len, records), dtype=np.int64, count=len(records))
-    found: list[Items] = []
+    found: list[ItemRecords] = []
     for length in np.unique(lengths).tolist():
         places = np.flatnonzero(lengths == length)
         n, rest = divmod(length - ITEM.itemsize, ROW.itemsize)
@@ -125,16 +125,16 @@ def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> Item
         )
         block = block[intact]
         rows = block["rows"].reshape(-1) if n else np.empty(0, dtype=ROW)
-        found.append(Items(block["item"], rows, np.repeat(np.arange(block.size), n)))
+        found.append(ItemRecords(block["item"], rows, np.repeat(np.arange(block.size), n)))
     joined = join_items(found)
     return joined if len(found) == 1 else joined.select(np.argsort(joined.items["key"], kind="stable"))
 
 
-def join_items(parts: Iterable[Items]) -> Items:
-    """Several Items as one."""
+def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
+    """Joins the records of different items."""
     parts = list(parts)
     shifts = np.cumsum([0, *(len(part) for part in parts)])[:-1]
-    return Items(
+    return ItemRecords(
         np.concatenate([np.empty(0, dtype=ITEM), *(part.items for part in parts)]),
         np.concatenate([np.empty(0, dtype=ROW), *(part.rows for part in parts)]),
         np.concatenate(
@@ -175,22 +175,22 @@ class Delta:
     """(key, record), ascending."""
     removed: list[int]
     """Keys of items that are gone; some may never have been written."""
-    pieces: list[StateRecord]
+    state_records: list[StateRecord]
     """Tables, scopes, policy, admission."""
-    seen: list[int]
+    known_keys: list[int]
     """Inserted keys, in order."""
 
     def __bool__(self) -> bool:
-        return bool(self.items or self.removed or self.pieces or self.seen)
+        return bool(self.items or self.removed or self.state_records or self.known_keys)
 
 
 @dataclass
 class State:
     """A whole buffer but for its payloads."""
 
-    pieces: dict[bytes, bytes] = field(default_factory=dict)
-    items: Items = field(default_factory=lambda: join_items([]))
-    seen: list[int] = field(default_factory=list)
+    state_records: dict[bytes, bytes] = field(default_factory=dict)
+    items: ItemRecords = field(default_factory=lambda: join_items([]))
+    known_keys: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Keys of items that are left out because their bytes are not what was written."""
     damaged: int = 0
@@ -201,7 +201,7 @@ def table_numbers(state: State) -> dict[int, str]:
     """The tables that the rows of `state` name by number. Raises ValueError if that cannot be told."""
     return {
         int(name.removeprefix(TABLE)): unpack_named(name, record)["name"]
-        for name, record in state.pieces.items()
+        for name, record in state.state_records.items()
         if name.startswith(TABLE)
     }
 

@@ -24,7 +24,9 @@ from replay_server.storage.records import (
     unpack,
     unpack_named,
 )
-from replay_server.tables.buffer import Item, ReplayBuffer
+from replay_server.tables.buffer import Policy, ReplayBuffer
+from replay_server.tables.items import Item
+from replay_server.tables.loading import load_items, load_policy, reconcile
 
 log = logging.getLogger("replay_server")
 
@@ -33,7 +35,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     """Fills a new buffer. What does not fit its configuration is handled and said in the log."""
     offset = records.wall_offset(buffer.clock())
     scopes: list[Any] = []
-    for name, record in state.pieces.items():
+    for name, record in state.state_records.items():
         if name.startswith(SCOPE):
             try:
                 scopes.append(unpack(record))
@@ -44,16 +46,16 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         if name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
-            buffer.load_policy(value[0], value[1], value[2] - offset)
+            load_policy(buffer, Policy(value[0], value[1], value[2] - offset))
         elif name == ADMISSION and buffer.admission is not None:
             buffer.admission.load_state_dict(value, offset)
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
         if table_name in buffer.tables:
-            buffer.tables[table_name].scopes[scope] = set(np.frombuffer(keys, dtype="<u8").tolist())
+            buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
     with _no_garbage_collection():  # it would walk through millions of new objects again and again
         _restore_items(buffer, state, offset)
-    buffer.remember(state.seen)
-    buffer.settle()
+    buffer.known_keys.remember(state.known_keys)
+    reconcile(buffer)
 
 
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
@@ -96,7 +98,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     loaded = {key: Item(*shared) for key, *shared in zip(*columns, strict=True)}
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
-    buffer.load_items(loaded)
+    load_items(buffer, loaded)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Meters: what happened over the last minute, and how a column of numbers is spread."""
+"""Meters: counters, rates over the last minute, and quantiles of columns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ WINDOW = 60  # seconds
 MANY = 1 << 13
 """Of more values than this, quantiles are estimated."""
 _rng = np.random.default_rng()
+
+
+@dataclass
+class Counters:
+    """Counts since the start or the last reset. TableInfo in replay.proto has fields of the same names."""
+
+    inserts: int = 0
+    samples: int = 0
+    consumed: int = 0
+    deleted: int = 0
+    evicted: int = 0
+    evicted_unsampled: int = 0
+    stale: int = 0
+    stale_refused: int = 0
+    duplicates: int = 0
+    forwarded: int = 0
+    forward_refused: int = 0
 
 
 class Meter:

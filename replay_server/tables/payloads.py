@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
@@ -29,9 +30,20 @@ class Reader(Protocol):
         """Lets go of what has been deleted meanwhile."""
 
 
-class Storage(Protocol):
-    name: str
+@dataclass(frozen=True)
+class StorageFacts:
+    """What operators are told of a storage."""
 
+    name: str
+    disk_bytes: int = 0
+    """What its file occupies."""
+    commits: int = 0
+    """Transactions since the start."""
+    error: str = ""
+    """Why the last commit failed; "": it did not."""
+
+
+class Storage(Protocol):
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Keeps payloads under keys that are not in use."""
 
@@ -47,12 +59,14 @@ class Storage(Protocol):
     def why_full(self, nbytes: int) -> str | None:
         """Why a payload of so many bytes cannot be kept; None: it can."""
 
+    def facts(self) -> StorageFacts: ...
+
     def close(self) -> None:
-        """Lets go of every resource."""
+        """Frees all resources."""
 
 
 class MemoryStorage:
-    name = "memory"
+    """Keeps payloads in the process, as the bytes objects that came from the wire."""
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
@@ -72,6 +86,9 @@ class MemoryStorage:
 
     def why_full(self, nbytes: int) -> str | None:
         return None
+
+    def facts(self) -> StorageFacts:
+        return StorageFacts("memory")
 
     def close(self) -> None:
         self._payloads.clear()

@@ -1,53 +1,30 @@
-"""Table: the items of one table and every change to them. Nothing here waits and nothing here knows about gRPC.
+"""Table: the items of one table, and every change to them. Nothing here waits.
 
-An item is a key with its columns; its payload belongs to the buffer, which counts the tables and batches that hold it:
+    insert ──▶ in the table ──draw──▶ outstanding ──take──▶ in the table, or consumed
+                    │                      └────give_back──▶ as before the draw
+                    └── evicted, deleted, dropped as stale: gone
 
-    insert ──▶ in the table ──draw──▶ in the table and in a SampleBatch ──take──▶ in the table, or consumed
-                    │                              └────────────give_back──▶ as before the draw
-                    └── evicted, deleted, stale: gone
+* An outstanding row stays in the table, unless the draw was its last one (max_times_sampled). Then the batch keeps it.
+* After `give_back` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
+* A reset starts a new epoch. Batches of an older epoch change nothing any more.
+* Payloads are not the table's: `on_leave` says which keys it no longer holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import repeat
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from replay_server.storage.records import ROW
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import BlockedTime, Meter
+from replay_server.tables.meters import BlockedTime, Counters, Meter
+from replay_server.tables.scopes import Scopes
 from replay_server.tables.selectors import effective_priorities
-
-ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
-_MAX_SCOPES = 1024
-"""Scopes remembered by a table; the one used longest ago is forgotten first."""
-_MAX_SCOPED_KEYS = 1 << 20
-"""Keys remembered by all scopes of a table together, but for those of the current scope that are still here."""
-
-
-@dataclass
-class Counters:
-    """What happened since the start or the last reset; the fields of TableInfo of the same names."""
-
-    inserts: int = 0
-    samples: int = 0
-    consumed: int = 0
-    deleted: int = 0
-    evicted: int = 0
-    evicted_unsampled: int = 0
-    stale: int = 0
-    stale_refused: int = 0
-    duplicates: int = 0
-    forwarded: int = 0
-    forward_refused: int = 0
 
 
 @dataclass
@@ -56,7 +33,7 @@ class Table:
     clock: Callable[[], float]
     """Seconds; never goes back."""
     on_leave: Callable[[Sequence[int]], None]
-    """Called with the keys of items that leave the table, except those that leave into a SampleBatch."""
+    """Called with the keys of items that leave the table, except rows that an outstanding batch keeps."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -73,16 +50,15 @@ class Table:
         self.columns = Columns(current_version)
         self.limiter = self.config.rate_limiter.build()
         self.sampler = self.config.sampler.build(self.columns)
-        # One structure serves both roles where they agree, as in a queue.
+        # A queue removes in the order in which it samples: then one selector does both.
         same = self.config.remover == self.config.sampler
         self.remover = self.sampler if same else self.config.remover.build(self.columns)
         self.bytes = 0
         self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
-        self._consumed: dict[int, tuple[SampleBatch, int]] = {}
-        """Rows in hand that left the table with their draw, by key: other batches in hand may hold the same item."""
-        self.scopes: OrderedDict[str, set[int]] = OrderedDict()
-        self._trim_scopes_at = _MAX_SCOPED_KEYS
+        self.consumed: dict[int, tuple[SampleBatch, int]] = {}
+        """Outstanding rows whose draw was their last, by key: the batch that drew them last, and the row in it."""
+        self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
 
     @property
@@ -97,46 +73,43 @@ class Table:
         return key in self.columns.slots
 
     def has_or_may_return(self, key: int) -> bool:
-        """Whether the item is here, or left with a batch that may still give it back."""
-        return key in self or key in self._consumed
-
-    def consumed_keys(self) -> list[int]:
-        """Items that left with batches in hand."""
-        return list(self._consumed)
+        """Whether the item is here, or an outstanding batch may give it back."""
+        return key in self or key in self.consumed
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def why_no_insert(self, nbytes: int) -> str | None:
-        """Why an item of `nbytes` has to wait; None: it may come in."""
-        if not self.limiter.can_insert(1):
-            return self.limiter.why_no_insert(1)
+    def why_no_insert(self, n: int, nbytes: int) -> str | None:
+        """Why n items of `nbytes` together have to wait; None: they may be inserted now."""
+        if not self.limiter.can_insert(n):
+            return self.limiter.why_no_insert(n)
         if self.config.when_full == "block":
-            return self.why_full(nbytes)
+            return self.why_full(n, nbytes)
         return None
 
-    def why_full(self, nbytes: int) -> str | None:
-        """Which bound an item of `nbytes` would break."""
-        if self.size >= self.config.max_size:
-            return f"size {self.size} = max_size {self.config.max_size}"
-        if self.config.max_bytes is not None and self.bytes + nbytes > self.config.max_bytes:
-            return f"{self.bytes} bytes + {nbytes} > max_bytes {self.config.max_bytes}"
+    def why_full(self, n: int, nbytes: int) -> str | None:
+        """Which bound n more items of `nbytes` together would break; None: they fit."""
+        config = self.config
+        if self.size + n > config.max_size:
+            return f"size {self.size} = max_size {config.max_size}"
+        if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
+            return f"{self.bytes} bytes + {nbytes} > max_bytes {config.max_bytes}"
         return None
 
     def too_stale(self, policy_version: int, current: int) -> bool:
         return self.config.max_staleness is not None and current - policy_version > self.config.max_staleness
 
-    def room(self) -> float:
-        """How many items could come in now, one after the other, if bytes do not matter; evicting only from a Fifo.
-
-        Where another remover would have to choose, this ends: each choice depends on the insert before it.
-        """
-        most = self.limiter.most_inserts()
-        if self.config.when_full == "evict" and self.config.remover.type == "fifo":
-            return min(most, self.config.max_size)
-        return min(most, self.config.max_size - self.size)
+    def insertable_at_once(self, nbytes: int) -> float:
+        """How many items of `nbytes` together may be inserted now with the same outcome as one after the other."""
+        config = self.config
+        if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
+            return 1  # how many items have to be evicted for bytes depends on the size of each
+        room = config.max_size - self.size
+        if config.when_full == "evict" and config.remover.type == "fifo":
+            room = config.max_size  # the oldest go first, whatever is inserted; other removers choose anew each time
+        return min(self.limiter.most_inserts(), room)
 
     def insert(self, keys: Sequence[int], priorities: FloatArray, policy_versions: IntArray, sizes: IntArray) -> None:
-        """Adds items, after making room for all of them. The caller has asked `why_no_insert`, or `room`."""
+        """Inserts items, after evicting as many as have to make room. The caller has checked the insert rules."""
         n, nbytes = len(keys), int(sizes.sum())
         while self.size and (
             self.size + n > self.config.max_size
@@ -146,15 +119,15 @@ class Table:
         now = self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self._add(keys, priorities, policy_versions, sizes, orders, now, 0)
+        self._insert_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
 
     def evict(self, n: int = 1) -> None:
-        """Removes n items that the remover names."""
+        """Removes n items that the remover chooses."""
         slots, _ = self.remover.select(n, self.rng)
-        if slots.size < n:  # `prioritized` does not name items of priority 0; of them the oldest go
+        if slots.size < n:  # `prioritized` never chooses an item of priority 0: of these the oldest go
             others = self.columns.used()
             slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
         self.counters.evicted += n
@@ -162,7 +135,7 @@ class Table:
         self.limiter.deletes += n
         self._remove(slots)
 
-    def _add(
+    def _insert_rows(
         self,
         keys: Sequence[int],
         priorities: FloatArray,
@@ -199,7 +172,7 @@ class Table:
     # ------------------------------------------------------------------------------------------------ sample
 
     def available(self, request: SampleRequest) -> int:
-        """How many rows a batch for `request` could have, the limiter apart."""
+        """How many rows a batch for `request` could have if the limiter allowed any number."""
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
@@ -222,7 +195,7 @@ class Table:
         return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
-        """Draws n rows. The caller has asked `why_no_sample`."""
+        """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
         columns = self.columns
         if request.distinct:
             excluded = np.array(sorted(self._excluded(request)), dtype=np.int64)
@@ -248,10 +221,10 @@ class Table:
             epoch=self.epoch,
         )
         if request.scope:
-            self._scope(request.scope).update(batch.keys.tolist())
+            self.scopes.give(request.scope, batch.keys.tolist())
         self._remove(slots[batch.consumed], leaves=False)
         for row in np.flatnonzero(batch.consumed).tolist():
-            self._consumed[int(batch.keys[row])] = (batch, row)
+            self.consumed[int(batch.keys[row])] = (batch, row)
         consumed = int(batch.consumed.sum())
         self.limiter.samples += n
         self.limiter.deletes += consumed
@@ -262,15 +235,15 @@ class Table:
         return batch
 
     def take(self, batch: SampleBatch) -> None:
-        """The batch is its reader's now."""
+        """The batch is its reader's for good."""
         if batch.epoch != self.epoch:
             return
         self.outstanding -= len(batch)
         for key in batch.keys[batch.consumed].tolist():
-            del self._consumed[key]
+            del self.consumed[key]
 
     def give_back(self, batch: SampleBatch) -> list[int]:
-        """Undoes the draw. Returns the rows that are in the table again; the others stay gone (reset, deleted)."""
+        """Undoes the draw. Returns the rows that come back into the table because the draw had consumed them."""
         if batch.epoch != self.epoch:
             return []
         n, consumed = len(batch), int(batch.consumed.sum())
@@ -280,12 +253,12 @@ class Table:
         self.counters.samples -= n
         self.counters.consumed -= consumed
         if batch.scope:
-            self._scope(batch.scope).difference_update(batch.keys.tolist())
+            self.scopes.give_back(batch.scope, batch.keys.tolist())
         back = batch.consumed
         for key in batch.keys[back].tolist():
-            del self._consumed[key]
+            del self.consumed[key]
         if back.any():
-            self._add(
+            self._insert_rows(
                 batch.keys[back].tolist(),
                 batch.priorities[back],
                 batch.policy_versions[back],
@@ -297,33 +270,19 @@ class Table:
         for key in batch.keys[~back].tolist():
             if (slot := self.columns.slots.get(key)) is not None:
                 self.columns.times_sampled[slot] -= 1
-            elif (last := self._consumed.get(key)) is not None:
-                last[0].times_sampled[last[1]] -= 1
+            elif (last := self.consumed.get(key)) is not None:  # a later batch consumed the item
+                later, row = last
+                later.times_sampled[row] -= 1
         rows: list[int] = np.flatnonzero(back).tolist()
         return rows
 
     def _excluded(self, request: SampleRequest) -> set[int]:
-        """The slots that `request` must not get and that the sampler might name."""
+        """The slots that `request` must not get, as far as the sampler could choose them."""
         keys: Iterable[int] = request.exclude
-        if request.scope and (given := self.scopes.get(request.scope)):
+        if request.scope and (given := self.scopes.given(request.scope)):
             keys = given | request.exclude
         found = {slot for key in keys if (slot := self.columns.slots.get(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
-
-    def _scope(self, name: str) -> set[int]:
-        keys = self.scopes.setdefault(name, set())
-        self.scopes.move_to_end(name)
-        if len(self.scopes) > _MAX_SCOPES:
-            self.scopes.popitem(last=False)
-        if (total := sum(map(len, self.scopes.values()))) > self._trim_scopes_at:
-            # Keys that have left do not come again; of the rest, the scopes used longest ago are forgotten.
-            for known in self.scopes.values():
-                known.intersection_update([key for key in known if self.has_or_may_return(key)])
-            total = sum(map(len, self.scopes.values()))
-            while len(self.scopes) > 1 and total > _MAX_SCOPED_KEYS // 2:
-                total -= len(self.scopes.popitem(last=False)[1])
-            self._trim_scopes_at = max(_MAX_SCOPED_KEYS, 2 * total)
-        return keys
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
@@ -344,8 +303,8 @@ class Table:
             self.remover.update(slots)
         return slots.size, missing
 
-    def withdraw(self, keys: Sequence[int]) -> None:
-        """Takes back the insertion of items that nobody has drawn."""
+    def roll_back(self, keys: Sequence[int]) -> None:
+        """Undoes the insert of items that were never drawn."""
         self.limiter.inserts -= len(keys)
         self.counters.inserts -= len(keys)
         self._remove(self.columns.find(np.array(keys, dtype=np.uint64)))
@@ -368,11 +327,7 @@ class Table:
             self.remover.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
-        """Drops every item that lags by more than `max_staleness`. Returns how many.
-
-        To the limiter a stale drop is a delete, after the samples that the item still owed: it can give none any more,
-        and the difference between inserts and samples, which bounds a queue, would otherwise never come down again.
-        """
+        """Drops every item that lags by more than `max_staleness`. Returns how many."""
         if self.config.max_staleness is None or not self.size:
             return 0
         slots = self.columns.occupied()
@@ -380,6 +335,8 @@ class Table:
         owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
         self._remove(slots)
         self.limiter.deletes += slots.size
+        # A dropped item can give no more samples. Unless the limiter counts the samples that it still owed, the
+        # difference between inserts and samples, which bounds a queue, would never come down again.
         self.limiter.samples += float(owed.sum())
         self.counters.stale += slots.size
         return int(slots.size)
@@ -392,31 +349,7 @@ class Table:
         self.on_leave(keys)
         return len(keys)
 
-    # ------------------------------------------------------------------------------------------------ look inside
-
-    def select_items(
-        self,
-        *,
-        order_by: str,
-        descending: bool,
-        min_priority: float,
-        max_priority: float,
-        min_version: float,
-        max_version: float,
-    ) -> IntArray:
-        """The slots of the items within the bounds (all inclusive), by one of ITEM_ORDERS; ties older first."""
-        columns, slots = self.columns, self.columns.used()
-        priority, version = columns.priority[slots], columns.policy_version[slots]
-        slots = slots[
-            (priority >= min_priority)
-            & (priority <= max_priority)
-            & (version >= min_version)
-            & (version <= max_version)
-        ]
-        if order_by == "age":  # ascending age: the youngest first
-            return slots if descending else slots[::-1]
-        values = getattr(columns, order_by)[slots]
-        return slots[np.argsort(-values if descending else values, kind="stable")]
+    # ------------------------------------------------------------------------------------- configuration and state
 
     def effective_priorities(self, slots: IntArray) -> FloatArray:
         """The priorities (n,) of `slots` (n,) as the sampler weighs them: after its exponent, and aged."""
@@ -424,7 +357,7 @@ class Table:
         return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
     def configure(self, config: TableConfig) -> None:
-        """Puts another configuration (of the same name) into force, keeping items and counters."""
+        """Changes the configuration (not the name), and keeps items and counters."""
         assert config.name == self.name
         old, self.config = self.config, config
         limiter = config.rate_limiter.build()
@@ -443,7 +376,7 @@ class Table:
         self._fit()
 
     def _fit(self) -> None:
-        """Lets go of what the configuration does not keep."""
+        """Removes the items that the configuration does not allow."""
         if (limit := self.config.max_times_sampled) and self.size:
             slots = self.columns.used()
             used_up = slots[self.columns.times_sampled[slots] >= limit]
@@ -456,11 +389,9 @@ class Table:
     def counts(self) -> dict[str, int]:
         return {item.name: getattr(self.counters, item.name) for item in fields(Counters)}
 
-    # ------------------------------------------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
-        """All but items and scopes, as if what is in hand had been given back."""
-        limiter, consumed, rng = self.limiter, len(self._consumed), self.rng.bit_generator.state
+        """Everything but items and scopes, as if outstanding batches had been given back."""
+        limiter, consumed, rng = self.limiter, len(self.consumed), self.rng.bit_generator.state
         return {
             "name": self.name,
             "order": self._order,
@@ -487,33 +418,6 @@ class Table:
             "uinteger": uinteger,
         }
 
-    def rows(self, keys: KeyArray, drawn: KeyArray, times: IntArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """Rows (m,) of those of `keys` (n,) that would be here if nothing were in hand, and their places in `keys`.
-
-        `drawn`, ascending, are the keys of rows in hand, and `times` how often each of them was drawn. Times are of the
-        server's clock, and the column `table` is for the caller to fill.
-        """
-        slots, columns = self.columns.find(keys), self.columns
-        places = np.flatnonzero(slots >= 0)
-        rows = np.zeros(places.size, dtype=ROW)
-        for name in ("order", "times_sampled", "priority", "inserted_at"):
-            rows[name] = getattr(columns, name)[slots[places]]
-        if self._consumed:
-            lent = [
-                (
-                    place,
-                    (0, 0, batch.orders[row], batch.times_sampled[row], batch.priorities[row], batch.inserted_at[row]),
-                )
-                for place, (batch, row) in enumerate(map(self._consumed.get, keys.tolist(), repeat((None, 0))))
-                if batch is not None
-            ]
-            places = np.concatenate([places, np.array([place for place, _ in lent], dtype=np.int64)])
-            rows = np.concatenate([rows, np.array([row for _, row in lent], dtype=ROW)])
-        if drawn.size:
-            at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
-            rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
-        return places, rows
-
     def load_rows(
         self,
         keys: KeyArray,
@@ -524,14 +428,15 @@ class Table:
         inserted_at: FloatArray,
         times_sampled: IntArray,
     ) -> None:
-        """Puts items back, in their order, as they were. The counters know of them already."""
+        """Restores items, which come in the order of their insertion. The loaded counters count them already."""
         if keys.size:
-            self._add(keys.tolist(), priorities, policy_versions, sizes, orders, inserted_at, times_sampled)
+            self._insert_rows(keys.tolist(), priorities, policy_versions, sizes, orders, inserted_at, times_sampled)
 
-    def settle(self) -> int:
-        """Makes the counters fit the loaded items, and these the configuration. Returns how many were missing."""
+    def reconcile(self) -> int:
+        """Makes the counters fit the loaded items, and the items the configuration. Returns how many were missing."""
         lost = self.limiter.size - self.size
         self.limiter.deletes += lost
-        if self.config.when_full == "evict":  # elsewhere what was in hand may be too much for a while
+        # A table that blocks or rejects may exceed its bounds for a while: items that were outstanding came back.
+        if self.config.when_full == "evict":
             self._fit()
         return lost

@@ -114,7 +114,9 @@ class Line(Generic[P]):
 
     @property
     def head(self) -> P | None:
-        return next(iter(self._pending.values()), None)
+        for pending in self._pending.values():
+            return pending
+        return None
 
     def ahead_of(self, pending: P) -> int:
         """How many came before `pending`, which stands in this line."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from replay_server.tables.buffer import PendingInsert, PendingSample, ReplayBuffer
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.lines import PendingInsert, PendingSample
 
 log = logging.getLogger("replay_server")
 

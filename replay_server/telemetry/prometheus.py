@@ -20,8 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from replay_protos import replay_pb2 as pb
-from replay_server.tables.meters import MANY
-from replay_server.tables.table import Counters
+from replay_server.tables.meters import MANY, Counters
 from replay_server.telemetry.latency import BOUNDS, Latencies
 
 _COUNTERS = {

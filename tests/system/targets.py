@@ -153,11 +153,11 @@ class Service:
             assert table.size <= table.config.max_size
             for key in table.columns.slots:
                 held[key] += 1
-        for _, batch in buffer._batches.values():
+        for _, batch in buffer.outstanding.by_id.values():
             for key in batch.keys.tolist():
                 held[key] += 1
         assert {key: item.holders for key, item in buffer.items.items()} == held
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
         assert (backend.calls.count, backend.unfinished.used, backend.waiting.used) == (0, 0, 0)
-        assert backend.outstanding.used == sum(len(batch) for _, batch in buffer._batches.values())
-        assert len(buffer._batches) == len(service.sampling.leases)
+        assert backend.outstanding.used == sum(len(batch) for _, batch in buffer.outstanding.by_id.values())
+        assert len(buffer.outstanding.by_id) == len(service.sampling.leases)

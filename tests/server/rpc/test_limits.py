@@ -34,7 +34,7 @@ from replay_server.limits import (
     MAX_WEIGHTS,
 )
 from replay_server.rpc import backend, sampling
-from replay_server.tables import table as table_module
+from replay_server.tables import scopes
 from tests.factories import ServerProcess, server_process, until
 from tests.server.rpc.bystander import bystander
 
@@ -511,7 +511,7 @@ def test_the_largest_requests_hold_others_up_for_a_moment_only():
 
 
 def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
-    monkeypatch.setattr(table_module, "_MAX_SCOPED_KEYS", 100)
+    monkeypatch.setattr(scopes, "MAX_KEYS", 100)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
         table = server._service.backend.buffer.tables["plain"]
         for _ in range(30):
@@ -519,14 +519,14 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
             drawn = client.sample("plain", 10, scope="all the time")
             assert sorted(sample.info.key for sample in drawn) == sorted(keys)
             client.delete("plain", keys)
-        assert sum(map(len, table.scopes.values())) <= 110
+        assert sum(len(table.scopes.given(scope)) for scope in table.scopes) <= 110
         for _ in range(60):
             client.insert(b"x", {"plain": 1.0})
         for step in range(10):
             client.sample("plain", 60, scope=f"step {step}")
             with pytest.raises(DeadlineExceededError):
                 client.sample("plain", 1, scope=f"step {step}", timeout=0.0)
-        assert sum(map(len, table.scopes.values())) <= 260
+        assert sum(len(table.scopes.given(scope)) for scope in table.scopes) <= 260
 
 
 # ------------------------------------------------------------------------------------------------ without a token

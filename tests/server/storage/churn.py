@@ -50,7 +50,7 @@ def churn(
         storage.commit(Delta([], [], [], []), *storage.begin_commit())
         storage.end_commit(None)
         if written >= (len(ratios) + 1) * turnovers * live / 10:
-            ratios.append(storage.disk_bytes / highest)
+            ratios.append(storage.facts().disk_bytes / highest)
     storage.close()
     return ratios
 

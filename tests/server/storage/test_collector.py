@@ -28,14 +28,14 @@ def test_what_could_not_be_written_comes_again():
     assert not collector.collect()
     keys, records = zip(*delta.items, strict=True)
     state = State(
-        pieces={name: record for name, record in delta.pieces if record is not None},
+        state_records={name: record for name, record in delta.state_records if record is not None},
         items=unpack_items(np.array(keys, dtype=np.uint64), records),
-        seen=delta.seen,
+        known_keys=delta.known_keys,
     )
     again = ReplayBuffer(tables, time.monotonic)
     again.storage.put([7, 8], [(b"x",), (b"y",)])
     restore(again, state)
-    assert again.tables["a"].scopes == buffer.tables["a"].scopes != {}
+    assert again.tables["a"].scopes.given("step-1") == buffer.tables["a"].scopes.given("step-1") != set()
     assert again.tables["a"].counters == buffer.tables["a"].counters
-    assert again.seen() == [7, 8]
+    assert again.known_keys.all() == [7, 8]
     assert again.tables["a"].rng.random() == buffer.tables["a"].rng.random()

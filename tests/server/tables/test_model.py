@@ -383,8 +383,8 @@ class ModelMachine(RuleBasedStateMachine):
         payloads = list(buffer.payloads(list(model.items)))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
         assert buffer.bytes == model.bytes
-        assert buffer.bytes <= buffer.max_bytes
-        assert set(self.hands) == set(model.hands) == set(buffer._batches)
+        assert buffer.bytes <= buffer.items.max_bytes
+        assert set(self.hands) == set(model.hands) == set(buffer.outstanding.by_id)
 
     @invariant()
     def lines_agree(self):
@@ -441,13 +441,13 @@ class ModelMachine(RuleBasedStateMachine):
                 pending = self.pendings.pop(waiting)
                 pending.on_done = None
                 (self.buffer.admission if isinstance(waiting.what, int) else self.buffer).abandon(pending)
-        for batch_id in list(self.buffer._batches):
+        for batch_id in list(self.buffer.outstanding.by_id):
             self.buffer.give_back(batch_id)
         self.buffer.reset()
         assert self.buffer.items == {}
         assert self.buffer.bytes == 0
         self.nothing_is_stored()
-        assert self.buffer._batches == {}
+        assert self.buffer.outstanding.by_id == {}
         assert all(table.outstanding == 0 for table in self.buffer.tables.values())
 
     def nothing_is_stored(self):

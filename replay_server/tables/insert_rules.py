@@ -1,0 +1,132 @@
+"""Insert rules: which items may enter their tables, which have to wait, and which are refused.
+
+* Each rule is stated once, for some rows together. It looks at their sums and extremes; one row is its own extreme.
+* Rows that together break no rule break none one by one. If they break one, the caller decides the first row alone.
+* Rules change nothing. The caller counts, refuses, waits, or inserts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
+from replay_server.tables.batches import InsertBatch
+from replay_server.tables.columns import FloatArray
+from replay_server.tables.config import MAX_PRIORITY
+from replay_server.tables.items import Items
+from replay_server.tables.known_keys import KnownKeys
+from replay_server.tables.table import Table
+
+MAX_VERSION = 1 << 62
+
+
+@dataclass(slots=True)
+class Rows:
+    """What the rules look at: sums and extremes of the rows of an InsertBatch."""
+
+    count: int
+    nbytes: int
+    largest: int
+    """Bytes of the largest row."""
+    oldest: int
+    """Policy version of the oldest row."""
+    newest: int
+
+    @classmethod
+    def of(cls, batch: InsertBatch) -> Self:
+        n, sizes, versions = len(batch.keys), batch.sizes, batch.policy_versions
+        if n == 1:  # 10 times as fast as reducing arrays of one element
+            nbytes, version = sizes.item(), versions.item()
+            return cls(1, nbytes, nbytes, version, version)
+        return cls(n, sizes.sum().item(), sizes.max().item(), versions.min().item(), versions.max().item())
+
+
+class Known:
+    """The item was inserted before. The insert is a retry, and is acknowledged without any effect."""
+
+
+@dataclass(slots=True)
+class Blocked:
+    """The item has to wait."""
+
+    why: str
+
+
+class TooStale(Refused):
+    def __init__(self, table: Table, version: int, current: int) -> None:
+        super().__init__(
+            Code.FAILED_PRECONDITION,
+            f"item of policy version {version} lags {current - version} behind the current {current}; table "
+            f"{table.name!r} takes at most {table.config.max_staleness} (max_staleness)",
+        )
+        self.table = table
+
+
+class InsertRules:
+    def __init__(self, items: Items, known_keys: KnownKeys, max_payload_bytes: int) -> None:
+        self._items = items
+        self._known_keys = known_keys
+        self._max_bytes = min(max_payload_bytes, items.max_bytes)
+
+    def verdict(
+        self, batch: InsertBatch, rows: Rows, tables: Sequence[Table], policy_version: int
+    ) -> Refused | Known | Blocked | None:
+        """What is to become of all rows of `batch`, which `rows` describes; None: they may enter `tables` now."""
+        if (refusal := self.why_invalid(batch, rows, tables)) is not None:
+            return refusal
+        if self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys):
+            return Known()
+        if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
+            return refusal
+        why = self.why_blocked(rows, tables)
+        return None if why is None else Blocked(why)
+
+    def why_invalid(self, batch: InsertBatch, rows: Rows, tables: Sequence[Table]) -> Refused | None:
+        """Why the rows are refused in any state of the server."""
+        if not (rows.oldest >= 0 and rows.newest <= MAX_VERSION):
+            return invalid(f"policy version {rows.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
+        for table in tables:
+            if not are_priorities(priorities := batch.priorities[table.name]):
+                return bad_priority(priorities[0], f"item {batch.keys[0]}, table {table.name!r}")
+            if rows.largest > (table.config.max_bytes or math.inf):
+                return too_large(
+                    f"item of {rows.largest} bytes; table {table.name!r} holds at most {table.config.max_bytes} "
+                    f"(max_bytes)"
+                )
+        if rows.largest > self._max_bytes:
+            return too_large(f"item of {rows.largest} bytes; this server takes at most {self._max_bytes}")
+        return None
+
+    def why_refused(self, rows: Rows, tables: Sequence[Table], policy_version: int) -> Refused | None:
+        """Why the rows are refused in the current state of the server."""
+        if why := self._items.storage.why_full(rows.nbytes):
+            return storage_failed(why)
+        for table in tables:
+            if table.too_stale(rows.oldest, policy_version):
+                return TooStale(table, rows.oldest, policy_version)
+            if table.config.when_full == "reject" and (why := table.why_full(rows.count, rows.nbytes)):
+                return full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
+        return None
+
+    def why_blocked(self, rows: Rows, tables: Sequence[Table]) -> str | None:
+        """Why the rows have to wait, apart from other inserts that came first."""
+        for table in tables:
+            if why := table.why_no_insert(rows.count, rows.nbytes):
+                return f"{table.name}: inserting blocked: {why}"
+            if table.config.when_full == "block" and (why := self._items.why_full(rows.nbytes)):
+                return f"{table.name}: inserting blocked: server: {why}"
+        return None
+
+
+def are_priorities(values: FloatArray) -> bool:
+    """Whether all `values` (n,) are numbers from 0 to MAX_PRIORITY."""
+    if values.size == 1:  # 10 times as fast as reducing an array of one element
+        return 0 <= values.item() <= MAX_PRIORITY
+    return values.size == 0 or bool(values.min() >= 0 and values.max() <= MAX_PRIORITY)  # min and max of NaN are NaN
+
+
+def bad_priority(value: float, what: str) -> Refused:
+    return invalid(f"priority {float(value)} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")

@@ -1,0 +1,134 @@
+"""Outstanding batches: drawn, and neither taken by their readers nor given back.
+
+* An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
+* Exactly one call of `take` or `give_back` ends a batch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import numpy as np
+
+from replay_server.errors import invalid
+from replay_server.tables.batches import SampleBatch, SampleRequest
+from replay_server.tables.columns import IntArray, KeyArray
+from replay_server.tables.items import Items, Watcher
+from replay_server.tables.table import Table
+
+
+class OutstandingBatches:
+    def __init__(self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher]) -> None:
+        self._tables = tables
+        self._items = items
+        self._watchers = watchers
+        self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
+        # A batch of a server before a restart must not be mistaken for a new one.
+        self._ids = count(secrets.randbits(62) | 1)
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
+        """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
+        batch = table.draw(request, n)
+        # For a consumed row the batch takes over the hold of the table, which the item has just left.
+        self._items.hold(batch.keys[~batch.consumed].tolist())
+        batch_id = next(self._ids)
+        self.by_id[batch_id] = (table, batch)
+        return batch_id, batch
+
+    def has_stale_row(self, batch_id: int, policy_version: int) -> bool:
+        table, batch = self.by_id[batch_id]
+        return any(table.too_stale(version, policy_version) for version in batch.policy_versions.tolist())
+
+    def take(self, batch_id: int, policy_version: int) -> list[Table]:
+        """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
+        table, batch = self.by_id.pop(batch_id)
+        keys: list[int] = batch.keys.tolist()
+        for watcher in self._watchers:
+            watcher.changed(keys)
+            if batch.scope:
+                watcher.scope_changed(table.name, batch.scope)
+        for key in keys:
+            self._items[key].unused_permit = False
+        table.take(batch)
+        changed = [table]
+        if table.config.forward_to is not None and batch.epoch == table.epoch:
+            target = self._tables[table.config.forward_to]
+            changed.append(target)
+            for key, priority in zip(keys, batch.priorities.tolist(), strict=True):
+                self._forward(key, priority, table, target, policy_version)
+        self._items.release(keys)
+        return changed
+
+    def give_back(self, batch_id: int, policy_version: int) -> Table:
+        """The batch returns to its table, as if it was never drawn. Returns the table."""
+        table, batch = self.by_id.pop(batch_id)
+        self._items.hold(batch.keys[table.give_back(batch)].tolist())
+        self._items.release(batch.keys.tolist())
+        table.drop_stale(policy_version)
+        return table
+
+    def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
+        """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
+        drawn = [batch.keys for of, batch in self.by_id.values() if of is table and batch.epoch == table.epoch]
+        return np.unique(np.concatenate(drawn or [np.zeros(0, np.uint64)]), return_counts=True)
+
+    def drawn_in_scope(self, table: Table, scope: str) -> set[int]:
+        """The keys of outstanding rows of `table` that were drawn under `scope`."""
+        batches = [batch for of, batch in self.by_id.values() if of is table and batch.scope == scope]
+        return {key for batch in batches if batch.epoch == table.epoch for key in batch.keys.tolist()}
+
+    def unused_permits(self) -> int:
+        """How many items with an unused permit have left all tables, so that they go when their batches end."""
+        tables, items = self._tables.values(), self._items
+        keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if items[key].unused_permit}
+        return sum(not any(table.has_or_may_return(key) for table in tables) for key in keys)
+
+    def _forward(self, key: int, priority: float, source: Table, target: Table, policy_version: int) -> None:
+        """Forwards an item at its first sample."""
+        # Forwarding never waits: the limiter of `target` counts the item, and only a full table can refuse it.
+        item = self._items[key]
+        if priority == 0 or source.name in item.forwarded:
+            return
+        item.forwarded += (source.name,)
+        if target.has_or_may_return(key):
+            source.counters.forwarded += 1
+            return
+        if target.too_stale(item.policy_version, policy_version):
+            target.counters.stale_refused += 1
+            source.counters.forward_refused += 1
+            return
+        if item.nbytes > (target.config.max_bytes or np.inf) or (
+            target.config.when_full != "evict" and target.why_full(1, item.nbytes)
+        ):
+            source.counters.forward_refused += 1
+            return
+        source.counters.forwarded += 1
+        self._items.hold([key])
+        target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
+
+
+def check_sample(table: Table, request: SampleRequest) -> None:
+    """Raises Refused for a request that can never be served."""
+    config = table.config
+    if not 1 <= request.min_samples <= request.num_samples:
+        raise invalid(
+            f"min_samples {request.min_samples} and num_samples {request.num_samples} must be 1 <= min <= num"
+        )
+    if request.distinct and request.min_samples > config.max_size:
+        raise invalid(
+            f"{request.min_samples} distinct samples of table {table.name!r} can never be there: its max_size is "
+            f"{config.max_size}"
+        )
+    if request.min_samples > table.limiter.largest_batch():
+        raise invalid(
+            f"{request.min_samples} samples at once can never be drawn from table {table.name!r}: its rate limiter "
+            f"({config.rate_limiter.type}) stops inserting at {table.limiter.largest_batch():.12g}; ask for fewer "
+            f"or widen the limiter"
+        )
+    if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
+        raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
