@@ -1,9 +1,8 @@
 """Framing: messages whose last field is `bytes payloads = 15`, written and read with as few copies as gRPC allows.
 
-The bytes on the wire are those of protobuf; only the way there differs. Protobuf's own would copy the payload into the
-message, out of it again, and once more into a Python object on the other side. Here the rest of the message is encoded
-as usual, and the payload's pieces are joined behind it; reading finds the payload, parses what lies before it, and
-gives the payload as a view.
+The bytes on the wire are exactly protobuf's. Protobuf itself would copy the payload into the message, out of it, and
+once more into a Python object at the other end. Here protobuf encodes the other fields, and the payload chunks are
+joined behind them. A reader finds the payload, lets protobuf parse the bytes before it, and returns it as a view.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SERVICE: str = DESCRIPTOR.services_by_name["Replay"].full_name
 BYTES_PER_MESSAGE = 1 << 20
 """Payload bytes in one message, about. gRPC in Python is slow with much larger ones."""
 _MOST_FIELDS = 64
-"""More top-level fields than any message has that we write; one with more is left to protobuf as a whole."""
+"""More top-level fields than any message that we write has. Protobuf parses a message with more fields as a whole."""
 _PAYLOADS = 15 << 3 | 2  # field 15, length-delimited: one byte
 
 
@@ -31,7 +30,7 @@ class Frame(NamedTuple, Generic[M]):
 
     head: M
     payloads: Sequence[bytes | memoryview]
-    """Consecutive pieces when writing; one view when reading, or none."""
+    """Consecutive chunks when writing; one view when reading, or none."""
 
 
 def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memoryview]]:

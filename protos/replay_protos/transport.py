@@ -1,4 +1,4 @@
-"""Transport: what both ends check about addresses, certificates and keys before gRPC, which says little, sees them."""
+"""Transport: checks addresses, certificates and keys at both ends, because gRPC's own errors say little about them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Self
 PathLike = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, repr=False)  # repr: nobody shall print a key
+@dataclass(frozen=True, repr=False)  # repr: a key must never be printed
 class PemFiles:
     """Certificates and a key, as their files hold them."""
 
     cert: bytes | None
-    """This end's certificate, followed by those of the authorities between it and the root."""
+    """This end's certificate, then the certificates between it and the root."""
     key: bytes | None
     """Its private key."""
     ca: bytes | None
@@ -25,9 +25,9 @@ class PemFiles:
 
     @classmethod
     def read(cls, *, cert: PathLike | None, key: PathLike | None, ca: PathLike | None, ca_name: str = "tls_ca") -> Self:
-        """Raises ValueError that names the file, and never shows what is in it.
+        """Raises ValueError that names the file, and never shows its content.
 
-        `ca_name` is what the setting is called where `ca` comes from; the others are `tls_cert` and `tls_key`.
+        `ca_name` is the name of the setting for `ca`. The other settings are `tls_cert` and `tls_key`.
         """
         if (cert is None) != (key is None):
             here, missing = ("tls_cert", "tls_key") if key is None else ("tls_key", "tls_cert")

@@ -23,20 +23,6 @@ from replay_protos import replay_pb2 as pb
 from replay_server.tables.meters import MANY, Counters
 from replay_server.telemetry.latency import BOUNDS, Latencies
 
-_COUNTERS = {
-    "inserts": "Items inserted.",
-    "samples": "Samples taken.",
-    "consumed": "Items that left because of max_times_sampled.",
-    "deleted": "Items that a client deleted.",
-    "evicted": "Items that left to make room.",
-    "evicted_unsampled": "Evicted items that were never sampled: data lost.",
-    "stale": "Items that left because of max_staleness.",
-    "stale_refused": "Items refused on arrival because of max_staleness.",
-    "duplicates": "Inserts of a key seen before.",
-    "forwarded": "Items that joined the table named in forward_to.",
-    "forward_refused": "Items that could not join it, because it was full.",
-}
-assert list(_COUNTERS) == [item.name for item in fields(Counters)]
 _STATISTICS = ("min", "p10", "p50", "p90", "max", "mean")
 """Values of the label `statistic`. Prometheus reserves the label `quantile` for summaries."""
 
@@ -107,10 +93,11 @@ def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
             if (value := value_of(table)) is not None:
                 gauge.add_metric([table.name], value)
         yield gauge
-    for field, text in _COUNTERS.items():
-        counter = CounterMetricFamily(f"replay_table_{field}", f"{text} Since the start or reset.", labels=["table"])
+    for declared in fields(Counters):
+        name, text = declared.name, f"{declared.metadata['help']} Since the start or reset."
+        counter = CounterMetricFamily(f"replay_table_{name}", text, labels=["table"])
         for table in info.tables:
-            counter.add_metric([table.name], getattr(table, field))
+            counter.add_metric([table.name], getattr(table, name))
         yield counter
     yield from _waits(info)
     estimated = f"Above {MANY} items p10, p50 and p90 are estimated from {MANY} items drawn at random."
