@@ -2,9 +2,11 @@
 
 from replay_trainer.callbacks import Callback, Run, StepReport
 from replay_trainer.config import GRPOConfig
-from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
+from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection, correct
 from replay_trainer.evaluation import TableEvaluation
 from replay_trainer.grpo import GRPOTrainer
+from replay_trainer.losses import LossConfig, policy_loss
+from replay_trainer.padded import PaddedBatch, from_padded, to_padded
 from replay_trainer.replacement import ZeroVarianceReplacer
 
 __all__ = [
@@ -13,9 +15,15 @@ __all__ = [
     "CorrectionConfig",
     "GRPOConfig",
     "GRPOTrainer",
+    "LossConfig",
+    "PaddedBatch",
     "Rejection",
     "Run",
     "StepReport",
     "TableEvaluation",
     "ZeroVarianceReplacer",
+    "correct",
+    "from_padded",
+    "policy_loss",
+    "to_padded",
 ]
