@@ -2,13 +2,13 @@
 
 Frames, each with a checksum over all of it, so that any flip or cut is noticed:
 
-    HEAD       name, time, FORMAT
-    PAYLOADS   payloads of some items, ┐ in any order, while the server goes on: the last word on an item counts,
-    ITEMS      records of some items,  │ and what was removed meanwhile is said in REMOVED
-    REMOVED    keys                    │
-    STATE_RECORD      name, record or nothing │
-    SEEN       inserted keys           ┘
-    FOOT       what the file holds, as of the one moment that all of it together describes
+    HEAD           name, time, FORMAT
+    PAYLOADS       payloads of some items  ┐ in any order, while the server goes on;
+    ITEMS          records of some items   │ the last record of an item counts
+    REMOVED        keys of removed items   │
+    STATE_RECORD   name, record or nothing │
+    SEEN           inserted keys           ┘
+    FOOT           a summary, as of the one moment that the checkpoint describes
 
 The last bytes say where FOOT begins, so that a list of checkpoints need not read them.
 """
@@ -45,12 +45,12 @@ _MOST_RECORDS = 1 << 30
 
 
 class DamagedCheckpoint(ValueError):
-    """A file that is not a whole checkpoint; says in which way."""
+    """A file that is not a whole checkpoint, with the reason."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What FOOT says of a checkpoint."""
+    """The contents of FOOT."""
 
     name: str
     created: float
@@ -62,11 +62,11 @@ class Summary:
 
 
 class CheckpointWriter:
-    """Appends frames to a new file; for any thread, one call at a time."""
+    """Appends frames to a new file. May be called from any thread, one call at a time."""
 
     def __init__(self, path: Path, name: str, created: float) -> None:
         self._file = path.open("xb", buffering=0)
-        # The system would keep a GB and more in memory until the end; so the disk has something to do meanwhile.
+        # Without regular syncs the system keeps a GB and more in memory, and writes it all at the end.
         self._syncs = ThreadPoolExecutor(1, thread_name_prefix="replay-checkpoint-sync")
         self._syncing: Future[None] | None = None
         self._unsynced = 0
@@ -88,7 +88,7 @@ class CheckpointWriter:
         self._frame(STATE_RECORD, [msgpack.packb([piece.name, piece.record])])
 
     def close(self, summary: Summary) -> None:
-        """Makes the file complete, and sure on the disk."""
+        """Completes the file and syncs it to the disk."""
         at = self._file.tell()
         values = [summary.name, summary.created, summary.items, summary.bytes, summary.policy_version]
         self._frame(FOOT, [msgpack.packb(values)])
@@ -112,7 +112,7 @@ class CheckpointWriter:
             self._syncing, self._unsynced = self._syncs.submit(os.fdatasync, self._file.fileno()), 0
 
     def _write(self, parts: Iterable[bytes | memoryview]) -> None:
-        """All of it: a raw file may take less than it is given."""
+        """Writes everything; small parts together."""
         small: list[bytes | memoryview] = []
         for part in parts:
             if len(part) < _CHUNK // 4:

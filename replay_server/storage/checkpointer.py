@@ -29,16 +29,16 @@ from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, List
 from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, pack_items
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.payloads import BYTES_PER_READ, Reader, portions
+from replay_server.tables.payloads import BYTES_PER_READ, Reader, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
-PORTION_ITEMS = 512
-"""Items that are written between two turns of everyone else, of BYTES_PER_READ at most."""
+ITEMS_PER_YIELD = 512
+"""Items copied before yielding to the event loop; BYTES_PER_READ bound them, too."""
 _KEYS_PER_YIELD = 1 << 14
 _LAST_ITEMS = 512
-"""Changes that are few enough for the last turn."""
+"""Changes that are few enough for the last round."""
 _MOST_ROUNDS = 20
 _APART = 0.002
 """Seconds between two checkpoints at least: their names have milliseconds."""
@@ -48,7 +48,7 @@ class Checkpointer:
     """Writes checkpoints of a buffer, one at a time."""
 
     def __init__(self, buffer: ReplayBuffer, directory: CheckpointDirectory, keep: int) -> None:
-        """`keep`: how many of those that the server names stay."""
+        """`keep`: how many of the checkpoints that the server named are kept."""
         self._buffer = buffer
         self.directory = directory
         self._keep = keep
@@ -67,13 +67,13 @@ class Checkpointer:
                 log.error("%s", refusal.message)
 
     async def close(self) -> None:
-        """Lets the one end that is being written."""
+        """Waits for the checkpoint that is being written."""
         async with self._turn:
             self._thread.shutdown()
             self._verifying.shutdown(cancel_futures=True)
 
     async def listed(self, verify: bool = False) -> list[Listed]:
-        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all who ask."""
+        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all clients."""
         listed = await asyncio.to_thread(self.directory.list)
         if not verify:
             return listed
@@ -84,7 +84,7 @@ class Checkpointer:
     async def write(self, name: str = "") -> Summary:
         """Writes a checkpoint, named by the time if it has no `name`; one of the same name is replaced.
 
-        One that was begun is finished, even if nobody waits for it any more; who gives up before that leaves the line.
+        A checkpoint that has begun is finished even if its client goes away. A client that leaves earlier gets none.
         Raises Refused for a bad name, and where the disk does not take it; then nothing has changed on it.
         """
         if name:
@@ -138,7 +138,7 @@ class Checkpointer:
             known, keys = buffer.known_keys.all(), list(buffer.items)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 await copy.in_thread(writer.keys, SEEN, buffer.known_keys.among(known[start : start + _KEYS_PER_YIELD]))
-            for portion in self._portions(keys):
+            for portion in self._batches_of(keys):
                 items = pack_items(collector.item_records(np.array(sorted(portion), dtype=np.uint64)))
                 await copy.write(Delta(items, [], [], []))
             rounds = 0
@@ -156,14 +156,14 @@ class Checkpointer:
         await copy.in_thread(writer.close, summary)
         return summary
 
-    def _portions(self, keys: Sequence[int]) -> Iterator[list[int]]:
-        """Those of `keys` that are still there when it is their turn."""
+    def _batches_of(self, keys: Sequence[int]) -> Iterator[list[int]]:
+        """`keys` in short lists, without items that have gone meanwhile."""
         portion: list[int] = []
         nbytes = 0
         for key in keys:
             if (item := self._buffer.items.get(key)) is None:
                 continue
-            if portion and (len(portion) >= PORTION_ITEMS or nbytes + item.nbytes > BYTES_PER_READ):
+            if portion and (len(portion) >= ITEMS_PER_YIELD or nbytes + item.nbytes > BYTES_PER_READ):
                 yield [key for key in portion if key in self._buffer.items]
                 portion, nbytes = [], 0
             portion.append(key)
@@ -172,7 +172,7 @@ class Checkpointer:
 
 
 class _Copy:
-    """What has been written of a checkpoint so far."""
+    """The checkpoint that is being written."""
 
     def __init__(self, thread: ThreadPoolExecutor, writer: CheckpointWriter, buffer: ReplayBuffer) -> None:
         self._thread = thread
@@ -194,7 +194,7 @@ class _Copy:
         reader = self._buffer.storage.reader(keys, sizes)
         try:
             damaged = [
-                key for part in portions(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
+                key for part in read_slices(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
             ]
         finally:
             reader.close()
@@ -221,7 +221,7 @@ class _Copy:
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
-    """Gives a file its name, and makes that sure on the disk."""
+    """Renames a file and syncs the name to the disk."""
     partial.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -1,8 +1,4 @@
-"""Checkpoints: a directory of them, and how one is written while the server goes on.
-
-A checkpoint walks through all items in portions, and hears meanwhile of what changes; that is written after them, and
-again, until little is left. The last of it is taken in one turn of the event loop: of that moment the checkpoint is.
-"""
+"""Checkpoints: a directory of them: list, verify, open, prune."""
 
 from __future__ import annotations
 
@@ -75,12 +71,12 @@ class CheckpointDirectory:
         return self.path / (name + SUFFIX)
 
     def list(self) -> list[Listed]:
-        """All checkpoints, the newest first, as far as their beginnings and ends tell."""
+        """All checkpoints, the newest first. Reads only their first and last bytes."""
         found = [self._look(path, summary_of) for path in self.path.glob(f"*{SUFFIX}")]
         return sorted(filter(None, found), key=lambda entry: entry.created, reverse=True)
 
     def verify(self, name: str) -> Listed | None:
-        """What one of them is like, having read it from the first byte to the last; None: it is gone."""
+        """Reads every byte of a checkpoint; None: it is gone."""
         return self._look(self.file(name), lambda path: read_contents(path).summary)
 
     def _look(self, path: Path, read: Callable[[Path], Summary]) -> Listed | None:
@@ -116,7 +112,7 @@ class CheckpointDirectory:
         raise ValueError(f"no whole checkpoint in {self.path}")
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` of those that a server has named, and what crashes have left of such."""
+        """Removes all but the newest `keep` of the checkpoints that a server named, and their unfinished files."""
         for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
             if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 partial.unlink(missing_ok=True)
@@ -127,5 +123,5 @@ class CheckpointDirectory:
 
 
 def own_name(now: float) -> str:
-    """The name of a checkpoint that nobody has named, made at `now` (seconds since the epoch)."""
+    """The name that the server gives a checkpoint made at `now` (seconds since the epoch)."""
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"

@@ -30,7 +30,7 @@ _U16 = struct.Struct("<H")
 
 
 class UnusableDirectory(ValueError):
-    """A data directory that cannot be served from, with the reason and the remedy."""
+    """A data directory that the server cannot use, with the reason and the remedy."""
 
 
 def lock(directory: Path) -> int:
@@ -61,7 +61,7 @@ def why_damaged(directory: Path, what: str) -> str:
 
 
 def verify(directory: Path, used: bool) -> None:
-    """Makes sure that LMDB can open the file and never fall over anything in it. `used`: there was something in it."""
+    """Raises UnusableDirectory if LMDB could crash on the file. `used`: the directory had data before."""
     path = directory / "data.mdb"
     if not path.exists() or not path.stat().st_size:
         if used:
@@ -76,8 +76,8 @@ def verify(directory: Path, used: bool) -> None:
 
 
 def _wrong_roots(path: Path) -> Iterator[str]:
-    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. Were that number damaged,
-    it would take up an old state without noticing; but each of our commits knows its own number."""
+    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
+    it opens the older state and does not notice. So each of our commits records its own number."""
     with path.open("rb") as file:
         file.seek(0)
         size = _PAGE_SIZE.unpack_from(file.read(4096), _PAGE_SIZE_AT)[0]
@@ -100,7 +100,7 @@ def _wrong_roots(path: Path) -> Iterator[str]:
 
 
 def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
-    """The number that our own record in the main database has, whose only page is `root`."""
+    """The number in our own record in the main database, whose only page is `root`."""
     if root * size >= file.seek(0, os.SEEK_END):  # also where there is none
         return None
     file.seek(root * size)

@@ -1,12 +1,13 @@
-"""Journal: group commit. What one turn of the event loop changes, for all clients, is written in one transaction.
+"""Journal: group commit. One transaction writes the changes of all clients since the last one.
 
-    mark what changes ──▶ collect, as of now ──▶ commit (a thread) ──▶ everyone who waits goes on
+    record changes ──▶ collect, as of now ──▶ commit (in a thread) ──▶ wake all requests that wait
           ▲                                           │
-          └──────────── goes on meanwhile ────────────┘
+          └───────── the server goes on ──────────────┘
 
-Nobody is told of a change before it is written. When a commit fails, the inserts in it that nobody has drawn yet are
-taken back and refused, and everything else is tried again until it is written. Who is told of an insert may have come
-to wait for a later commit than the one that failed with it; so what was taken back is kept, and asked for by key.
+* No client is told of a change before the change is written.
+* When a commit fails, its inserts that were never drawn are rolled back and refused. Everything else is written again.
+* A response can be waiting on a later commit than the one that failed with its insert. We therefore remember the keys
+  of rolled-back inserts and check them before responding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from replay_server.tables.known_keys import MAX_KNOWN_KEYS
 log = logging.getLogger("replay_server")
 
 _TICK = 0.1
-"""Seconds after which changes that nobody waits for are written."""
+"""Seconds after which changes are written that no request waits for."""
 _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
@@ -41,7 +42,7 @@ Fsync = Literal["always", "never"] | float
 
 class Journal:
     def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector, fsync: Fsync) -> None:
-        """`fsync` other than "always", which is the storage's affair, is how many seconds may pass between two."""
+        """`fsync`: the seconds between two syncs of the disk. The storage itself does "always"."""
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
@@ -113,26 +114,26 @@ class Journal:
         return self._storage.unwritten
 
     def ticket(self) -> asyncio.Future[None]:
-        """Done when all that has changed until now is written, or taken back.
+        """Done when all changes until now are written or rolled back.
 
-        Fails with Refused where nothing can be written any more, for a reason that is not the disk's.
+        Fails with Refused if writing fails for a reason that is not the disk's.
         """
         self._wanted.set()
         return self._next
 
     async def durable(self) -> None:
-        """Returns when all that has changed until now is written, or taken back."""
+        """Returns when all changes until now are written or rolled back."""
         await asyncio.shield(self.ticket())
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
-        """Those of `keys` whose insert could not be written, and has not succeeded since."""
+        """The keys among `keys` whose insert was rolled back, and not repeated with success since."""
         if not self._rolled_back:
             return set()
         found = self._rolled_back.keys() & set(keys)
         return found - set(self._buffer.known_keys.among(found))
 
     async def close(self) -> None:
-        """Writes what there is to write and ends."""
+        """Writes the last changes and ends."""
         self._stopping = True
         self._wanted.set()
         await self._task
@@ -148,12 +149,12 @@ class Journal:
             await self._wanted.wait()
             tick.cancel()
             self._wanted.clear()
-            await self._turn()
+            await self._commit_and_wake()
         if not self._next.done():
-            await self._turn()
+            await self._commit_and_wake()
 
-    async def _turn(self) -> None:
-        """One commit, and what those who wait for it are told."""
+    async def _commit_and_wake(self) -> None:
+        """Commits once, and wakes the requests that wait for it."""
         done, self._next = self._next, asyncio.get_running_loop().create_future()
         try:
             await self._commit()
@@ -166,7 +167,7 @@ class Journal:
                 waiting.exception()  # or asyncio would complain where nobody waits
 
     async def _commit(self) -> None:
-        """Writes what has changed, but for inserts that have to be taken back."""
+        """Writes all changes, except inserts that have to be rolled back."""
         loop, storage = asyncio.get_running_loop(), self._storage
         while True:
             delta = self._collector.collect()
@@ -180,7 +181,7 @@ class Journal:
                     log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
                 unwritten = storage.end_commit(error)
                 self._collector.not_written(delta)
-                self._take_back(unwritten)
+                self._roll_back(unwritten)
                 if self._stopping:
                     raise
                 await asyncio.sleep(_RETRY)
@@ -191,7 +192,7 @@ class Journal:
             self._collector.written(delta)
             break
 
-    def _take_back(self, unwritten: list[int]) -> None:
+    def _roll_back(self, unwritten: list[int]) -> None:
         for key in self._buffer.roll_back(unwritten):
             self._rolled_back.pop(key, None)  # to the end
             self._rolled_back[key] = None
@@ -199,7 +200,7 @@ class Journal:
             del self._rolled_back[next(iter(self._rolled_back))]
 
     async def _sync(self) -> None:
-        """Lets a crash of the machine cost the last seconds only."""
+        """Syncs regularly, so that a crash of the machine costs the last seconds only."""
         if not isinstance(self._fsync, float):
             return
         synced = 0

@@ -1,13 +1,11 @@
 """LmdbStorage: payloads and records in one LMDB file under `data_dir`.
 
-A payload that is put stays in memory until a commit has written it, together with all records that changed: each LMDB
-transaction leads from one consistent state of the server to another. Reading takes bytes out of the map, and verifies
-them.
+* A payload stays in memory until a commit has written it, together with all records that changed.
+* Each transaction leads from one consistent state of the server to the next.
+* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (lmdb_check.py).
+* Payloads and records have checksums of their own, which are verified when they are read.
 
-LMDB trusts its file: a damaged page can crash it. So before it opens the file, every page that it could ever follow is
-verified (lmdb_check.py); payload bytes and records have checksums of their own.
-
-    payloads   key (8 bytes, big-endian), number of the piece (4 bytes) -> checksum, at most CHUNK_BYTES bytes
+    payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     seen       number of the commit -> checksum, keys inserted with it
@@ -62,24 +60,23 @@ MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 CHUNK_BYTES = 256 * 1024 - 16 - 8
 """Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
-pieces find room where others were: whole values of up to 5 MB would need half as much space again."""
+chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
 BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
 MAX_KNOWN_KEYS = 1 << 18
 """How many of the last inserted keys are kept, at least."""
 RESERVE = 64 << 20
-"""Bytes of the disk that inserts leave free, so that what takes items out can still be written; or an eighth of it,
-where that is less."""
+"""Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
-"""Seconds after which the room on the disk is looked up anew."""
+"""Seconds between two looks at the free space of the disk."""
 
 _CHUNK = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class LmdbStorage:
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
-        """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: what is in it is
-        put aside, under another name.
+        """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: the old file is
+        renamed and kept.
 
         Raises UnusableDirectory, also if it cannot be made or written.
         """
@@ -94,7 +91,7 @@ class LmdbStorage:
                 put_aside(directory)
                 os.ftruncate(self._lock, 0)
             verify(directory, used=os.fstat(self._lock).st_size > 0)
-            (directory / "lock.mdb").unlink(missing_ok=True)  # who held the lock before is gone: ours says so
+            (directory / "lock.mdb").unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
             self._env = lmdb.open(
                 str(directory),
                 map_size=MAP_SIZE,
@@ -117,15 +114,15 @@ class LmdbStorage:
         self._fresh: dict[int, Payload] = {}
         """Payloads that no commit has written yet."""
         self._gone: list[tuple[int, int]] = []
-        """(key, bytes) of payloads that are in the file and shall not be."""
+        """(key, bytes) of payloads to delete from the file."""
         self._half_written: set[int] = set()
-        """Fresh payloads of a commit that failed: some of their pieces may be in the file."""
+        """Fresh payloads of a failed commit. Some of their chunks may be in the file."""
         self._taken: tuple[dict[int, Payload], list[tuple[int, int]]] = ({}, [])
-        """What the commit under way took of these."""
+        """The fresh and the deleted payloads that belong to the running commit."""
         self.unwritten = 0
         """Bytes of fresh payloads."""
         self._strays: list[bytes] = []
-        """Names of pieces that no item needs."""
+        """Names of chunks that no item needs."""
         self._seen_counts: deque[tuple[int, int]] = deque()
         """(number, keys) of the records in `seen`."""
         self._seen_total = 0
@@ -177,12 +174,12 @@ class LmdbStorage:
         return None
 
     def _free_bytes(self) -> tuple[int, int]:
-        """What is free on the disk, and how much of that inserts do not get."""
+        """The free bytes of the disk, and how many of them are reserved."""
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize, min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
 
     def _free_pages(self) -> int:
-        """Bytes within the file that new payloads can use; a part is lost to pieces that fit nowhere."""
+        """Free bytes within the file that new payloads can use, about: half is counted as lost to fragmentation."""
         with self._env.begin() as txn:
             stats = [txn.stat(db) for db in (self._payloads, self._items, self._pieces, self._seen)]
         used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -196,13 +193,13 @@ class LmdbStorage:
     # ------------------------------------------------------------------------------------------------ commits
 
     def begin_commit(self) -> tuple[dict[int, Payload], list[tuple[int, int]]]:
-        """Takes the payloads for the next commit: `(new, gone)`. They can be read until it has ended."""
+        """The payloads to write and to delete in the next commit. They can be read until it has ended."""
         self._taken = self._fresh, self._gone
         self._fresh, self._gone = {}, []
         return self._taken
 
     def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
-        """Writes it all or, raising lmdb.Error, nothing that counts. The only method for another thread."""
+        """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         values = _values(new)
         old_seen: int | None = None
@@ -215,7 +212,7 @@ class LmdbStorage:
                     written += len(value)
                     if written >= portion:
                         break
-                else:  # all payloads are there: what makes them count goes with the last of them
+                else:  # records go with the last payloads: without them the payloads have no effect
                     old_seen = self._write_records(txn, delta, new, gone)
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
@@ -255,18 +252,18 @@ class LmdbStorage:
         return obsolete
 
     def write_payloads(self) -> None:
-        """Writes the payloads that there are, so that they need no memory; they count when their items are written."""
+        """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
         if self.unwritten:
             self.commit(Delta([], [], [], []), *self.begin_commit())
             self.end_commit(None)
 
     @property
     def changed(self) -> bool:
-        """Whether a commit would have something to do with payloads."""
+        """Whether payloads have to be written or deleted."""
         return bool(self._fresh or self._gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
-        """The commit has ended. Returns the keys of new payloads that it has not written: they come again."""
+        """The commit has ended. Returns the keys of payloads that it could not write; the next commit writes them."""
         new, gone = self._taken
         self._taken = {}, []
         self._looked_at = -_LOOK_EVERY
@@ -301,7 +298,7 @@ class LmdbStorage:
         return why_damaged(self.directory, what)
 
     def load(self) -> State:
-        """What was committed, without reading payloads. Items whose payload is not all there are left out.
+        """The committed state, without payloads. Items whose payload is incomplete are left out.
 
         Raises UnusableDirectory if the directory is not one, or of another version.
         """
@@ -354,7 +351,7 @@ class LmdbStorage:
             )
 
     def _match_payloads(self, items: ItemRecords, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Which items have all pieces of their payload. What belongs to none goes with the next commit."""
+        """Which items have all chunks of their payload. The next commit deletes the chunks of no item."""
         keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
         first = np.searchsorted(there["key"], keys)
         last = first + counts - 1
@@ -373,7 +370,7 @@ class LmdbStorage:
 
 
 class _Reader:
-    """What was in the file and in memory at one moment: a transaction sees nothing of what comes after it."""
+    """Reads the payloads of one moment: a transaction sees no later change."""
 
     def __init__(self, txn: lmdb.Transaction, entries: list[tuple[int, int, Payload | None]]) -> None:
         self._txn = txn
@@ -390,7 +387,7 @@ class _Reader:
 
 
 def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
-    """The payload in its pieces; None if it is not what was written."""
+    """The payload in its chunks; None if it is damaged."""
     pieces = []
     for number in range(_count(size)):
         value = txn.get(CHUNK_KEY.pack(key, number))
@@ -413,12 +410,12 @@ def _values(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _seed(key: int, number: int) -> int:
-    """Of the checksum: it shows also that a piece is of this payload and in its place."""
+    """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
     return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
 def _count(size: int) -> int:
-    """Pieces of a payload."""
+    """How many chunks a payload has."""
     return -(-size // CHUNK_BYTES)
 
 

@@ -1,7 +1,10 @@
-"""LmdbCheck: whether LMDB may open a file, every page that it could ever follow having been looked at.
+"""LmdbCheck: verifies every page of an LMDB file, so that LMDB can open it safely.
 
-py-lmdb's own verifier decides that, page by page and node by node. Of the databases that have an entry an item, the
-leaf pages are checked here instead, thousands of nodes at once, by the same rules and one more: no two nodes overlap.
+* py-lmdb's own verifier (`lmdb.verify`) checks pages one node at a time. Large databases are checked here, thousands of
+  nodes at once and by the same rules.
+* One rule is added: no two nodes overlap. Without it a file with a damaged size passes, and the next delete moves bytes
+  over a neighbour: flips in page headers then crash the process ("free(): invalid size"). That is why the public
+  function alone is not enough.
 """
 
 from __future__ import annotations
@@ -25,12 +28,11 @@ _BIG = 1
 """Flag of a node whose value has pages of its own."""
 _OVERFLOW = 4
 """Flag of such pages."""
-_PORTION = 4096
-"""Pages looked at together."""
+_PAGES_AT_ONCE = 4096
 
 
 def problems_of(path: Path, key_sizes: dict[bytes, int]) -> list[str]:
-    """What is wrong with the file, in words; empty: LMDB can be trusted with it.
+    """The problems of the file, in words; empty: LMDB can open it.
 
     `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 12), which are in order as numbers.
     """
@@ -57,8 +59,8 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
     def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
         leaves = self._leaves.get(name, [])
         last: npt.NDArray[np.void] | None = None
-        for start in range(0, len(leaves), _PORTION):
-            if (last := self._check_leaves(ctx, leaves[start : start + _PORTION], last)) is None:
+        for start in range(0, len(leaves), _PAGES_AT_ONCE):
+            if (last := self._check_leaves(ctx, leaves[start : start + _PAGES_AT_ONCE], last)) is None:
                 return  # and said why
         super()._check_counts(name, db, ctx)
 
@@ -70,7 +72,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
     def _check_leaves(
         self, ctx: dict[str, Any], numbers: list[int], last: npt.NDArray[np.void] | None
     ) -> npt.NDArray[np.void] | None:
-        """Looks at some leaf pages, in order, after the key `last`. Returns their last key; None if one is damaged."""
+        """Checks leaf pages, in order, after the key `last`. Returns their last key; None if a page is damaged."""
         name, psize, key_size = ctx["name"], self.psize, self._key_sizes[ctx["name"]]
 
         def wrong(bad: npt.NDArray[np.bool_], page: Words, what: str) -> bool:
@@ -121,7 +123,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         return keys[-1:]
 
     def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> bool:
-        """Looks at the pages that values have of their own; `at` is where their first pages are named."""
+        """Checks the overflow pages of large values; `at` is where the nodes name the first page."""
         parts = [words[at + place].astype(np.uint64) for place in range(4)]
         named = parts[0] | parts[1] << 16 | parts[2] << 32 | parts[3] << 48
         pages = (_HEADER - 1 + size) // self.psize + 1

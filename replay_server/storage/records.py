@@ -1,6 +1,7 @@
-"""Records: how the state of a server is laid out in bytes, for the durable storage and for checkpoints alike.
+"""Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
-Every record has a checksum, so that damage is found where it is and costs what it hits. Times are wall-clock seconds.
+* Every record has a checksum, so damage is found, and costs only the record that it hits.
+* Times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from replay_server.tables.columns import IntArray
 
 FORMAT = 1
-"""Version of everything laid out here. A server reads its own only."""
+"""Version of this layout. A server reads its own version only."""
 
 ITEM = np.dtype(
     [
@@ -30,7 +31,7 @@ ITEM = np.dtype(
         ("unused_permit", "<u8"),
     ]
 )
-"""What all tables share of an item; its rows follow."""
+"""What all tables share of an item. Its rows follow."""
 
 ROW = np.dtype(
     [
@@ -52,7 +53,7 @@ TABLE, SCOPE, POLICY, ADMISSION = b"table/", b"scope/", b"policy", b"admission"
 
 
 class Damaged(Exception):
-    """A record whose bytes are not those that were written."""
+    """The bytes of a record are not what was written."""
 
 
 @dataclass
@@ -77,7 +78,7 @@ class ItemRecords:
 
 
 class StateRecord(NamedTuple):
-    """A record under a name, or None where it is to be forgotten."""
+    """A named record of a table, a scope, the policy or admission; None: delete the record of this name."""
 
     name: bytes
     record: bytes | None
@@ -109,7 +110,7 @@ def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
 
 
 def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> ItemRecords:
-    """The undamaged ones of the records that were found under `keys`, by ascending key."""
+    """Unpacks the records found under `keys`, by ascending key. Damaged records are left out."""
     lengths = np.fromiter(map(len, records), dtype=np.int64, count=len(records))
     found: list[ItemRecords] = []
     for length in np.unique(lengths).tolist():
@@ -169,12 +170,12 @@ def unseal(record: bytes | memoryview) -> bytes | memoryview:
 
 @dataclass
 class Delta:
-    """All that changed since the Delta before."""
+    """All changes since the Delta before."""
 
     items: list[tuple[int, bytes]]
     """(key, record), ascending."""
     removed: list[int]
-    """Keys of items that are gone; some may never have been written."""
+    """Keys of items that are gone. Some were perhaps never written."""
     state_records: list[StateRecord]
     """Tables, scopes, policy, admission."""
     known_keys: list[int]
@@ -186,19 +187,19 @@ class Delta:
 
 @dataclass
 class State:
-    """A whole buffer but for its payloads."""
+    """The state of a whole buffer, without its payloads."""
 
     state_records: dict[bytes, bytes] = field(default_factory=dict)
     items: ItemRecords = field(default_factory=lambda: join_items([]))
     known_keys: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    """Keys of items that are left out because their bytes are not what was written."""
+    """Keys of items that are left out because they are damaged."""
     damaged: int = 0
-    """Other records that are left out for that reason."""
+    """How many other records are damaged, and left out."""
 
 
 def table_numbers(state: State) -> dict[int, str]:
-    """The tables that the rows of `state` name by number. Raises ValueError if that cannot be told."""
+    """The tables by the numbers that rows use. Raises ValueError if the record of a table is damaged."""
     return {
         int(name.removeprefix(TABLE)): unpack_named(name, record)["name"]
         for name, record in state.state_records.items()
@@ -214,5 +215,5 @@ def unpack_named(name: bytes, record: bytes) -> Any:
 
 
 def wall_offset(clock: float) -> float:
-    """What turns seconds of the server's clock, which shows `clock`, into wall-clock seconds."""
+    """The difference between wall-clock seconds and the server's clock, which now shows `clock`."""
     return time.time() - clock

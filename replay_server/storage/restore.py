@@ -32,7 +32,7 @@ log = logging.getLogger("replay_server")
 
 
 def restore(buffer: ReplayBuffer, state: State) -> None:
-    """Fills a new buffer. What does not fit its configuration is handled and said in the log."""
+    """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
     offset = records.wall_offset(buffer.clock())
     scopes: list[Any] = []
     for name, record in state.state_records.items():

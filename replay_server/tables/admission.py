@@ -69,7 +69,7 @@ class Admission:
 
     @property
     def _most(self) -> int:
-        """How many permits are free when all accepted groups are trained on; more are free only where some are late."""
+        """How many permits are free once all accepted groups are trained on."""
         return (self.config.max_staleness + 1) * self.config.groups_per_step
 
     def acquire(self, count: int, deadline_at: float) -> PendingPermits:
@@ -96,14 +96,14 @@ class Admission:
         return released
 
     def accept(self, grant_id: int) -> None:
-        """A group was inserted with a permit. One whose grant has expired in the meantime is work done all the same."""
+        """A group was inserted with a permit. It counts even if its grant has expired in the meantime."""
         self.accepted += 1
         grant = self._grants.get(grant_id)
         if grant is not None:
             self._use(grant, 1)
 
     def forget(self) -> None:
-        """An accepted group is gone without ever having been sampled (stale, evicted, deleted): no step will use it.
+        """An accepted group went unsampled (stale, evicted, deleted), so no step will use it.
 
         Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
         """
@@ -115,12 +115,12 @@ class Admission:
         self.progress()
 
     def restart(self, version: int) -> None:
-        """The trainer begins (again) at `version`: what it had taken beyond that is lost, so `accepted` starts anew."""
+        """The trainer starts again at `version`, so `accepted` becomes what it has used until then."""
         self.accepted = version * self.config.groups_per_step
         self.set_version(version)
 
     def expire(self) -> None:
-        """Takes back the permits whose time is up."""
+        """Ends the grants whose time is over."""
         now = self._clock()
         for grant in [grant for grant in self._grants.values() if grant.expires <= now]:
             self.expired += grant.count
@@ -140,7 +140,7 @@ class Admission:
             self.progress()
 
     def progress(self) -> None:
-        """Grants what can be granted, first come first served; who asks for very many holds nobody up."""
+        """Grants permits, first come first served. A request for more than `_most` does not hold up the others."""
         for pending in self.line:
             if pending.count > self.capacity:
                 if pending.count > self._most:
@@ -173,5 +173,5 @@ class Admission:
         }
 
     def expiries(self) -> list[float]:
-        """When the grants that are out end."""
+        """When the open grants expire."""
         return [grant.expires for grant in self._grants.values()]

@@ -14,7 +14,7 @@ from replay_server.tables.payloads import Payload
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class InsertBatch:
-    """Items on their way in, all of them to the same tables. Columns of n rows."""
+    """Items on their way into the same tables. Columns of n rows."""
 
     keys: Sequence[int]
     priorities: Mapping[str, FloatArray]
@@ -24,13 +24,13 @@ class InsertBatch:
     """Bytes."""
     payloads: Sequence[Payload]
     permits: int = 0
-    """Lease that one permit for each row is taken from; 0: none."""
+    """Id of the grant from which each row uses one permit; 0: none."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def to(self, priorities: Mapping[str, FloatArray]) -> InsertBatch:
-        """The same items on their way to other tables."""
+        """The same items for other tables."""
         return InsertBatch(self.keys, priorities, self.policy_versions, self.sizes, self.payloads, self.permits)
 
     def __getitem__(self, rows: slice) -> InsertBatch:
@@ -46,7 +46,7 @@ class InsertBatch:
 
 @dataclass
 class SampleRequest:
-    """What one batch shall be."""
+    """What a reader asks of one batch."""
 
     num_samples: int
     min_samples: int
@@ -57,7 +57,7 @@ class SampleRequest:
 
 @dataclass
 class SampleBatch:
-    """Items drawn together, in hand until they are taken or given back. Columns of n rows, as at the draw."""
+    """Items drawn together. Columns of n rows, as they were at the draw."""
 
     keys: KeyArray
     priorities: FloatArray
@@ -65,7 +65,7 @@ class SampleBatch:
     policy_versions: IntArray
     inserted_at: FloatArray
     times_sampled: IntArray
-    """This time included."""
+    """Including this draw."""
     sizes: IntArray
     orders: IntArray
     consumed: npt.NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Storage: where payload bytes live, by key."""
+"""Payloads: the bytes of items, the protocol of the storage that keeps them, and the storage in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from itertools import chain
 from typing import Protocol
 
 Payload = tuple[bytes | memoryview, ...]
-"""The bytes of one item, in the pieces in which they came. A view is of a message that holds little else."""
+"""The bytes of one item, in the chunks in which they came. A view keeps its whole message in memory, so the chunk must
+be most of it."""
 
 BYTES_PER_READ = 8 << 20
-"""What is read, or copied, between two turns of everyone else. Of an answer that is longer no more is in memory."""
+"""Bytes read before yielding to the event loop; also the most of one response that is held in memory."""
 
 
 class DamagedPayloads(Exception):
@@ -24,10 +25,10 @@ class DamagedPayloads(Exception):
 
 class Reader(Protocol):
     def read(self, part: slice) -> list[Payload | None]:
-        """The payloads of some of the keys; None for each that is damaged. For any thread."""
+        """The payloads of the keys in `part`; None for each damaged one. May be called from any thread."""
 
     def close(self) -> None:
-        """Lets go of what has been deleted meanwhile."""
+        """Ends the read, so that payloads deleted meanwhile can be freed."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ class StorageFacts:
 
 class Storage(Protocol):
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        """Keeps payloads under keys that are not in use."""
+        """Stores payloads under keys that are not in use."""
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        """The payloads of keys that are in use, of so many bytes. Raises DamagedPayloads."""
+        """The payloads of keys in use; `sizes` are their bytes. Raises DamagedPayloads."""
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
-        """What `get` does, later and on another thread; deleting the payloads meanwhile makes no difference."""
+        """Reads as `get`, but later and on another thread. Payloads that are deleted meanwhile can still be read."""
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
-        """Forgets payloads, of so many bytes."""
+        """Deletes payloads; `sizes` are their bytes."""
 
     def why_full(self, nbytes: int) -> str | None:
-        """Why a payload of so many bytes cannot be kept; None: it can."""
+        """Why payloads of `nbytes` cannot be stored; None: they can."""
 
     def facts(self) -> StorageFacts: ...
 
@@ -110,14 +111,14 @@ def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterato
 
     Raises DamagedPayloads, now or while they are iterated. The keys must stay in use until then.
     """
-    parts = portions(sizes)
+    parts = read_slices(sizes)
     first = next(parts, slice(0))
     later = (payload for part in parts for payload in storage.get(keys[part], sizes[part]))
     return chain(storage.get(keys[first], sizes[first]), later)
 
 
-def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Payloads of these sizes, BYTES_PER_READ of them at a time; those without bytes go with others."""
+def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
+    """Divides `sizes` into slices of at most BYTES_PER_READ, or of one larger payload."""
     start = nbytes = 0
     for place, size in enumerate(sizes):
         if place > start and nbytes + size > BYTES_PER_READ:

@@ -1,4 +1,4 @@
-"""Pending: a request that may not proceed yet. It keeps its place in line, costs no thread, and has a deadline."""
+"""Pending: a request that has to wait, in the lines of its tables, until it may proceed or its deadline passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Ends exactly once: with a value, with an error, or because its client went away."""
+    """A request that waits. It ends once: with a value, with an error, or because its client went away."""
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
         self.since = since
@@ -22,9 +22,9 @@ class Pending(Generic[T]):
         self.done = False
         self.on_done: Callable[[], None] | None = None
         self.lines: list[Line[Any]] = []
-        """Those it stands in, until it ends."""
+        """The lines in which it waits."""
         self.value: T | None = None
-        """Set when it ended well."""
+        """The result, if it ended without an error."""
         self._error: Refused | None = None
 
     def finish(self, value: T) -> None:
@@ -36,7 +36,7 @@ class Pending(Generic[T]):
         self._end()
 
     def abandon(self) -> None:
-        """Nobody waits any more: nothing is to be told."""
+        """The client went away, so `on_done` is not called."""
         self.done = True
         self._leave()
 
@@ -60,7 +60,7 @@ class Pending(Generic[T]):
 
 
 def deadline_at(now: float, timeout: float | None) -> float:
-    """When a wait of `timeout` seconds ends that begins now; None: never."""
+    """When a wait of `timeout` seconds that begins at `now` ends; a timeout of None never ends."""
     if timeout is None:
         return math.inf
     if not timeout >= 0:
@@ -71,7 +71,7 @@ def deadline_at(now: float, timeout: float | None) -> float:
 async def result_of(
     pending: Pending[T], now: float, time_out: Callable[[Any], None], abandon: Callable[[Any], None]
 ) -> T:
-    """The result of `pending`, which ends at its deadline at the latest, by `time_out`; `abandon`: its client left."""
+    """The result of `pending`. Calls `time_out` at its deadline, and `abandon` if the caller is cancelled."""
     remaining = pending.deadline - now
     if not pending.done and remaining <= 0:
         time_out(pending)
@@ -100,7 +100,7 @@ P = TypeVar("P", bound=Pending[Any])
 
 
 class Line(Generic[P]):
-    """Pending requests, first come first served. One that ends leaves its lines, and with it what it holds."""
+    """Pending requests, first come first served. A request that ends leaves its lines."""
 
     def __init__(self) -> None:
         self._pending: OrderedDict[int, P] = OrderedDict()
@@ -119,7 +119,7 @@ class Line(Generic[P]):
         return None
 
     def ahead_of(self, pending: P) -> int:
-        """How many came before `pending`, which stands in this line."""
+        """How many requests came before `pending`."""
         return list(self._pending).index(id(pending))
 
     def __iter__(self) -> Iterator[P]:
