@@ -31,9 +31,7 @@ def dashboard(
 ) -> None:
     """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
     try:
-        import uvicorn
-
-        from replay_client.dashboard.app import Settings, create_app
+        from replay_client.dashboard.app import PageServer, Settings
     except ImportError as error:
         fail(f"the page needs {error.name}: pip install 'replay-server[dashboard]'")
     import os
@@ -49,7 +47,7 @@ def dashboard(
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     settings = Settings(access, tokenizer, runs, token, tuple(allow_host or ()), solved_above)
     try:
-        app = create_app(settings)
+        server = PageServer(settings)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except (ValueError, OSError) as error:
@@ -60,7 +58,4 @@ def dashboard(
     if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.name != "posix"):
         webbrowser.open(url)
     os.nice(5)  # on a machine that they share the server goes first
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])

@@ -27,33 +27,28 @@ BYTES_PER_GET = 4 << 20
 SECONDS_PER_SWEEP = 2.0
 """Least time from one list of all tables to the next."""
 HELD_SNAPSHOTS = 12
-LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "bytes")
+LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list tells, without its payload."""
 _ids = itertools.count(1)
 
 
 @dataclass
 class Snapshot:
-    """The items of one table as they were listed, the oldest first: N keys and columns (N,)."""
+    """The items of one table as they were listed, the oldest first: N keys, and columns (N,) by LISTED."""
 
-    table: str
     keys: npt.NDArray[np.uint64]
     columns: dict[str, npt.NDArray[np.float64]]
-    at: float
-    """When, by time.monotonic."""
     id: int = field(default_factory=lambda: next(_ids))
-    _slots: tuple[int, npt.NDArray[np.int64]] | None = None
+    _slots: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     @classmethod
-    def of(cls, table: str, items: Sequence[ItemInfo]) -> Snapshot:
-        rows = [(i.priority, i.age, i.policy_version, i.staleness, i.times_sampled, i.nbytes) for i in items]
-        numbers = np.array(rows, dtype=np.float64).reshape(len(rows), len(LISTED)).T
-        keys = np.array([item.key for item in items], dtype=np.uint64)
-        return cls(table, keys, dict(zip(LISTED, numbers, strict=True)), time.monotonic())
+    def of(cls, items: Sequence[ItemInfo]) -> Snapshot:
+        columns = {name: np.array([getattr(item, name) for item in items], dtype=np.float64) for name in LISTED}
+        return cls(np.array([item.key for item in items], dtype=np.uint64), columns)
 
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""
-        if self._slots is None or self._slots[0] != facts.version:
+        if self._slots[0] != facts.version:
             self._slots = facts.version, facts.slots_of(self.keys.tolist())
         return self._slots[1]
 
@@ -70,23 +65,22 @@ class Catalog:
         self._client = client
         self._budget = budget
         self._text = text
+        self._source = text.source
         self._prompts = prompts
-        self._held: OrderedDict[int, Snapshot] = OrderedDict()
-        self._present: list[set[int]] = []
+        self._shown: OrderedDict[int, Snapshot] = OrderedDict()
+        self._present: list[set[int]] = [set(), set()]
         self._wanted: list[int] = []
         self._counted: set[int] = set()
-        self._source = text.source
 
-    def held(self, number: int) -> Snapshot | None:
-        """The snapshot of this id, if it is one of the last that were shown."""
-        return self._held.get(number)
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot that a viewer looks at, instead of the one that was shown longest ago."""
-        self._held[snapshot.id] = snapshot
-        self._held.move_to_end(snapshot.id)
-        while len(self._held) > HELD_SNAPSHOTS:
-            self._held.popitem(last=False)
+    def snapshot(self, table: str, number: int) -> Snapshot | None:
+        """The snapshot of this number, if it is one of the last that were shown; else the newest of the table."""
+        snapshot = self._shown.get(number) or self.snapshots.get(table)
+        if snapshot is not None:
+            self._shown[snapshot.id] = snapshot
+            self._shown.move_to_end(snapshot.id)
+            if len(self._shown) > HELD_SNAPSHOTS:
+                self._shown.popitem(last=False)
+        return snapshot
 
     def want(self, keys: Sequence[int]) -> None:
         """Reads these groups before all others: somebody sees their rows."""
@@ -99,7 +93,6 @@ class Catalog:
             if watched():
                 try:
                     await self._sweep(tables())
-                    self._follow_tokenizer()
                     while await self._read() and time.monotonic() < started + 2 * SECONDS_PER_SWEEP:
                         pass
                     self.problem = ""
@@ -107,13 +100,8 @@ class Catalog:
                     self.problem = str(error)
             await asyncio.sleep(max(0.2, started + SECONDS_PER_SWEEP - time.monotonic()))
 
-    def _follow_tokenizer(self) -> None:
-        """Reads all groups anew when a tokenizer is found, for their text."""
-        if self._text.source != self._source:
-            self._source = self._text.source
-            self._counted = self.facts.forget()
-
     async def _sweep(self, tables: Sequence[str]) -> None:
+        snapshots = {}
         for name in tables:
             items: dict[int, ItemInfo] = {}
             page, more = "", True
@@ -124,13 +112,15 @@ class Catalog:
                     )
                 items |= {item.key: item for item in found.items}  # items that moved up between pages come twice
                 page, more = found.next_page, bool(found.next_page)
-            self.snapshots[name] = Snapshot.of(name, list(items.values()))
-        for name in self.snapshots.keys() - set(tables):
-            del self.snapshots[name]
+            snapshots[name] = Snapshot.of(list(items.values()))
+            self.snapshots = {other: self.snapshots[other] for other in tables if other in self.snapshots} | snapshots
         # A group that moves from one table to the next may be in neither list: it is forgotten at the second miss.
-        present = {key for snapshot in self.snapshots.values() for key in snapshot.keys.tolist()}
-        self._present = [*self._present[-1:], present]
+        present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
+        self._present = [self._present[-1], present]
         self.facts.keep_only(set().union(*self._present))
+        if self._text.source != self._source:  # with a tokenizer the groups have text: they are read anew
+            self._source, self._counted = self._text.source, set(self.facts.slots)
+            self.facts.keep_only(set())
 
     async def _read(self) -> bool:
         """Reads some groups that are not known yet. Returns False when there is none."""
@@ -141,14 +131,11 @@ class Catalog:
             items = await self._client.get(keys, timeout=10.0)
         found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
         for item in items:
-            facts = found[item.key]
-            self._prompts.add(item.policy_version, facts, again=item.key in self._counted)
-            self.facts.put(item.key, facts)
+            self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
+            self.facts.put(item.key, found[item.key])
             self._counted.discard(item.key)
         # What is not there any more left its tables since they were listed; the next list is without it.
-        gone = set(keys) - found.keys()
-        self._wanted = [key for key in self._wanted if key not in gone and key not in found]
-        self._present = [present - gone for present in self._present]
+        self._present = [present - (set(keys) - found.keys()) for present in self._present]
         return True
 
     def _facts_of(self, items: Sequence[StoredItem]) -> dict[int, Facts]:
@@ -159,14 +146,10 @@ class Catalog:
         sizes: dict[int, float] = {}
         for snapshot in self.snapshots.values():
             unread = np.flatnonzero(snapshot.slots(self.facts) < 0)[::-1][:KEYS_PER_GET]
-            sizes |= dict(zip(snapshot.keys[unread].tolist(), snapshot.columns["bytes"][unread].tolist(), strict=True))
-        present = self._present[-1] if self._present else set()
-        order = [key for key in dict.fromkeys([*self._wanted, *sizes]) if key in present]
-        chosen: list[int] = []
-        total = 0.0
-        for key in order[:KEYS_PER_GET]:
-            total += sizes.get(key, 0.0)
-            if chosen and total > BYTES_PER_GET:
-                break
-            chosen.append(key)
-        return chosen
+            sizes |= dict(zip(snapshot.keys[unread].tolist(), snapshot.columns["nbytes"][unread].tolist(), strict=True))
+        wanted = dict.fromkeys(key for key in (*self._wanted, *sizes) if key not in self.facts.slots)
+        order = [key for key in wanted if key in self._present[-1]][:KEYS_PER_GET]
+        totals = itertools.accumulate(sizes.get(key, 0.0) for key in order)
+        return [
+            key for at, (key, total) in enumerate(zip(order, totals, strict=True)) if not at or total < BYTES_PER_GET
+        ]

@@ -6,9 +6,9 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +19,6 @@ HEADERS = {
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -33,60 +32,44 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str | None, names: Iterable[str] = ()) -> None:
         """`token`: None on loopback. `names`: host names under which the page may be asked for."""
         self._app = app
-        self._token = None if token is None else token.encode()
+        self._token = token
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refusal = self._refusal(scope, Headers(scope=scope))
+        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
         await (refusal or self._app)(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        login = scope["path"] == "/api/login"
-        if scope["method"] != ("POST" if login else "GET"):
+    def _refusal(self, request: Request) -> JSONResponse | None:
+        path, login = request.url.path, request.url.path == "/api/login"
+        if request.method != ("POST" if login else "GET"):
             return _refuse(405, "the page only reads: use GET")
-        if not self._is_own(headers.get("host", "")):
-            return _refuse(403, "this page is not known by that host name; name it with --allow-host")
-        if not scope["path"].startswith("/api/"):
-            return None
+        if not self._is_own(request.headers.get("host", "")):
+            return _refuse(403, "this page does not go by that host name; name it with --allow-host")
         # A page of another site must not read what lies on this machine, or log its visitors in.
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        if path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _refuse(403, "only this page may ask")
-        if self._token is not None and not login and not self.accepts(_token_of(headers)):
+        if path.startswith("/api/") and not login and not accepts(self._token, request.cookies.get(COOKIE, "")):
             return _refuse(401, "a token is needed: open the address that `replay dashboard` printed")
         return None
-
-    def accepts(self, token: str) -> bool:
-        """Compares in constant time."""
-        return self._token is None or hmac.compare_digest(self._token, token.encode())
 
     def _is_own(self, host: str) -> bool:
         """DNS rebinding needs a name: addresses are always the page's own, names only those that it has."""
         name = (host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]).lower()
         try:
             ipaddress.ip_address(name.strip("[]"))
-            return True
         except ValueError:
             return name in self._names
+        return True
 
 
-def _token_of(headers: Headers) -> str:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return given
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+def accepts(token: str | None, given: str) -> bool:
+    """Whether a viewer may look; compares in constant time."""
+    return token is None or hmac.compare_digest(token.encode(), given.encode())
 
 
 def _refuse(status: int, problem: str) -> JSONResponse:

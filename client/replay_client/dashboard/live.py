@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from importlib.metadata import version
 from typing import Any
 
-from google.protobuf.message import Message
-
 from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
+from replay_client.dashboard.documents import event, plain
 from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
 from replay_client.errors import ReplayError
@@ -28,6 +26,7 @@ SECONDS_PER_IDLE_LOOK = 5.0
 PATIENCE = 3.0
 """Seconds in which the server has to answer."""
 MOST_VIEWERS = 64
+REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
 
 
 class Live:
@@ -43,14 +42,13 @@ class Live:
         self._problem = ""
         self._problem_since = 0.0
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._look: dict[str, Any] = {}
-        self._frame = b""
-        self._looks = 0
         self._moved: dict[tuple[str, str], tuple[int, float]] = {}
+        self._looks = 0
+        self._frame = b""
         self._seen = asyncio.Condition()
         self._last_viewer = time.monotonic()
+        self._closed = False
 
-    @property
     def watched(self) -> bool:
         """Whether somebody looks, or did in the last minute."""
         return self.viewers > 0 or time.monotonic() - self._last_viewer < 60.0
@@ -62,7 +60,7 @@ class Live:
         """Looks for ever."""
         while True:
             await self.look()
-            await asyncio.sleep(SECONDS_PER_LOOK if self.watched else SECONDS_PER_IDLE_LOOK)
+            await asyncio.sleep(SECONDS_PER_LOOK if self.watched() else SECONDS_PER_IDLE_LOOK)
 
     async def look(self) -> None:
         """Asks the server once, and wakes the viewers."""
@@ -70,17 +68,15 @@ class Live:
             async with self._budget.call():
                 info = await self._client.server_info(timeout=PATIENCE)
         except ReplayError as error:
-            if not self._problem:
-                self._problem_since = time.time()
+            self._problem_since = self._problem_since if self._problem else time.time()
             self._problem = str(error)
             self._history.append({"t": time.time(), "tables": {}})
         else:
             self._problem = ""
             self._record(info)
-        self._look = self._document()
         async with self._seen:
             self._looks += 1
-            self._frame = event("look", self._look)
+            self._frame = event("look", self._document())
             self._seen.notify_all()
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -88,85 +84,61 @@ class Live:
         self.viewers += 1
         try:
             yield event("history", list(self._history))
-            seen = -1
+            seen = 0
             while True:
                 async with self._seen:
-                    while self._looks == seen or not self._frame:
+                    while self._looks == seen and not self._closed:
                         await self._seen.wait()
                     seen, frame = self._looks, self._frame
+                if self._closed:
+                    return
                 yield frame
         finally:
             self.viewers -= 1
             self._last_viewer = time.monotonic()
 
+    async def close(self) -> None:
+        """Ends the events of every viewer."""
+        async with self._seen:
+            self._closed = True
+            self._seen.notify_all()
+
     def _record(self, info: ServerInfo) -> None:
         """A point of the charts: rates are what the counters did since the look before."""
-        last, self.info = self.info, info
-        point: dict[str, Any] = {"t": time.time(), "tables": {}}
+        last, self.info, now = self.info, info, time.time()
+        point: dict[str, Any] = {"t": now, "tables": {}}
         seconds = info.uptime - last.uptime if last is not None and last.server_id == info.server_id else 0.0
         for name, table in info.tables.items():
             before = last.tables.get(name) if last is not None and seconds > 0 else None
-            rates: list[float | None] = [None, None, table.size]
+            rates: list[float | None] = [None, None]
             if before is not None and table.inserts >= before.inserts and table.samples >= before.samples:
-                rates[:2] = (table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds
-            point["tables"][name] = rates
+                rates = [(table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds]
+            point["tables"][name] = [*rates, table.size]
             for verb, count in (("insert", table.inserts), ("sample", table.samples)):
                 if self._moved.get((name, verb), (-1, 0.0))[0] != count:
-                    self._moved[name, verb] = count, time.time()
+                    self._moved[name, verb] = count, now
         self._history.append(point)
 
     def _document(self) -> dict[str, Any]:
-        info = self.info
+        info, now = self.info, time.time()
         document: dict[str, Any] = {
             "address": self._client.address,
-            "time": time.time(),
+            "time": now,
             "problem": self._problem,
-            "problem_since": self._problem_since if self._problem else None,
+            "problem_since": self._problem_since,
             "point": self._history[-1],
             "server": None,
         } | self._more()
+        idle: dict[str, dict[str, float]] = {}
         findings: list[Finding] = []
-        if self._problem:
-            remedy = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
-            findings.append(Finding("connection", Level.FAILURE, self._problem, remedy))
-        elif info is not None:
-            findings += diagnose(info, version("replay-server"), time.time())
         if info is not None:
-            server = {name: value for name, value in vars(info).items() if isinstance(value, str | int | float)}
-            document["server"] = server | {"server_id": str(info.server_id)}
-            document["policy"] = vars(info.policy)
-            document["admission"] = None if info.admission is None else fields_of(info.admission)
-            document["tables"] = [
-                fields_of(table) | {"config": json.loads(table.config)} for table in info.tables.values()
-            ]
-        document["findings"] = [vars(finding) for finding in findings]
-        document["idle"] = idle = {
-            name: {verb: time.time() - self._moved[name, verb][1] for verb in ("insert", "sample")}
-            for name in (info.tables if info is not None else ())
-        }
-        document["verdict"] = verdict(None if self._problem else info, findings, idle, document["signals"])
-        return document
-
-
-def fields_of(message: Message) -> dict[str, Any]:
-    """All fields of a message, those of its messages included."""
-    values = ((field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
-    return {field.name: fields_of(value) if field.message_type else value for field, value in values}
-
-
-def event(name: str, document: object) -> bytes:
-    """A server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + dumps(document) + b"\n\n"
-
-
-def dumps(document: object) -> bytes:
-    """JSON in which NaN and infinities are null, and a lone surrogate is escaped."""
-    return json.dumps(_finite(document), separators=(",", ":"), allow_nan=False).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+            idle = {name: {v: now - self._moved[name, v][1] for v in ("insert", "sample")} for name in info.tables}
+            findings = list(diagnose(info, version("replay-server"), now))
+            tables = [plain(table) | {"config": json.loads(table.config)} for table in info.tables.values()]
+            facts = {name: value for name, value in vars(info).items() if isinstance(value, str | int | float)}
+            document |= {"server": facts, "policy": vars(info.policy), "admission": info.admission, "tables": tables}
+        if self._problem:
+            findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
+        answering = None if self._problem else info
+        verdict_ = verdict(answering, findings, idle, document["signals"])
+        return document | {"idle": idle, "findings": [vars(each) for each in findings], "verdict": verdict_}

@@ -6,49 +6,39 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay_client.dashboard.facts import NOTES, Facts
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.dashboard.facts import Facts
 
 MOST_PROMPTS = 20_000
 MOST_VERSIONS = 2_000
-
-
-@dataclass
-class Tally:
-    """Sums over groups."""
-
-    groups: int = 0
-    completions: float = 0.0
-    solved: float = 0.0
-    reward: float = 0.0
-    logprob: float = 0.0
-    with_logprob: int = 0
-    length: float = 0.0
-    no_variance: int = 0
-
-    def add(self, facts: Facts) -> None:
-        numbers = facts.numbers
-        self.groups += 1
-        self.completions += numbers["completions"]
-        self.solved += numbers["solved_share"] * numbers["completions"]
-        self.reward += numbers["reward_mean"]
-        self.length += numbers["length_mean"]
-        self.no_variance += bool(facts.notes & 1 << NOTES.index("no variance"))
-        if (logprob := numbers["logprob_mean"]) == logprob:
-            self.logprob += logprob
-            self.with_logprob += 1
+SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", "length", "no_variance")
+Tally = npt.NDArray[np.float64]
+"""Sums over groups, by SUMS."""
 
 
 @dataclass
 class Prompt:
-    """One prompt over all policy versions."""
+    """One prompt, with a tally for each policy version."""
 
     text: str
     versions: dict[int, Tally] = field(default_factory=dict)
 
-    @property
-    def solve_rate(self) -> float:
-        completions = sum(tally.completions for tally in self.versions.values())
-        return sum(tally.solved for tally in self.versions.values()) / completions
+    def row(self, name: str) -> dict[str, Any]:
+        tallies = [tally for _, tally in sorted(self.versions.items())]
+        middle = len(tallies) // 2
+        return {
+            "prompt": name,
+            "text": self.text,
+            "solved": _solve_rate(tallies),
+            # The newer half of the versions less the older half.
+            "change": _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle]) if middle else 0.0,
+            "groups": sum(tally[0] for tally in tallies),
+            "versions": [
+                [version, _solve_rate([tally]), tally[0]] for version, tally in sorted(self.versions.items())[-200:]
+            ],
+        }
 
 
 class PromptLog:
@@ -56,91 +46,63 @@ class PromptLog:
 
     def __init__(self, solved_above: float = 0.5) -> None:
         self.solved_above = solved_above
-        """A completion with a reward above this solves its prompt."""
+        """A completion with a larger reward solves its prompt."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._versions: dict[int, Tally] = {}
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
         """Counts a group. `again`: it was counted before, and now its text is known."""
-        name = facts.prompt_id or facts.prompt
+        name, numbers = facts.prompt_id or facts.prompt, facts.numbers
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
-        if again or not facts.numbers:
+        if again or not numbers:
             return
-        self._versions.setdefault(version, Tally()).add(facts)
-        if len(self._versions) > MOST_VERSIONS:
-            del self._versions[min(self._versions)]
-        if not name:
-            return
+        completions, logprob = numbers["completions"], numbers["logprob_mean"]
+        known, flat = float(np.isfinite(logprob)), float("no variance" in facts.flags)
+        solved = completions * numbers["solved_share"]
+        sums = [1.0, completions, solved, numbers["reward_mean"], logprob if known else 0.0, known]
+        tally = np.array([*sums, numbers["length_mean"], flat])
         prompt = self._prompts.setdefault(name, Prompt(facts.prompt))
-        prompt.versions.setdefault(version, Tally()).add(facts)
+        for versions in (self._versions, prompt.versions):
+            versions[version] = versions.get(version, 0.0) + tally
+            if len(versions) > MOST_VERSIONS:
+                del versions[min(versions)]
         self._prompts.move_to_end(name)
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
 
     def by_version(self) -> list[dict[str, Any]]:
         """What the groups of each policy version were like, the oldest version first."""
-        return [
-            {
-                "version": version,
-                "groups": tally.groups,
-                "reward": tally.reward / tally.groups,
-                "solved": tally.solved / max(1.0, tally.completions),
-                "logprob": tally.logprob / tally.with_logprob if tally.with_logprob else None,
-                "length": tally.length / tally.groups,
-                "no_variance": tally.no_variance / tally.groups,
-            }
-            for version, tally in sorted(self._versions.items())
-        ]
+        rows = []
+        for version, tally in sorted(self._versions.items()):
+            sums = dict(zip(SUMS, tally.tolist(), strict=True))
+            means = {name: sums[name] / sums["groups"] for name in ("reward", "length", "no_variance")}
+            logprob = sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None
+            counts = {"version": version, "groups": sums["groups"], "solved": _solve_rate([tally])}
+            rows.append(counts | means | {"logprob": logprob})
+        return rows
 
-    def rows(self, search: str, sort: str, descending: bool, offset: int, limit: int) -> dict[str, Any]:
-        """Prompts whose name or text holds `search`, with the solve rate of each version that saw them."""
+    def document(self, search: str, sort: str, descending: bool, limit: int) -> dict[str, Any]:
+        """Prompts whose name or text holds `search`, with the solve rate at each version that saw them."""
         needle = search.lower()
         found = [
-            (name, prompt)
+            prompt.row(name)
             for name, prompt in self._prompts.items()
             if needle in name.lower() or needle in prompt.text.lower()
         ]
-        orders: dict[str, Any] = {
-            "solved": lambda row: row[1].solve_rate,
-            "groups": lambda row: sum(tally.groups for tally in row[1].versions.values()),
-            "change": lambda row: _change(row[1]),
-            "prompt": lambda row: row[0],
-            "seen": None,
-        }
-        if sort not in orders:
-            raise ValueError(f"sort {sort[:40]!r}: one of {', '.join(orders)}")
-        if (order := orders[sort]) is not None:
-            found.sort(key=order)
-        if descending:
-            found.reverse()
+        if sort in ("solved", "change", "groups", "prompt"):
+            found.sort(key=lambda row: row[sort])
+        elif sort:
+            raise ValueError(f"sort {sort[:40]!r}: solved, change, groups, prompt, or nothing for the one seen last")
         return {
+            "rows": found[::-1][:limit] if descending else found[:limit],
             "matching": len(found),
             "total": len(self._prompts),
             "solved_above": self.solved_above,
             "versions": [min(self._versions, default=0), max(self._versions, default=0)],
-            "rows": [
-                {
-                    "prompt": name,
-                    "text": prompt.text,
-                    "solved": prompt.solve_rate,
-                    "change": _change(prompt),
-                    "groups": sum(tally.groups for tally in prompt.versions.values()),
-                    "versions": [
-                        [version, tally.solved / max(1.0, tally.completions), tally.groups]
-                        for version, tally in sorted(prompt.versions.items())[-200:]
-                    ],
-                }
-                for name, prompt in found[offset : offset + limit]
-            ],
         }
 
 
-def _change(prompt: Prompt) -> float:
-    """The solve rate of the newer half of the versions less that of the older half."""
-    tallies = [tally for _, tally in sorted(prompt.versions.items())]
-    halves = tallies[: len(tallies) // 2], tallies[len(tallies) // 2 :]
-    if not halves[0]:
-        return 0.0
-    old, new = (sum(t.solved for t in half) / max(1.0, sum(t.completions for t in half)) for half in halves)
-    return new - old
+def _solve_rate(tallies: list[Tally]) -> float:
+    """The share of completions that solved their prompt."""
+    return float(sum(tally[2] for tally in tallies) / max(1.0, sum(tally[1] for tally in tallies)))

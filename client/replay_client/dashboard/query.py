@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,50 +15,34 @@ from replay_client.dashboard.facts import COLUMNS, NOTES, FactsStore
 HISTOGRAMS = ("reward_mean", "reward_std", "length_mean", "logprob_mean", "staleness", "times_sampled", "priority")
 BINS = 24
 SORTS = (*LISTED, *COLUMNS, "odd")
-MOST_ROWS = 500
-"""Rows of one answer."""
 FAR = 8.0
-"""Robust standard deviations from the median: a group beyond is called odd."""
-
+"""Robust standard deviations from the median; a group beyond is odd."""
 Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Query:
-    """Filters and an order. Bounds are inclusive."""
+    """Filters and an order. Bounds are inclusive; all flags must hold. Raises ValueError for what does not exist."""
 
     sort: str = "age"
     descending: bool = False
-    bounds: tuple[tuple[str, float, float], ...] = ()
+    bounds: tuple[str, ...] = ()
+    """Each `column:low:high`."""
+    flags: tuple[str, ...] = ()
     prompt: str = ""
-    finish: str = ""
-    note: str = ""
     text: str = ""
 
-    @classmethod
-    def of(cls, given: Mapping[str, str]) -> Query:
-        """From the parameters of a request: `min.reward_mean=0.5`. Raises ValueError for what does not exist."""
-        limits: dict[str, list[float]] = {}
-        for name, value in given.items():
-            side, dot, column = name.partition(".")
-            if dot and side in ("min", "max"):
-                if column not in SORTS:
-                    raise ValueError(f"{name[:60]!r}: no column of that name; columns: {', '.join(SORTS)}")
-                limits.setdefault(column, [-np.inf, np.inf])[side == "max"] = float(value)
-        sort, note = given.get("sort", "age"), given.get("note", "")
-        if sort not in SORTS:
-            raise ValueError(f"sort {sort[:40]!r}: one of {', '.join(SORTS)}")
-        if note and note not in (*NOTES, "odd"):
-            raise ValueError(f"note {note[:40]!r}: one of {', '.join(NOTES)}, odd")
-        return cls(
-            sort=sort,
-            descending=given.get("descending") == "1",
-            bounds=tuple((name, low, high) for name, (low, high) in sorted(limits.items())),
-            prompt=given.get("prompt", "").lower(),
-            finish=given.get("finish", ""),
-            note=note,
-            text=given.get("text", "").lower(),
-        )
+    def __post_init__(self) -> None:
+        for column in (self.sort, *(name for name, _, _ in self.limits())):
+            if column not in SORTS:
+                raise ValueError(f"no column {column[:40]!r}; columns: {', '.join(SORTS)}")
+
+    def limits(self) -> list[tuple[str, float, float]]:
+        parts = [bound.split(":") for bound in self.bounds]
+        if bad := [part for part in parts if len(part) != 3]:
+            raise ValueError(f"a bound is column:low:high, not {':'.join(bad[0])[:60]!r}")
+        return [(name, float(low), float(high)) for name, low, high in parts]
 
 
 class View:
@@ -68,97 +52,86 @@ class View:
         self.snapshot = snapshot
         self._facts = facts
         self._slots = snapshot.slots(facts)
-        self._read = self._slots >= 0
+        self._is_read = self._slots >= 0
+        self._numbers, self._flags = facts.numbers, facts.flags
         self._columns: dict[str, Floats] = {}
-
-    @property
-    def read(self) -> int:
+        self.read = int(self._is_read.sum())
         """Groups whose payload has been read."""
-        return int(self._read.sum())
 
-    def column(self, name: str) -> Floats:
-        """(N,) NaN where it is not known."""
-        if name in self.snapshot.columns:
-            return self.snapshot.columns[name]
-        if name not in self._columns:
-            if name == "odd":
-                values = np.fmax(*(_distance(self.column(each)) for each in ("length_mean", "logprob_mean")))
-            else:
-                values = np.where(self._read, self._facts.numbers[name][self._slots], np.nan).astype(np.float64)
-            self._columns[name] = values
-        return self._columns[name]
-
-    def everything(self) -> npt.NDArray[np.int64]:
+    def everything(self) -> Rows:
         """All rows, as they were listed."""
         return np.arange(len(self._slots))
 
-    def select(self, query: Query) -> npt.NDArray[np.int64]:
+    def column(self, name: str) -> Floats:
+        """(N,) NaN where it is not known."""
+        if name not in self._columns:
+            if name in LISTED:
+                values = self.snapshot.columns[name]
+            elif name == "odd":
+                values = np.fmax(self.column("odd length_mean"), self.column("odd logprob_mean"))
+            elif name.startswith("odd "):
+                values = _distance(self.column(name[4:]))
+            else:
+                values = np.where(self._is_read, self._numbers[self._slots, COLUMNS.index(name)], np.nan)
+            self._columns[name] = values.astype(np.float64)
+        return self._columns[name]
+
+    def select(self, query: Query) -> Rows:
         """Rows that match, in order; rows whose value is not known come last."""
         found = np.ones(len(self._slots), dtype=bool)
         with np.errstate(invalid="ignore"):
-            for name, low, high in query.bounds:
-                column = self.column(name).astype(np.float32)  # bounds come from float32 columns, as text
-                found &= (column >= np.float32(low)) & (column <= np.float32(high))
-        if query.finish:
-            facts = self._facts
-            bit = 1 << facts.reasons.index(query.finish) if query.finish in facts.reasons else 0
-            found &= self._read & ((facts.finish[self._slots] & bit) != 0)
-        if query.note == "odd":
-            found &= self.column("odd") > FAR
-        elif query.note:
-            found &= self._read & ((self._facts.notes[self._slots] & 1 << NOTES.index(query.note)) != 0)
+            for name, low, high in query.limits():
+                found &= (self.column(name) >= low - 1e-6 * abs(low)) & (self.column(name) <= high + 1e-6 * abs(high))
+            for flag in query.flags:
+                found &= self.column("odd") > FAR if flag == "odd" else self._has(flag)
         if query.prompt or query.text:
-            rows, slots = self._facts.rows, self._slots
+            rows = self._facts.rows
             for row in np.flatnonzero(found):
-                facts_of_row = rows[slots[row]] if slots[row] >= 0 else None
-                found[row] = (
-                    facts_of_row is not None
-                    and (query.prompt in facts_of_row.prompt_id.lower() or query.prompt in facts_of_row.prompt.lower())
-                    and (query.text in facts_of_row.text or (query.text in facts_of_row.prompt_id.lower()))
+                slot = self._slots[row]
+                found[row] = slot >= 0 and (
+                    query.prompt in f"{rows[slot].prompt_id} {rows[slot].prompt}".lower()
+                    and query.text in rows[slot].text
                 )
         chosen = np.flatnonzero(found)
         values = self.column(query.sort)[chosen]
         return chosen[np.argsort(-values if query.descending else values, kind="stable")]
 
-    def histograms(self, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Of each of HISTOGRAMS: edges, and counts of all items and of `rows`."""
+    def _has(self, flag: str) -> npt.NDArray[np.bool_]:
+        names = self._facts.names
+        bit = names.index(flag) if flag in names else 63
+        has: npt.NDArray[np.bool_] = self._is_read & ((self._flags[self._slots] >> bit & 1) == 1)
+        return has
+
+    def histograms(self, rows: Rows, names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
+        """Of each column: edges, and counts of all items and of `rows`."""
         result = {}
-        for name in HISTOGRAMS:
-            values = self.column(name)
-            known = values[np.isfinite(values)]
-            if not known.size:
-                continue
-            edges = _edges(known, whole=name in ("staleness", "times_sampled"))
-            matching = values[rows]
-            result[name] = {
-                "edges": edges.tolist(),
-                "all": np.histogram(known, edges)[0].tolist(),
-                "matching": np.histogram(matching[np.isfinite(matching)], edges)[0].tolist(),
-            }
+        for name in names:
+            values, matching = (each[np.isfinite(each)] for each in (self.column(name), self.column(name)[rows]))
+            if values.size:
+                edges = _edges(values, whole=name in ("staleness", "times_sampled"))
+                counts = {"all": np.histogram(values, edges)[0], "matching": np.histogram(matching, edges)[0]}
+                result[name] = {"edges": edges, **counts}
         return result
 
-    def facets(self) -> dict[str, dict[str, int]]:
-        """How many groups have each note and each finish reason."""
-        notes, finish = self._facts.notes[self._slots[self._read]], self._facts.finish[self._slots[self._read]]
-        counts = {name: int(((notes >> bit) & 1).sum()) for bit, name in enumerate(NOTES)}
+    def flags(self) -> dict[str, int]:
+        """How many groups have each flag."""
+        counts = {name: int(self._has(name).sum()) for name in self._facts.names}
         with np.errstate(invalid="ignore"):
             counts["odd"] = int((self.column("odd") > FAR).sum())
-        reasons = {name: int(((finish >> bit) & 1).sum()) for bit, name in enumerate(self._facts.reasons)}
-        return {"notes": {n: c for n, c in counts.items() if c}, "finish": {n: c for n, c in reasons.items() if c}}
+        return {name: count for name, count in counts.items() if count}
 
     def row(self, index: int) -> dict[str, Any]:
         """One row of the list."""
         slot = int(self._slots[index])
-        document: dict[str, Any] = {"key": str(self.snapshot.keys[index]), "read": slot >= 0}
-        document |= {name: float(self.column(name)[index]) for name in (*LISTED, *COLUMNS, "odd")}
+        numbers = {name: self.column(name)[index] for name in (*LISTED, *COLUMNS)}
+        document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0} | numbers
         if slot >= 0:
             facts = self._facts.rows[slot]
-            notes = [name for bit, name in enumerate(NOTES) if facts.notes >> bit & 1]
-            if document["odd"] > FAR:
-                far = _distance(self.column("length_mean"))[index] > FAR
-                notes.append("odd length" if far else "odd log-prob")
-            finish = sorted(facts.finish)
-            document |= {"prompt_id": facts.prompt_id, "prompt": facts.prompt, "finish": finish, "notes": notes}
+            notes = [name for name in NOTES if name in facts.flags]
+            odd = {"odd length": "odd length_mean", "odd log-prob": "odd logprob_mean"}
+            notes += [name for name, column in odd.items() if self.column(column)[index] > FAR]
+            reasons = sorted(name.removeprefix("ended by ") for name in facts.flags - set(NOTES))
+            document |= {"prompt_id": facts.prompt_id, "prompt": facts.prompt, "notes": notes, "finish": reasons}
         return document
 
 
@@ -172,10 +145,14 @@ def _distance(values: Floats) -> Floats:
     return np.asarray(np.abs(values - middle) / max(spread, 0.05 * abs(middle), 1e-3))
 
 
-def _edges(known: Floats, whole: bool) -> Floats:
-    low, high = float(known.min()), float(known.max())
+def _edges(values: Floats, whole: bool) -> Floats:
+    low, high = float(values.min()), float(values.max())
     if whole and high - low < BINS:
         return np.arange(low - 0.5, high + 1.5, dtype=np.float64)
     if not high > low:
-        low, high = low - 0.5, low + 0.5
-    return np.linspace(low, high, BINS + 1, dtype=np.float64)
+        return np.linspace(low - 0.5, low + 0.5, BINS + 1, dtype=np.float64)
+    # Outliers share the outer bins, so that one of them does not squeeze all others into one.
+    near, far = np.quantile(values, [0.01, 0.99])
+    edges = np.linspace(near, far, BINS + 1, dtype=np.float64) if far > near else np.linspace(low, high, BINS + 1)
+    edges[0], edges[-1] = low, high
+    return edges

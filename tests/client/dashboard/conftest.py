@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from replay_client.dashboard.app import Settings, create_app
+from replay_client.dashboard.app import PageServer, Settings
 from tests.client.dashboard.load import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -26,8 +25,7 @@ LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 def serving(settings: Settings, port: int = 0) -> Iterator[str]:
     """The address of a page, in this process."""
     listener = socket.create_server(("127.0.0.1", port))
-    config = uvicorn.Config(create_app(settings), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = PageServer(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -65,7 +63,9 @@ class Page:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
         self.complaints: list[str] = []
-        self.tab = browser.new_page(**({"viewport": LAPTOP} | options))
+        self.tab = browser.new_page(
+            **({"viewport": LAPTOP, "permissions": ["clipboard-read", "clipboard-write"]} | options)
+        )
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.tab.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
         self.tab.on("request", lambda request: request.url.startswith(url) or self.complaints.append(request.url))

@@ -116,7 +116,7 @@ class Run:
         """Eight answers to a problem: the higher the policy version, the more of them are right."""
         index = self.rng.randrange(len(self.problems))
         prompt, a, b = self.problems[index]
-        skill = 1 / (1 + math.exp(self.difficulty[index] - 0.03 * self.version))
+        skill = 1 / (1 + math.exp(self.difficulty[index] - 2 * (1 - math.exp(-self.version / 60))))
         rights = [self.rng.random() < skill * (1 - 0.9 * self.collapse) for _ in range(8)]
         texts = [answer(self.rng, a, b, right) for right in rights]
         if self.rng.random() < self.collapse:

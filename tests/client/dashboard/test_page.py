@@ -1,20 +1,340 @@
-"""The page in a real browser: every view on a run at work, and hostile text in all of them."""
+"""The page in a real browser: every view on a run at work, in both themes, with all that can go wrong around it."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from tests.client.dashboard.conftest import PHONE
+from replay_client import ReplayClient, diagnosis
+from replay_client.dashboard import app, health
+from replay_client.dashboard.app import Settings
+from replay_server import ReplayServer, TableConfig
+from tests.client.dashboard.conftest import LAPTOP, PHONE, serving, until
+from tests.client.dashboard.load import HOSTILE, make_tokenizer
+from tests.factories import make_group, server_process
+
+AXE = Path(__file__).with_name("axe.min.js").read_text()
+LEVEL_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+VIEWS = ("overview", "groups/replay", "training", "prompts")
+
+
+def rows_of(tab) -> list[str]:
+    return tab.eval_on_selector_all(".space .row:not(.blank)", "rows => rows.map(row => row.innerText)")
+
+
+def open_group(tab, flag: str = "", rows: int = 0) -> None:
+    """Opens the first group of the list with a note, or without any filter."""
+    if flag:
+        tab.click(f".chip >> text={flag}")
+        tab.wait_for_selector(f".space .row .note >> text={flag}")
+    tab.click(".space .row:not(.blank) .key a")
+    tab.wait_for_selector(".group .about")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", ["laptop", "phone"])
-def test_the_overview_shows_the_run_alive(opened, page_url, theme, size):
-    options = {"viewport": PHONE, "color_scheme": theme} if size == "phone" else {"color_scheme": theme}
-    tab = opened(page_url, **options).go("overview")
+@pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_the_overview_shows_the_run_alive(opened, page_url, theme, viewport):
+    tab = opened(page_url, viewport=viewport, color_scheme=theme).go("overview")
     tab.wait_for_selector(".picture .node.table >> text=rollouts")
     tab.wait_for_selector(".card.table canvas")
     before = tab.inner_text(".card.table dl")
-    tab.wait_for_function("before => document.querySelector('.card.table dl').innerText !== before", arg=before)
+    until(lambda: tab.inner_text(".card.table dl") != before)
     assert tab.evaluate("document.documentElement.dataset.theme") == theme
-    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for view in VIEWS:
+        tab.evaluate("view => location.hash = `#/${view}`", view)
+        until(lambda: len(tab.inner_text("main")) > 100)
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_view_violates_accessibility_at_level_aa(opened, page_url, theme):
+    tab = opened(page_url, color_scheme=theme).go("groups/replay")
+    tab.wait_for_selector(".space .row:not(.blank)")
+    tab.evaluate(f"{AXE}; 0")
+    for view in (*VIEWS, "group"):
+        if view == "group":
+            tab.evaluate("location.hash = '#/groups/replay'")
+            open_group(tab)
+        else:
+            tab.evaluate("view => location.hash = `#/${view}`", view)
+        until(lambda: len(tab.inner_text("main")) > 100)
+        tab.wait_for_timeout(500)
+        found = tab.evaluate("tags => axe.run(document, {runOnly: tags})", LEVEL_AA)
+        assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in found["violations"]] == []
+
+
+def test_it_says_first_what_blocks_the_run_and_then_that_it_goes_on(opened, monkeypatch):
+    for module in (diagnosis, health):
+        monkeypatch.setattr(module, "LONG_WAIT", 1.0)
+    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 2})
+    with ReplayServer(tables=[queue], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
+        writer = client.writer()
+        for _ in range(4):
+            writer.insert(make_group(), {"rollouts": 1.0})
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url).go("overview")
+            tab.wait_for_selector("h1 >> text=Inserts into rollouts are blocked: nobody samples it")
+            assert "max_diff 2" in tab.inner_text(".verdict")
+            assert "see whether a trainer runs" in tab.inner_text(".verdict .remedy")
+            assert "to insert" in tab.inner_text(".edge.in")
+            client.sample("rollouts", 2)
+            client.sample("rollouts", 2)
+            until(lambda: "blocked" not in tab.inner_text(".verdict h1"))
+        writer.close()
+
+
+def test_groups_are_filtered_by_notes_bars_and_text_and_sorted_by_column(opened, page_url):
+    tab = opened(page_url).go("groups/replay")
+    tab.wait_for_selector(".space .row:not(.blank) .note")
+    tab.keyboard.press("h")
+    tab.wait_for_selector("button.hold >> text=Held")
+    tab.click(".head button >> text=length")
+    tab.wait_for_selector("[role=columnheader][aria-sort=descending] >> text=length")
+
+    def lengths() -> list[float]:
+        cells = tab.eval_on_selector_all(
+            ".space .row:not(.blank)", "rows => rows.map(row => row.children[4].innerText)"
+        )
+        return [float(cell) for cell in cells if cell != "–"]
+
+    until(lambda: len(lengths()) > 5 and lengths() == sorted(lengths(), reverse=True))
+    tab.click(".chip >> text=all cut off")
+    until(lambda: rows_of(tab) and all("all cut off" in row for row in rows_of(tab)))
+    tab.click("text=Clear filters")
+    tab.click(".histogram:has-text('mean reward') g.bin:last-child", force=True)
+    tab.wait_for_selector(".histogram >> text=mean reward: ")
+    share = tab.inner_text(".count")
+    assert share.split(" of ")[0] != share.split(" of ")[1].split(" ")[0]
+    tab.click("text=Clear filters")
+    tab.fill("input[type=search] >> nth=0", "wait, let me check")
+    until(lambda: "of" in tab.inner_text(".count") and rows_of(tab))
+    tab.fill("input[type=search] >> nth=0", "no group has this text")
+    until(lambda: tab.inner_text(".count").startswith("0 of"))
+
+
+def test_a_live_list_follows_and_a_held_one_stays(opened, page_url):
+    tab = opened(page_url).go("groups/replay")
+    tab.wait_for_selector(".space .row:not(.blank)")
+    first = rows_of(tab)[0].split("\n")[0]
+    until(lambda: rows_of(tab) and rows_of(tab)[0].split("\n")[0] != first)
+    tab.keyboard.press("h")
+    tab.wait_for_selector("button.hold >> text=Held")
+    held = [row.split("\n")[0] for row in rows_of(tab)]
+    looks = tab.evaluate("performance.getEntriesByType('resource').length")
+    tab.wait_for_timeout(5000)
+    assert [row.split("\n")[0] for row in rows_of(tab)] == held
+    assert tab.evaluate("performance.getEntriesByType('resource').length") == looks
+
+
+def test_a_group_is_read_token_by_token(opened, page_url):
+    tab = opened(page_url).go("groups/replay")
+    tab.fill("input[type=search] >> nth=1", "add-")
+    open_group(tab)
+    tab.wait_for_selector(".completion .t")
+    rewards = tab.eval_on_selector_all(
+        ".completion h2 b", "all => all.map(each => parseFloat(each.innerText.slice(7)))"
+    )
+    assert len(rewards) == 8
+    assert rewards == sorted(rewards, reverse=True)
+    assert "How many" in tab.inner_text(".prompt .text")
+    tab.hover(".completion .t >> nth=2")
+    tab.wait_for_selector(".inspector >> text=log-prob")
+    tab.select_option("label:has-text('Colour') select", label="ratio to old_logprobs")
+    tab.wait_for_selector(".completion .t.r3, .completion .t.r4")
+    tab.select_option("label:has-text('Compare') select", label="0")
+    tab.select_option("label:has-text('with') select", label="1")
+    tab.wait_for_selector(".difference .differs")
+    tab.click("text=Copy as Python")
+    tab.wait_for_selector("dialog[open]")
+    assert "client.get([" in tab.evaluate("navigator.clipboard.readText()")
+
+
+def test_hostile_text_stays_text_in_every_view(opened, tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    texts = HOSTILE
+    group = make_group(
+        prompt=tokenizer.encode(HOSTILE[0]).ids,
+        lengths=[len(tokenizer.encode(text).ids) for text in texts],
+        rewards=[float(row) for row in range(len(texts))],
+        prompt_id=HOSTILE[1],
+        finish_reasons=HOSTILE,
+        meta={HOSTILE[2]: HOSTILE[3]},
+        extras={HOSTILE[4]: np.arange(3.0)},
+    )
+    group.completion_ids = np.concatenate([tokenizer.encode(text).ids for text in texts]).astype(np.int32)
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
+        runs = tmp_path / "runs" / "<i>run"
+        runs.mkdir(parents=True)
+        (runs / "metrics.jsonl").write_text(json.dumps({"step": 1, "fresh/<img src=x>": 1.0}) + "\n")
+        with (
+            ReplayClient(server.address) as client,
+            serving(Settings({"address": server.address}, tmp_path, runs=tmp_path / "runs")) as url,
+        ):
+            key = client.insert(group, {"pool": 1.0})
+            tab = opened(url).go("overview")
+            for view in ("groups", "prompts", "training", f"group/{key}"):
+                tab.evaluate("view => location.hash = `#/${view}`", view)
+                text = "<i>run" if view == "training" else "<img src=x"
+                tab.wait_for_selector(f"main :text('{text}')")
+                assert tab.locator("main img, main b b, main script, main h1 >> text=owned").count() == 0
+            assert HOSTILE[0] in tab.inner_text(".prompt .text")
+            shown = "\n".join(tab.locator(".completion .text").all_inner_texts())
+            assert all(text in shown for text in (HOSTILE[0], HOSTILE[2], HOSTILE[4]))
+            assert "⟨U+202E⟩esrever⟨U+202C⟩" in shown
+            assert tab.title() == "groups · replay"
+
+
+def test_damaged_payloads_and_raw_bytes_are_shown_as_what_they_are(opened):
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server, ReplayClient(server.address) as client:
+        damaged = client.insert(make_group().encode()[:200], {"pool": 1.0})
+        raw = client.insert(b"<b>raw</b>\x00\xff", {"pool": 1.0})
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url).go("groups/pool")
+            tab.wait_for_selector(".note >> text=raw bytes")
+            tab.wait_for_selector(".note >> text=damaged")
+            tab.evaluate("key => location.hash = `#/group/${key}`", str(damaged))
+            tab.wait_for_selector("h2 >> text=A damaged group")
+            tab.evaluate("key => location.hash = `#/group/${key}`", str(raw))
+            tab.wait_for_selector("h2 >> text=Raw bytes, not a group")
+            assert "3c 62 3e 72 61 77" in tab.inner_text("pre")
+            assert "<b>raw</b>.." in tab.inner_text("pre")
+
+
+def test_a_hundred_thousand_items_scroll_to_the_last(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "READING", 0.5)  # the test does not wait for the budget
+    config = '[server]\nmax_bytes = "1GB"\n[[tables]]\nname = "pool"\nmax_size = 200000\n'
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        with client.writer(max_in_flight=2000) as writer:
+            for number in range(100_000):
+                writer.insert(b"x" * 40, {"pool": 1.0 + number % 7})
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url).go("groups/pool")
+            tab.wait_for_selector(".count >> text=100,000 of 100,000 groups")
+            tab.keyboard.press("h")
+            tab.evaluate("list => list.scrollTop = list.scrollHeight", tab.query_selector(".rows"))
+            tab.wait_for_selector('.row[aria-rowindex="100001"]:not(.blank)')
+            assert tab.locator(".space .row").count() < 60
+            tab.click(".histogram:has-text('priority') g.bin:first-child", force=True)
+            tab.wait_for_selector(".count >> text=14,286 of 100,000 groups")
+
+
+def test_a_group_of_64_times_8192_tokens_is_cut_with_a_button_for_the_rest(opened, tmp_path):
+    make_tokenizer(tmp_path)
+    group = make_group(lengths=[8192] * 64, rewards=[float(row % 2) for row in range(64)])
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server, ReplayClient(server.address) as client:
+        key = client.insert(group, {"pool": 1.0})
+        with serving(Settings({"address": server.address}, tmp_path)) as url:
+            tab = opened(url).go(f"group/{key}")
+            tab.wait_for_selector(".completion")
+            assert tab.locator(".completion").count() == 16
+            assert tab.locator(".completion .t").count() == 16 * 256
+            tab.click(".completion >> nth=0 >> text=Show the rest: 7,936 tokens")
+            until(lambda: tab.locator(".completion >> nth=0").locator(".t").count() == 8192)
+            tab.click("text=Show 16 more of 64 completions")
+            until(lambda: tab.locator(".completion").count() == 32)
+
+
+def test_a_server_that_goes_and_comes_back_is_followed(opened, tmp_path):
+    with server_process(tmp_path) as server:
+        address = server.address
+        with ReplayClient(address) as client, serving(Settings({"address": address})) as url:
+            client.insert(make_group(), {"replay": 1.0})
+            tab = opened(url).go("overview")
+            tab.wait_for_selector(".node.table >> text=1 of")
+            server.kill()
+            tab.wait_for_selector("#banner >> text=The server does not answer")
+            assert "The server does not answer" in tab.inner_text(".verdict h1")
+            with server_process(tmp_path, address=address):
+                tab.wait_for_selector("#banner p", state="detached")
+                client.insert(make_group(), {"replay": 1.0})
+                client.insert(make_group(), {"replay": 1.0})
+                tab.wait_for_selector(".node.table >> text=2 of")
+
+
+def test_the_page_says_when_its_own_process_is_gone(browser):
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
+        tab = browser.new_page()
+        with serving(Settings({"address": server.address})) as url:
+            tab.goto(url)
+            tab.wait_for_selector(".node.table")
+        tab.wait_for_selector("#banner >> text=dashboard's process does not answer")
+        with serving(Settings({"address": server.address}), port=int(url.rpartition(":")[2])):
+            tab.wait_for_selector("#banner p", state="detached")
+        tab.close()
+
+
+def test_curves_grow_with_the_files_and_runs_lie_over_each_other(opened, run, page_url):
+    tab = opened(page_url).go("training")
+    tab.wait_for_selector(".curve canvas")
+    steps = tab.inner_text(".runs label:has-text('now') small")
+    until(lambda: tab.inner_text(".runs label:has-text('now') small") != steps)
+    assert "The curve to watch" in tab.inner_text(".curve:has-text('fresh/reward_mean') p >> nth=0")
+    tab.check("label:has-text('baseline') input")
+    tab.wait_for_selector(".runs label.series2")
+    tab.hover(".curve .u-over >> nth=0")
+    until(lambda: "baseline" in "".join(tab.locator(".tip:visible").all_inner_texts()))
+
+
+def test_prompts_are_found_and_ordered_by_how_often_they_are_solved(opened, page_url):
+    tab = opened(page_url).go("prompts")
+    tab.wait_for_selector(".strip .heat i[class]")
+    tab.select_option("label:has-text('Order') select", label="hardest")
+
+    def solved() -> list[int]:
+        cells = tab.eval_on_selector_all(".strip:not(.head)", "rows => rows.map(row => row.children[1].innerText)")
+        return [int(cell.split()[0]) for cell in cells]
+
+    until(lambda: len(solved()) > 3 and solved() == sorted(solved()))
+    tab.fill("input[type=search]", "add-00")
+    until(lambda: 0 < len(solved()) <= 10)
+
+
+def test_keys_do_what_the_help_says(opened, page_url):
+    tab = opened(page_url, color_scheme="light").go("groups/replay")
+    tab.wait_for_selector(".space .row:not(.blank)")
+    tab.keyboard.press("1")
+    tab.wait_for_selector(".node.table")
+    tab.keyboard.press("2")
+    tab.wait_for_selector(".space .row:not(.blank)")
+    tab.keyboard.press("h")
+    tab.keyboard.press("j")
+    tab.keyboard.press("j")
+    tab.wait_for_selector('.row.focused[aria-rowindex="4"]')
+    tab.keyboard.press("k")
+    key = tab.get_attribute('.row[aria-rowindex="3"] .key a', "title")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector(f".group h1 >> text={key}")
+    tab.keyboard.press("Escape")
+    tab.wait_for_selector(".groups")
+    tab.keyboard.press("/")
+    assert tab.evaluate("document.activeElement.type") == "search"
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("t")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    tab.keyboard.press("?")
+    tab.wait_for_selector("dialog[open] >> text=light or dark")
+
+
+def test_a_page_with_a_token_opens_by_its_address_and_asks_otherwise(browser, run):
+    with serving(Settings({"address": run.server.address}, token="s3cret")) as url:
+        tab = browser.new_page()
+        tab.goto(url)
+        tab.wait_for_selector("dialog[open] >> text=A token is needed")
+        assert tab.locator(".node").count() == 0
+        tab.fill("#token", "wrong")
+        tab.click("dialog button >> text=Enter")
+        tab.wait_for_selector("dialog >> text=that is not the token")
+        tab.goto(f"{url}/?again#token=s3cret")
+        tab.wait_for_selector(".node.table")
+        assert "s3cret" not in tab.evaluate("location.href + document.cookie")
+        tab.close()
+
+
+def test_ten_viewers_see_the_same_look(opened, page_url):
+    tabs = [opened(page_url).go("overview") for _ in range(4)]
+    for tab in tabs:
+        tab.wait_for_selector(".node.table")
+    until(lambda: len({tab.inner_text(".back") for tab in tabs}) == 1)

@@ -69,7 +69,7 @@ function tools(group) {
     select("Colour", shades(group), shade, (value) => (shade = value)), legend(),
     select("Order", Object.keys(ORDERS), order, (value) => (order = value)),
     select("Compare", numbers, compare[0] ?? "–", (value) => (compare[0] = value === "–" ? null : +value)), select("with", numbers, compare[1] ?? "–", (value) => (compare[1] = value === "–" ? null : +value)),
-    h("span", { class: "push" }), h("button", { type: "button", onclick: copyJson }, "Copy as JSON"), h("button", { type: "button", onclick: copyPython }, "Copy as Python"), h("a", { class: "button", href: `api/groups/${key}/whole`, download: `group-${key}.json` }, "Download"));
+    h("span", { class: "push" }), h("button", { type: "button", onclick: copyJson }, "Copy as JSON"), h("button", { type: "button", onclick: copyPython }, "Copy as Python"), h("a", { class: "button", href: `api/groups/${key}?whole=1`, download: `group-${key}.json` }, "Download"));
 }
 function legend() {
   const ends = shade === "log-prob" ? ["likely", "unlikely"] : shade.startsWith("ratio") ? ["less likely now", "more likely now"] : shade === "mask" ? ["trained on", "masked"] : shade === "nothing" ? null : ["low", "high"];
@@ -84,7 +84,7 @@ async function clip(text, what) {
     show(h("p", null, "This browser does not allow it here. Copy it yourself:"), h("textarea", { readonly: true, rows: 12, "aria-label": what }, text));
   }
 }
-const copyJson = () => ask(`api/groups/${key}/whole`).then((whole) => clip(JSON.stringify(whole, null, 1), "The group as JSON"), (error) => show(h("p", { class: "failure" }, error.message)));
+const copyJson = () => ask(`api/groups/${key}?whole=1`).then((whole) => clip(JSON.stringify(whole, null, 1), "The group as JSON"), (error) => show(h("p", { class: "failure" }, error.message)));
 const copyPython = () => clip(`from replay_client import ReplayClient\n\nwith ReplayClient.from_env(address=${JSON.stringify(address)}) as client:\n    [item] = client.get([${key}])\n    group = item.group\n`, "Python that loads the group");
 
 // ------------------------------------------------------------------------------------------------ completions
@@ -100,7 +100,7 @@ function completions(group) {
     sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) }, `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
 }
 function rest(window, row) {
-  const left = window.total - window.start - window.ids.length;
+  const left = window.total - window.ids.length;
   return left > 0 ? h("button", { type: "button", class: "more", onclick: () => more(window, row) }, `Show the rest: ${plural(left, "token")}`) : null;
 }
 async function more(window, row) {
@@ -138,7 +138,7 @@ function inspect(event, window, row) {
   const i = event.target.dataset?.i, panel = document.querySelector(".inspector");
   if (i === undefined || !panel) return;
   const at = (name) => window.arrays[name]?.[i], logprob = at("logprob");
-  const parts = [row < 0 ? "prompt" : `#${row}`, `token ${window.start + +i}`, `id ${window.ids[i]}`, window.text ? JSON.stringify(visible(window.text[i])) : null,
+  const parts = [row < 0 ? "prompt" : `#${row}`, `token ${i}`, `id ${window.ids[i]}`, window.text ? JSON.stringify(visible(window.text[i])) : null,
     logprob === undefined ? null : logprob === null ? "log-prob unknown" : `log-prob ${number(logprob)} (${percent(Math.exp(logprob))})`,
     ...Object.keys(window.arrays).filter((name) => !["logprob", "mask"].includes(name)).map((name) => `${name} ${number(Number(at(name)))}${/log_?prob/.test(name) && logprob !== null ? ` (ratio ${number(Math.exp(at(name) - logprob))})` : ""}`), at("mask") === false ? "masked: not trained on" : null];
   fill(panel, parts.filter(Boolean).join("   "));

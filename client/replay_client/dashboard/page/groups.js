@@ -8,7 +8,7 @@ const COLUMNS = [
   ["truncated_share", "ended by", "finish"], ["staleness", "stale", "num"], ["times_sampled", "used", "num"], ["priority", "priority", "num"], ["age", "age", "num"], ["odd", "notes", "notes"],
 ];
 const HISTOGRAMS = { reward_mean: "mean reward", reward_std: "spread of rewards", length_mean: "mean length", logprob_mean: "mean log-prob", staleness: "staleness", times_sampled: "times used", priority: "priority" };
-const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", finish: "", note: "", bounds: {} });
+const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", flags: [], bounds: {} });
 
 let table = "", filter = fresh(), held = false, snapshot = null, blocks = new Map(), found = null, focused = 0, problem = "", asked = 0, list = null, timer = null, look = null, shown = 0, tall = 34;
 
@@ -55,8 +55,9 @@ async function load(anew = false) {
     if (known.has(block)) continue;
     known.set(block, null);
     const given = new URLSearchParams({ table, sort: filter.sort, descending: filter.descending, offset: block * BLOCK, limit: BLOCK });
-    for (const name of ["prompt", "text", "finish", "note"]) if (filter[name]) given.set(name, filter[name]);
-    for (const [name, [low, high]] of Object.entries(filter.bounds)) given.set(`min.${name}`, low), given.set(`max.${name}`, high);
+    for (const name of ["prompt", "text"]) if (filter[name]) given.set(name, filter[name]);
+    for (const flag of filter.flags) given.append("flag", flag);
+    for (const [name, [low, high]] of Object.entries(filter.bounds)) given.append("bound", `${name}:${low}:${high}`);
     if (snapshot) given.set("snapshot", snapshot);
     try {
       const answer = await ask(`api/groups?${given}`);
@@ -119,20 +120,26 @@ const later = (changes) => (clearTimeout(timer), (timer = setTimeout(() => chang
 
 function controls(main = document.getElementById("main")) {
   if (!main.querySelector(".groups")) return;
-  const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.finish || filter.note || Object.keys(filter.bounds).length;
+  const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.flags.length || Object.keys(filter.bounds).length;
   fill(main.querySelector(".bar"), h("h1", { class: "unseen" }, "Groups"),
     h("div", { class: "tabs", role: "group", "aria-label": "Table" }, tables.map((each) => h("a", { href: `#/groups/${encodeURIComponent(each.name)}`, "aria-current": each.name === table ? "true" : null }, visible(each.name), h("small", null, each.size.toLocaleString("en"))))),
     h("button", { type: "button", class: held ? "hold on" : "hold", "aria-pressed": String(held), title: "h", onclick: hold }, held ? "Held" : "Live"),
     h("span", { class: "count", role: "status" }, problem ? h("b", { class: "failure" }, problem) : !found ? "listing …" : `${found.matching.toLocaleString("en")} of ${plural(found.total, "group")}` + (found.read < found.total ? `, ${found.read.toLocaleString("en")} read` : "")),
     active ? h("button", { type: "button", class: "quiet", onclick: () => ((filter = { ...fresh(), sort: filter.sort, descending: filter.descending }), restart(main)) }, "Clear filters") : null);
-  const facets = found?.facets ?? {}, histograms = found?.histograms ?? {};
-  const chip = (kind, name, count) => h("button", { type: "button", class: `chip${filter[kind] === name ? " on" : ""}`, "aria-pressed": String(filter[kind] === name), onclick: () => change({ [kind]: filter[kind] === name ? "" : name }) }, visible(name), h("small", null, count));
-  const chips = (kind, label) => Object.keys(facets[kind === "note" ? "notes" : kind] ?? {}).length ? h("div", { class: "chips", role: "group", "aria-label": label }, h("h2", null, label), Object.entries(facets[kind === "note" ? "notes" : kind]).map(([name, count]) => chip(kind, name, count))) : null;
+  const flags = Object.entries(found?.flags ?? {}), histograms = found?.histograms ?? {};
+  const chip = ([name, count]) => {
+    const on = filter.flags.includes(name), toggle = () => change({ flags: on ? filter.flags.filter((each) => each !== name) : [...filter.flags, name] });
+    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), onclick: toggle }, visible(name.replace(/^ended by /, "")), h("small", null, count));
+  };
+  const chips = (label, ended) => {
+    const some = flags.filter(([name]) => name.startsWith("ended by ") === ended);
+    return some.length > 0 && h("div", { class: "chips", role: "group", "aria-label": label }, h("h2", null, label), some.map(chip));
+  };
   const text = look?.tokenizer ? "search in prompts and completions" : "needs a tokenizer (--tokenizer)";
   fill(main.querySelector(".filters"),
     h("label", null, "Text", h("input", { type: "search", placeholder: text, value: filter.text, oninput: (event) => later({ text: event.target.value }) })),
     h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt", value: filter.prompt, oninput: (event) => later({ prompt: event.target.value }) })),
-    chips("note", "Notes"), chips("finish", "Ended by"),
+    chips("Notes", false), chips("Ended by", true),
     h("div", { class: "histograms" }, Object.entries(HISTOGRAMS).filter(([name]) => histograms[name]).map(([name, label]) => histogram(histograms[name], { label: filter.bounds[name] ? `${label}: ${number(filter.bounds[name][0])} to ${number(filter.bounds[name][1])}` : label, chosen: filter.bounds[name], pick: pick(name) }))),
     h("p", { class: "quiet" }, "Click a bar to filter; with Shift the range grows."));
   fill(main.querySelector(".head"), h("div", { class: "row", role: "row", "aria-rowindex": 1 }, COLUMNS.map(([sort, label, kind]) => {

@@ -2,7 +2,7 @@
 import { sparkline } from "./charts.js";
 import { ask, fill, h, number, percent, plural, visible } from "./dom.js";
 
-const ORDERS = [["seen", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"], ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
+const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"], ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
 const COLUMNS = 48;
 let search = "", order = ORDERS[0], limit = 100, data = null, problem = "", here = null, timer = null, asked = 0, versions = [];
 

@@ -1,0 +1,40 @@
+"""Documents: what the page is told, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+
+
+def plain(value: Any) -> Any:
+    """What messages, msgpack and numpy can hold, as what JSON can: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, Message):
+        return {field.name: plain(getattr(value, field.name)) for field in value.DESCRIPTOR.fields}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return (
+        value
+        if isinstance(value, str | int) or value is None
+        else value.hex()
+        if isinstance(value, bytes)
+        else str(value)
+    )
+
+
+def dumps(document: object) -> bytes:
+    return json.dumps(plain(document), separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(name: str, document: object) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(document))
