@@ -73,9 +73,7 @@ class Access:
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"address must be host:port, for example {DEFAULT_ADDRESS}, not {self.address!r}")
+        host = check_address(self.address, "address")
         if self.token is not None:
             check_token(self.token, "token")
             if self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
@@ -123,6 +121,7 @@ class Access:
             check_token(token, found["token"][1])
         files = {name: setting(f"tls_{name}") for name in ("ca", "cert", "key", "server_name")}
         wanted = _flag(*found["tls"]) if "tls" in found else any(files.values())
+        check_address(*found.get("address", (DEFAULT_ADDRESS, "")))
         return cls(
             address=setting("address", DEFAULT_ADDRESS),
             token=token,
@@ -166,6 +165,17 @@ class _TokenChannel:
             return call
 
         return make_with_token
+
+
+def check_address(address: str, source: str) -> str:
+    """Returns the host of host:port. Raises ValueError that names the source."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"{source} must be host:port with a port from 1 to 65535 and without http://, for example "
+            f"{DEFAULT_ADDRESS}, not {address!r}"
+        )
+    return host
 
 
 def check_token(token: str, source: str) -> None:

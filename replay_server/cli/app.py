@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -15,10 +16,11 @@ from replay_server.cli.demo import demo
 from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items
-from replay_server.cli.output import complain
+from replay_server.cli.output import complain, say
 from replay_server.cli.policy import policy
 from replay_server.cli.serve import serve
 from replay_server.cli.show import show
+from replay_server.cli.signals import ignore_signals, raise_on_sigterm, status_of
 from replay_server.cli.tables import tables
 from replay_server.cli.top import top
 from replay_server.cli.train import train
@@ -27,13 +29,14 @@ from replay_server.cli.watch import watch
 
 app = typer.Typer(
     help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
-    epilog="Exit status: 0 all is well, 1 it failed, 2 it was used wrongly, 130 interrupted, 143 ended by SIGTERM.",
+    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. `serve` and `generate` end "
+    "with 0 after either signal.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""Of the click that typer uses, its own or the package: it does not export the class."""
+"""The class of the click that typer uses: its own, or the package's. typer does not export it."""
 _LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, dashboard, watch, items, show, update, delete, reset)
 _KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints)
 _RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
@@ -44,22 +47,48 @@ for command in (*_KEEP, *_RUN):
     app.command()(command)
 
 
-def main() -> None:
-    """The entry point: one clear line and a non-zero status where something fails."""
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(version("replay-server"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> NoReturn:
+    """Runs the command of the command line, and exits with its status."""
+    raise_on_sigterm()
     try:
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
-        message = error.format_message()
-        if "\n" in message:  # the help, where a command was called without anything
-            print(message, file=sys.stderr)
-        else:
-            command = "replay" if error.ctx is None else error.ctx.command_path
-            message = message.replace("Value error, ", "").rstrip(".")  # pydantic's, of which typer may make use
-            complain(f"{message}; see `{command} --help`")
+        _complain_of_usage(error)
         status = 2
-    except typer.Abort:
-        complain("nothing was changed")
-        status = 1
-    except KeyboardInterrupt:
-        status = 130
+    except typer.Abort as error:
+        # click makes an Abort of Ctrl-C, and of a question that was answered with no.
+        interrupt = error.__cause__ or error.__context__
+        if isinstance(interrupt, KeyboardInterrupt):
+            status = status_of(interrupt)
+        else:
+            complain("nothing was changed")
+            status = 1
+    except KeyboardInterrupt as interrupt:
+        status = status_of(interrupt)
+    ignore_signals()
     sys.exit(status)
+
+
+def _complain_of_usage(error: Any) -> None:
+    message = error.format_message()
+    if "\n" in message:  # the help, because a command was called without anything
+        print(message, file=sys.stderr)
+        return
+    name = "replay" if error.ctx is None else error.ctx.command_path
+    message = message.replace("Value error, ", "").rstrip(".")  # the first words are pydantic's, which typer may use
+    complain(f"{message}; see `{name} --help`")

@@ -67,7 +67,15 @@ def connect(access: dict[str, Any], timeout: float) -> ReplayClient:
     try:
         return ReplayClient.from_env(timeout, **access)
     except ValueError as error:
-        fail(error)
+        fail(in_flags(str(error), access))
+
+
+def in_flags(message: str, access: dict[str, Any]) -> str:
+    """`message`, with the settings that came as flags named as the person typed them: `--tls-ca`, not `tls_ca`."""
+    for name, value in access.items():
+        if value is not None and message.startswith(f"{name} "):
+            return f"--{name.replace('_', '-')}{message.removeprefix(name)}"
+    return message
 
 
 def ask(question: Callable[[], R]) -> R:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import termios
 import tty
@@ -18,7 +17,6 @@ class Keyboard:
     def __enter__(self) -> Self:
         self._file = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._file)
-        self._on_term = signal.signal(signal.SIGTERM, _terminate)
         tty.setcbreak(self._file)
         return self
 
@@ -36,8 +34,3 @@ class Keyboard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
-        signal.signal(signal.SIGTERM, self._on_term)
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -332,7 +332,9 @@ def sigterm_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:  # the command line has its own
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
