@@ -20,7 +20,7 @@ from replay_server.cli.output import complain, say
 from replay_server.cli.policy import policy
 from replay_server.cli.serve import serve
 from replay_server.cli.show import show
-from replay_server.cli.signals import ignore_signals, raise_on_sigterm, status_of
+from replay_server.cli.signals import INTERRUPTED, Interrupts
 from replay_server.cli.tables import tables
 from replay_server.cli.top import top
 from replay_server.cli.train import train
@@ -29,8 +29,8 @@ from replay_server.cli.watch import watch
 
 app = typer.Typer(
     help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
-    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. `serve` and `generate` end "
-    "with 0 after either signal.",
+    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
+    "`serve` and `generate` finish their work and end with 0.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -64,24 +64,23 @@ def options(
 
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status."""
-    raise_on_sigterm()
+    interrupts = Interrupts()
     try:
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
         _complain_of_usage(error)
         status = 2
     except typer.Abort as error:
-        # click makes an Abort of Ctrl-C, and of a question that was answered with no.
-        interrupt = error.__cause__ or error.__context__
-        if isinstance(interrupt, KeyboardInterrupt):
-            status = status_of(interrupt)
+        # click makes an Abort of a question that was answered with no, and of some interrupts.
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            status = INTERRUPTED
         else:
             complain("nothing was changed")
             status = 1
-    except KeyboardInterrupt as interrupt:
-        status = status_of(interrupt)
-    ignore_signals()
-    sys.exit(status)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    interrupts.ignore()
+    sys.exit(interrupts.status if status == INTERRUPTED else status)
 
 
 def _complain_of_usage(error: Any) -> None:

@@ -1,4 +1,4 @@
-"""`replay bench`: how fast a server is, from here."""
+"""`replay bench`: measures how fast a server is, from this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from replay_client import ReplayClient
 
 _IN_FLIGHT = 64 << 20
-"""Payload bytes that the writer keeps in flight, at most."""
+"""Most payload bytes that the writer keeps in flight."""
 _BATCH = 8 << 20
-"""Payload bytes of a batch that the sampler draws, about."""
+"""About as many payload bytes are in one batch of the sampler."""
 _SAMPLE_TIMEOUT = 5.0
 
 
@@ -32,18 +32,18 @@ def bench(
     size: Annotated[str, typer.Option(help="Bytes of a group, for example 4kB; 106kB is 8 completions of 1024.")] = (
         "106kB"
     ),
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each figure.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each figure.")] = 2.0,
     table: Annotated[
         str | None,
         typer.Option(
-            help="A table of the running server, which is filled and emptied; left out: a server of its own.",
+            help="A table of the running server, which is filled and then emptied. [a server of its own]",
             autocompletion=complete_table,
         ),
     ] = None,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure inserts, acknowledgements and samples of one client, on an own server or a spare table of yours."""
+    """Measure inserts, acknowledgements and samples of one client, on a new server or on a spare table of yours."""
     from replay_server.tables.config import parse_bytes
 
     try:
@@ -66,45 +66,53 @@ def bench(
     for name in ("insert", "sample"):
         rate = figures[f"{name}_per_second"]
         out.print(f"{name:8} {rate:10.0f} a second  {rate * megabytes:8.1f} MB/s")
-    out.print(f"ack      {figures['ack_p50_ms']:10.3f} ms in the median  {figures['ack_p99_ms']:.3f} ms at p99")
+    out.print(f"ack      {figures['ack_p50_ms']:10.3f} ms median  {figures['ack_p99_ms']:.3f} ms p99")
 
 
 def measure(client: ReplayClient, table: str, payload: bytes, seconds: float) -> dict[str, float]:
-    """Items per second, and milliseconds of single inserts."""
-    priorities = {table: 1.0}
-    in_flight = max(1, min(1024, _IN_FLIGHT // max(1, len(payload))))
-    with client.writer(max_in_flight=in_flight) as writer:
-
-        def insert() -> int:
-            for _ in range(in_flight):
-                writer.insert(payload, priorities)
-            return in_flight
-
-        inserts = _rate(insert, seconds, finish=writer.flush)
-    times: list[float] = []
-
-    def insert_one() -> int:
-        begin = time.perf_counter()
-        client.insert(payload, priorities)
-        times.append(time.perf_counter() - begin)
-        return 1
-
-    _rate(insert_one, seconds)
+    """Items per second of a writer and a sampler, and milliseconds of single inserts. Empties the table at the end."""
+    inserts = _insert_rate(client, table, payload, seconds)
+    milliseconds = _insert_times(client, table, payload, seconds)
     held = client.server_info(tables=[table]).tables[table].size
     batch = max(1, min(256, held, _BATCH // max(1, len(payload))))
     with client.sampler(table, batch, timeout=_SAMPLE_TIMEOUT) as sampler:
         samples = _rate(lambda: len(next(sampler)), seconds)
     client.reset(table)
-    p50, p99 = np.quantile(times, [0.5, 0.99])
+    p50, p99 = np.quantile(milliseconds, [0.5, 0.99])
     return {
         "insert_per_second": inserts,
         "sample_per_second": samples,
-        "ack_p50_ms": 1000 * float(p50),
-        "ack_p99_ms": 1000 * float(p99),
+        "ack_p50_ms": float(p50),
+        "ack_p99_ms": float(p99),
     }
 
 
+def _insert_rate(client: ReplayClient, table: str, payload: bytes, seconds: float) -> float:
+    in_flight = max(1, min(1024, _IN_FLIGHT // max(1, len(payload))))
+    priorities = {table: 1.0}
+    with client.writer(max_in_flight=in_flight) as writer:
+
+        def fill() -> int:
+            for _ in range(in_flight):
+                writer.insert(payload, priorities)
+            return in_flight
+
+        return _rate(fill, seconds, finish=writer.flush)
+
+
+def _insert_times(client: ReplayClient, table: str, payload: bytes, seconds: float) -> list[float]:
+    """Milliseconds of each of several inserts, one after the other."""
+    milliseconds = []
+    end = time.perf_counter() + seconds
+    while not milliseconds or time.perf_counter() < end:
+        begin = time.perf_counter()
+        client.insert(payload, {table: 1.0})
+        milliseconds.append(1000 * (time.perf_counter() - begin))
+    return milliseconds
+
+
 def _rate(step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None) -> float:
+    """How many items a second `step` moves, after one step that does not count."""
     step()
     finish()
     begin, done = time.perf_counter(), 0

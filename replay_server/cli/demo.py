@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from replay_server.cli.extras import needed_by
+from replay_server.cli.extras import need
 from replay_server.cli.output import complain, fail
 
 
@@ -18,12 +18,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
 ) -> None:
     """Train a tiny model to add, with server, generator and trainer as processes."""
-    with needed_by("replay demo", "demo"):
-        import matplotlib  # noqa: F401  the demo draws its picture at the end: better to know now
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-
-        from replay_trainer.demo.run import DemoError, run
+    # matplotlib draws the picture at the end: better to know now that it is missing.
+    need("replay demo", "demo", "torch", "transformers", "matplotlib")
+    if engine == "vllm":
+        need("--engine vllm", "vllm", "vllm")
+    from replay_trainer.demo.run import DemoError, run
 
     try:
         run(out, steps, seed, engine)

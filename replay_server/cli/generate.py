@@ -1,24 +1,30 @@
-"""`replay generate`: prompts to groups in a table."""
+"""`replay generate`: completes prompts and inserts the groups into a table."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import with_access
+from replay_server.cli.config_file import ConfigFile
+from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model
-from replay_server.cli.output import fail
+from replay_server.cli.output import fail, print_json, say
 from replay_server.cli.tracing import set_up_tracing
 
 if TYPE_CHECKING:
+    from replay_client.generator import GeneratorStats
     from replay_client.generator.engines import Engine
+    from replay_client.generator.group_maker import PromptSource
 
 
 @with_access
@@ -35,6 +41,7 @@ def generate(
             "may be repeated."
         ),
     ],
+    config: ConfigFile = None,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     engine_arg: Annotated[
         list[str] | None,
@@ -44,61 +51,70 @@ def generate(
         ),
     ] = None,
     table: Annotated[list[str] | None, typer.Option(help="Table to insert into; may be repeated. [rollouts]")] = None,
-    prompt_field: Annotated[str, typer.Option(help="Field of a row with the text or the messages.")] = "prompt",
-    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
-    chat: Annotated[bool, typer.Option(help="Put prompts that are texts as the user's message.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat, the system's message.")] = None,
+    prompt_field: Annotated[str, typer.Option(help="Field of a row that holds the text or the messages.")] = "prompt",
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
+    chat: Annotated[bool, typer.Option(help="Make each text prompt a chat message of the user.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat, the message of the system.")] = None,
     group_size: Annotated[int, typer.Option(help="Completions of each prompt.")] = 8,
-    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this sum.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0: all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 1 samples from the policy itself.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample only from the most likely tokens whose probabilities sum to this.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample only from this many most likely tokens; 0: from all.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 256,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest prompt and completion; left out: the model's.")
+        int | None, typer.Option(help="Most tokens of a prompt with its completion. [the model's limit]")
     ] = None,
     max_concurrent_groups: Annotated[
-        int, typer.Option(help="Groups under way at a time; 0: as many as the server gives permits for.")
+        int, typer.Option(help="Groups generated at the same time; 0: as many as the server gives permits for.")
     ] = 16,
-    max_groups: Annotated[int | None, typer.Option(help="Stop after so many.")] = None,
-    wait_for_policy: Annotated[bool, typer.Option(help="Start when the trainer has published weights.")] = False,
+    max_groups: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
+    wait_for_policy: Annotated[bool, typer.Option(help="Wait until the trainer has published weights.")] = False,
     weights_root: Annotated[
-        Path | None, typer.Option(help="Load published weights from this folder only; left out: from anywhere.")
+        Path | None, typer.Option(help="Load published weights from this folder only. [from anywhere]")
     ] = None,
     reload: Annotated[
-        str, typer.Option(help="New weights: between_groups, or at_once, in the middle of completions.")
+        str, typer.Option(help="When to load new weights: between_groups, or at_once, in the middle of completions.")
     ] = "between_groups",
-    probe_tolerance: Annotated[float, typer.Option(help="Allowed difference of engine and trainer, in nats.")] = 0.02,
-    truncated: Annotated[str, typer.Option(help="Completions without an end: keep, or mask in the loss.")] = "keep",
+    probe_tolerance: Annotated[
+        float, typer.Option(help="Largest difference between engine and trainer on the probe, in nats.")
+    ] = 0.02,
+    truncated: Annotated[
+        str, typer.Option(help="Completions cut off by --max-tokens: keep them, or mask them in the loss.")
+    ] = "keep",
     priority: Annotated[
         str, typer.Option(help="Of each group: advantage (TRL's score), learnability (p(1-p)), or module:function.")
     ] = "advantage",
     drop_zero_variance: Annotated[bool, typer.Option(help="Do not insert groups whose rewards are all equal.")] = False,
-    on_prompt_error: Annotated[str, typer.Option(help="A prompt or reward that fails: raise, or skip.")] = "raise",
-    when_full: Annotated[str, typer.Option(help="A table that refuses groups: wait, or drop them.")] = "wait",
-    reward_threads: Annotated[int, typer.Option(help="Groups that reward functions may score at a time.")] = 1,
-    reward_timeout: Annotated[float, typer.Option(help="Seconds for one reward function and group.")] = 300.0,
-    metrics: Annotated[Path | None, typer.Option(help="File to append metrics to, as JSON lines.")] = None,
+    on_prompt_error: Annotated[
+        str, typer.Option(help="When a prompt or a reward fails: raise, or skip the prompt.")
+    ] = "raise",
+    when_full: Annotated[
+        str, typer.Option(help="When a full table refuses a group: wait, or drop the group.")
+    ] = "wait",
+    reward_threads: Annotated[int, typer.Option(help="Groups that reward functions score at the same time.")] = 1,
+    reward_timeout: Annotated[float, typer.Option(help="Most seconds for one reward function and one group.")] = 300.0,
+    metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between those lines.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Of the order of prompts and of sampling.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to go on without a server.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Complete prompts with the newest policy, score them and insert the groups, until the prompts are told to end."""
+    """Complete prompts with the newest policy, score the completions and insert the groups."""
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
-    from replay_client.generator import GeneratorConfig, GeneratorStats, run_generator
+    from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
-    from replay_client.generator.prompts import chat_prompts, cycle_prompts, load_prompts
     from replay_client.generator.rewards import load_reward
     from replay_client.scoring import is_zero_variance
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
     check_model(model)
-    sys.path.insert(0, os.getcwd())  # where the module of a reward function is looked for as well
+    sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     try:
-        config = GeneratorConfig(
+        settings = GeneratorConfig(
             group_size=group_size,
             sampling=SamplingConfig(
                 temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
@@ -119,43 +135,61 @@ def generate(
             metrics_path=metrics,
             metrics_interval=metrics_interval,
         )
-        rows = cycle_prompts(
-            load_prompts(prompts, prompt_field=prompt_field, split=split), seed=seed, prompt_field=prompt_field
-        )
-        if chat:
-            rows = chat_prompts(rows, system)
-        elif system is not None:
-            raise ValueError("--system needs --chat")
+        rows = load_rows(prompts, prompt_field, split, chat, system, seed)
         scorer = [load_reward(name) for name in reward]
         client = AsyncReplayClient.from_env(timeout, **access)
         running_engine = load_engine(
             engine, model, {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         )
     except (ValueError, OSError, ImportError, TypeError) as error:
-        fail(error)
-
-    told = 0.0
-
-    def tell(stats: GeneratorStats, last: bool = False) -> None:
-        nonlocal told
-        if not last and time.monotonic() - told < 1.0:
-            return
-        told = time.monotonic()
-        if as_json:
-            print(json.dumps({name: None if value != value else value for name, value in stats.items()}), flush=True)
-        else:
-            print(
-                f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
-                f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s",
-                flush=True,
-            )
-
+        fail(in_flags(str(error), access))
+    report = Report(as_json)
+    keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
     try:
-        keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
-        stats = run_generator(lambda: client, running_engine, rows, scorer, config, keep=keep, on_group=tell)
-        tell(stats, last=True)
+        stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
     except (ReplayError, ValueError, OSError) as error:
         fail(error)
+    report.print(stats)
+
+
+class Report:
+    """Prints the statistics of a generator, at most once a second."""
+
+    SECONDS = 1.0
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._printed_at = -math.inf
+
+    def tell(self, stats: GeneratorStats) -> None:
+        """Print `stats`, unless the last ones were printed a moment ago."""
+        if time.monotonic() - self._printed_at >= self.SECONDS:
+            self.print(stats)
+
+    def print(self, stats: GeneratorStats) -> None:
+        self._printed_at = time.monotonic()
+        if self._as_json:
+            print_json(stats, indent=None)
+        else:
+            say(
+                f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
+                f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s"
+            )
+
+
+def load_rows(
+    prompts: str, prompt_field: str, split: str, chat: bool, system: str | None, seed: int
+) -> Iterator[PromptSource]:
+    """The prompts over and over, shuffled anew for each epoch. Raises ValueError, OSError or ImportError."""
+    from replay_client.generator.prompts import chat_prompts, cycle_prompts, load_prompts
+
+    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split)
+    rows = cycle_prompts(loaded, seed=seed, prompt_field=prompt_field)
+    if chat:
+        return chat_prompts(rows, system)
+    if system is not None:
+        raise ValueError("--system needs --chat")
+    return rows
 
 
 def engine_args(given: list[str]) -> dict[str, Any]:
@@ -174,11 +208,13 @@ def engine_args(given: list[str]) -> dict[str, Any]:
 
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
     if name == "vllm":
+        need("--engine vllm", "vllm", "vllm")
         from replay_client.generator.engines.vllm import VLLMEngine
 
         return VLLMEngine(model, **args)
     if name == "transformers":
+        need("--engine transformers", "trainer", "torch", "transformers")
         from replay_client.generator.engines.transformers import TransformersEngine
 
         return TransformersEngine(model, **args)
-    raise ValueError(f"engine must be vllm or transformers, not {name!r}")
+    raise ValueError(f"--engine must be vllm or transformers, not {name!r}")

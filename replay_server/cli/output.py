@@ -1,6 +1,6 @@
-"""What commands write: tables and lines for people, JSON for programs, and one clear line where something fails.
+"""What commands write: text for people, JSON for programs, and one clear line if something fails.
 
-Exit status: 0 all is well, 1 it failed, 2 it was used wrongly, 130 interrupted (Ctrl-C), 143 ended by SIGTERM.
+Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -17,11 +16,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-_WIDE = 240
-"""Columns of output that goes into a file or another program, so that nothing is cut off."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def say(text: object) -> None:
@@ -30,34 +26,27 @@ def say(text: object) -> None:
 
 
 def complain(message: object) -> None:
-    """The line that says what is wrong."""
+    """Prints a line on standard error that says what is wrong."""
     print(printable(f"replay: {message}"), file=sys.stderr)
 
 
 def fail(message: object) -> NoReturn:
-    """Ends the command: what it was to do did not work."""
+    """Ends the command with status 1: it failed."""
     complain(message)
     raise typer.Exit(1)
 
 
 def misuse(message: object) -> NoReturn:
-    """Ends the command: it cannot be meant like this."""
+    """Ends the command with status 2: invalid usage."""
     complain(message)
     raise typer.Exit(2)
 
 
 def console() -> Console:
-    """Standard output; in colours only on a terminal, and not if NO_COLOR is set. What servers and groups say comes out
-    as `printable`: only rich itself may send the terminal commands."""
-    from rich.console import Console
-    from rich.segment import Segment
+    """Standard output for tables and colours; see PrintableConsole."""
+    from replay_server.cli.printable import PrintableConsole
 
-    class Printable(Console):
-        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
-            for segment in super().render(*args, **options):
-                yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-    return Printable(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
+    return PrintableConsole()
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
@@ -68,17 +57,17 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Goes on if `yes` or the person at the terminal says so."""
+    """Asks the person at the terminal, unless `yes`. Ends the command if the answer is no or nobody can answer."""
     if yes:
         return
     if not sys.stdin.isatty():
-        misuse(f"{question} Nobody is there to ask: say --yes to do it")
+        misuse(f"{question} There is no terminal to ask on: say --yes to do it")
     if not typer.confirm(question, err=True):
         fail("nothing was changed")
 
 
 def printable(text: str) -> str:
-    """`text` without the control characters that could move the cursor or worse; lines and tabs stay."""
+    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
     )

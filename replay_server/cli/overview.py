@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     from replay_client.records import ServerInfo, TableInfo
 
-SORTS: dict[str, Callable[[TableInfo], float | str]] = {
-    "configured": lambda table: 0.0,
-    "table": lambda table: table.name,
-    "size": lambda table: float(table.size),
-    "bytes": lambda table: float(table.bytes),
-    "in/s": lambda table: table.inserts_per_second,
-    "out/s": lambda table: table.samples_per_second,
-    "staleness": lambda table: table.staleness.p50,
-}
-"""What the rows can be sorted by; the first keeps the order of the configuration."""
-_COLUMNS = ("table", "size", "bytes", "in/s", "out/s", "staleness", "oldest", "blocked", "evicted", "stale")
-_FIRST_TO_GO = ("bytes", "oldest", "staleness", "blocked", "stale", "evicted", "out/s", "in/s")
-"""What a terminal that is too narrow for all columns does without, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -45,15 +32,71 @@ def headline(address: str, info: ServerInfo) -> Text:
     return line
 
 
+Cell = str | Text
+Key = float | str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One fact about a table, as `tables` and `top` show it."""
+
+    name: str
+    cell: Callable[[TableInfo], Cell]
+    sort: Callable[[TableInfo], Key] | None = None
+    """What `top` sorts by for this column; None: it does not."""
+    goes: int = 0
+    """A narrow terminal leaves out the column with the highest number first; 0 always stays."""
+
+
+def _staleness(table: TableInfo) -> str:
+    return f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-"
+
+
+def _blocked(table: TableInfo) -> str:
+    shares = table.insert_blocked_share, table.sample_blocked_share
+    return f"{shares[0]:.0%} in, {shares[1]:.0%} out" if any(shares) else "-"
+
+
+def _evicted(table: TableInfo) -> Text:
+    cell = Text(str(table.evicted))
+    if table.evicted_unsampled:
+        cell.append(f" ({table.evicted_unsampled} unsampled)", style="red")
+    return cell
+
+
+def _stale(table: TableInfo) -> Text:
+    count = table.stale + table.stale_refused
+    return Text(str(count), style="yellow" if count else "")
+
+
+COLUMNS = (
+    Column("table", lambda table: table.name, lambda table: table.name),
+    Column("size", lambda table: f"{table.size} / {capacity(config_of(table))}", lambda table: float(table.size)),
+    Column("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
+    Column("in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1),
+    Column("out/s", lambda table: f"{table.samples_per_second:.1f}", lambda table: table.samples_per_second, goes=2),
+    Column("staleness", _staleness, lambda table: table.staleness.p50, goes=6),
+    Column("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
+    Column("blocked", _blocked, goes=5),
+    Column("evicted", _evicted, goes=3),
+    Column("stale", _stale, goes=4),
+)
+SORTS: dict[str, Callable[[TableInfo], Key]] = {
+    "configured": lambda table: 0.0,
+    **{column.name: column.sort for column in COLUMNS if column.sort is not None},
+}
+"""What the rows can be sorted by. The first keeps the order of the configuration."""
+
+
 @dataclass(frozen=True)
 class TableView:
-    """A row for each table; with `sparks` (rates in and out over time, by table) also how they went."""
+    """A row for each table. With `sparks` (past rates in and out, by table) also their course."""
 
     tables: Sequence[TableInfo]
     sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        rows = [dict(zip(_COLUMNS, _row(table), strict=True)) for table in self.tables]
+        rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
         columns = _fitting(rows, options.max_width)
         view = Table(box=None, header_style="bold", pad_edge=False)
         for column in columns:
@@ -68,40 +111,21 @@ class TableView:
         yield view
 
 
-def _fitting(rows: Sequence[Mapping[str, str | Text]], width: int) -> list[str]:
-    """The columns that are whole within `width`: half a number would say something wrong."""
+def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
+    """The columns that fit as a whole into `width`: half a number would be a wrong number."""
     wide = {
-        column: max(cell_len(str(cell)) for cell in (column, *(row[column] for row in rows))) for column in _COLUMNS
+        column.name: max(cell_len(str(cell)) for cell in (column.name, *(row[column.name] for row in rows)))
+        for column in COLUMNS
     }
-    columns = list(_COLUMNS)
-    for column in _FIRST_TO_GO:
-        if sum(wide[each] + 2 for each in columns) - 2 > width:
-            columns.remove(column)
-    return columns
-
-
-def _row(table: TableInfo) -> list[str | Text]:
-    evicted = Text(str(table.evicted))
-    if table.evicted_unsampled:
-        evicted.append(f" ({table.evicted_unsampled} unsampled)", style="red")
-    stale = table.stale + table.stale_refused
-    blocked = f"{table.insert_blocked_share:.0%} in, {table.sample_blocked_share:.0%} out"
-    return [
-        table.name,
-        f"{table.size} / {capacity(config_of(table))}",
-        byte_size(table.bytes),
-        f"{table.inserts_per_second:.1f}",
-        f"{table.samples_per_second:.1f}",
-        f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-",
-        duration(table.age.max) if table.size else "-",
-        blocked if table.insert_blocked_share or table.sample_blocked_share else "-",
-        evicted,
-        Text(str(stale), style="yellow" if stale else ""),
-    ]
+    names = [column.name for column in COLUMNS]
+    for column in sorted((column for column in COLUMNS if column.goes), key=lambda column: -column.goes):
+        if sum(wide[name] + 2 for name in names) - 2 > width:
+            names.remove(column.name)
+    return names
 
 
 def waits(info: ServerInfo) -> list[Text]:
-    """A line for everyone who waits, with the reason."""
+    """A line for each kind of request that waits, with the reason."""
     lines = []
     for table in info.tables.values():
         for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling)):
@@ -116,13 +140,13 @@ def permits(info: ServerInfo) -> Text | None:
     if (admission := info.admission) is None:
         return None
     return Text(
-        f"permits: {admission.running} running, {admission.accepted} accepted, {admission.capacity} to be had, "
+        f"permits: {admission.running} running, {admission.accepted} accepted, {admission.capacity} available, "
         f"{admission.expired} expired"
     )
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars, of which the largest is full; nothing before the first."""
+    """The values as bars; the largest is a full one."""
     largest = max(values, default=0.0)
     if largest <= 0:
         return _BARS[0] * len(values)
@@ -130,5 +154,5 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def capacity(config: Document) -> int:
-    """How many items a table with this configuration holds, for the eye."""
+    """The most items that a table with this configuration holds."""
     return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))

@@ -1,4 +1,4 @@
-"""Screen: what `replay top` shows, and what its keys change."""
+"""The screen of `replay top`, and the keys that change it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from replay_client.records import ServerInfo
 
 _HELP = "q quit   space pause   s sort   r reverse"
+_WAITS = 5
+"""Most lines about waiting requests."""
+_SPARE = 2
+"""The heading of the tables, and the last line of the terminal, which stays empty."""
 _HISTORY = 24
-"""Looks that a sparkline shows."""
+"""Looks at the server that a sparkline shows."""
 
 
 @dataclass
@@ -60,7 +64,8 @@ class Screen:
             case "r":
                 self.reverse = not self.reverse
 
-    def render(self) -> Group:
+    def render(self, height: int = 1000) -> Group:
+        """What fits into `height` lines. Tables give way to the lines on permits, waits and keys, and say how many."""
         state = f"sorted by {self.sort}{', reversed' if self.reverse else ''}{'   PAUSED' if self.paused else ''}"
         keys = Text(f"{_HELP}   {state}", style="dim")
         problem = Text(self.problem, style="red") if self.problem else None
@@ -69,14 +74,14 @@ class Screen:
         tables = sorted(self.info.tables.values(), key=overview.SORTS[self.sort], reverse=self.reverse)
         if self.reverse and self.sort == "configured":
             tables.reverse()
-        parts = [
-            overview.headline(self.address, self.info),
-            problem,
-            Text(),
-            overview.TableView(tables, self._rates),
-            Text(),
-            overview.permits(self.info),
-            *overview.waits(self.info),
-            keys,
-        ]
+        above = [overview.headline(self.address, self.info), problem, Text()]
+        below = [Text(), overview.permits(self.info), *overview.waits(self.info)[:_WAITS], keys]
+        room = height - len([part for part in (*above, *below) if part is not None]) - _SPARE
+        shown = tables if len(tables) <= room else tables[: max(1, room - 1)]
+        hidden = len(tables) - len(shown)
+        more = Text(f"and {hidden} more tables; s sorts", style="dim") if hidden else None
+        parts = [*above, overview.TableView(shown, self._rates), more, *below]
+        for part in parts:
+            if isinstance(part, Text):
+                part.no_wrap, part.overflow = True, "ellipsis"
         return Group(*(part for part in parts if part is not None))

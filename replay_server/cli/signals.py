@@ -12,23 +12,19 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM. A KeyboardInterrupt, so that everything that cleans up after Ctrl-C cleans up after it too."""
+class Interrupts:
+    """Turns SIGTERM into a KeyboardInterrupt, and remembers which of the two signals ended the command."""
 
+    def __init__(self) -> None:
+        self.status = INTERRUPTED
+        signal.signal(signal.SIGTERM, self._raise)
 
-def raise_on_sigterm() -> None:
-    signal.signal(signal.SIGTERM, _raise)
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        # click and typer keep no cause of an interrupt, so the status is remembered here.
+        self.status = TERMINATED
+        raise KeyboardInterrupt
 
-
-def ignore_signals() -> None:
-    """For the last moments of the process, in which an exception could only become a traceback."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def status_of(interrupt: BaseException | None) -> int:
-    return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    def ignore(self) -> None:
+        """For the last moments of the process, in which an exception could only become a traceback."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from replay_server.cli.connection import connect, with_access
 from replay_server.cli.output import console, misuse
 
 _ANSWER_SECONDS = 1.0
-"""What the server has to answer in; keys wait for as long."""
+"""The server must answer within this time. Keys are read only afterwards."""
 
 
 @with_access
@@ -43,7 +43,7 @@ def top(
                     screen.see(client.server_info(), time.monotonic())
                 except ReplayError as error:
                     screen.problem = str(error)
-            live.update(screen.render(), refresh=True)
+            live.update(screen.render(live.console.height), refresh=True)
             wait = interval if screen.paused else max(0.0, look_at - time.monotonic())
             for key in keyboard.read(wait):
                 screen.press(key)

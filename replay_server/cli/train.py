@@ -2,72 +2,137 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import with_access
+from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model
-from replay_server.cli.output import fail
+from replay_server.cli.output import complain, fail, say
 from replay_server.cli.tracing import set_up_tracing
+
+if TYPE_CHECKING:
+    from replay_trainer.prompt_evaluation import PromptEvaluation
+
+EVAL_EVERY = 10
+"""Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 
 
 @with_access
 def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    output_dir: Annotated[Path, typer.Option(help="Where weights and metrics.jsonl go.")],
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML with fields of GRPOConfig.")] = None,
-    steps: Annotated[int | None, typer.Option(help="max_steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed.")] = None,
+    output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Updates since the start of the run. [max_steps of the file, or 500]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of torch's random numbers. [seed of the file, or 0]")] = None,
     resume: Annotated[
-        bool, typer.Option(help="Continue at the last full state in --output-dir, if there is one.")
+        bool, typer.Option(help="Continue from the last full state in --output-dir, if there is one.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to go on without a server.")] = 30.0,
-    quiet: Annotated[bool, typer.Option(help="Show no progress; metrics.jsonl has it all.")] = False,
+    eval_prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Held-out prompts, as --prompts of `replay generate`: the policy completes them now and then."
+        ),
+    ] = None,
+    eval_reward: Annotated[
+        list[str] | None,
+        typer.Option(help="Reward of these completions, as --reward of `replay generate`; repeatable. [exact_match]"),
+    ] = None,
+    eval_max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of these completions.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
+    quiet: Annotated[bool, typer.Option(help="Show no progress and no summary; metrics.jsonl has it all.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version."""
-    import tomllib
-
-    from replay_client import ReplayClient
-    from replay_client.errors import ReplayError
-
     log_to_stderr("warning", log_format)
     tracing = set_up_tracing("replay-trainer")
+    need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
-    try:
-        options = tomllib.loads(config.read_text()) if config else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        fail(f"{config}: {error}")
     given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed, "progress": not quiet}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options = _read(config) | {name: value for name, value in given.items() if value is not None}
+    if eval_prompts is not None:
+        options.setdefault("eval_every", EVAL_EVERY)
+    elif eval_reward:
+        fail("--eval-reward needs --eval-prompts")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
+    from replay_client import ReplayClient
+    from replay_client.errors import ReplayError
     from replay_trainer import GRPOTrainer
     from replay_trainer.config import config_from
 
     transformers_logging.disable_progress_bar()
-    # SIGTERM as Ctrl-C: what was drawn ahead goes back, and the step under way is simply not published.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         training = config_from(options)
+        evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:
             from replay_trainer.tracing import StepSpans
 
             callbacks.append(StepSpans())
-        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         with ReplayClient.from_env(timeout, **access) as client:
-            GRPOTrainer(loaded, client, training, tokenizer, callbacks).train()
+            loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+            trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
+            trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
-        fail(error)
+        fail(_as_typed(str(error), options, given, access))
     except KeyboardInterrupt:
-        print("replay: stopped; --resume continues at the last full state", file=sys.stderr)
-        raise typer.Exit(130) from None
+        complain("stopped; --resume continues from the last full state")
+        raise
+    if not quiet and trainer.ranks.is_first:
+        _sum_up(output_dir)
+
+
+def _read(config: Path | None) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return {} if config is None else tomllib.loads(config.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        fail(f"--config {config}: {error}")
+
+
+def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
+    """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
+    from replay_client.generator.prompts import Prompt, load_prompts
+    from replay_client.generator.rewards import load_reward
+    from replay_trainer.prompt_evaluation import PromptEvaluation
+
+    sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    rows = load_prompts(prompts)
+    loaded = [Prompt.of(rows[index]) for index in range(len(rows))]
+    return PromptEvaluation(loaded, [load_reward(name) for name in rewards or ["exact_match"]], max_tokens)
+
+
+_FLAGS = {"max_steps": "--steps", "output_dir": "--output-dir", "seed": "--seed", "resume": "--resume"}
+
+
+def _as_typed(message: str, options: dict[str, Any], given: dict[str, Any], access: dict[str, Any]) -> str:
+    """`message`, with a setting that came as a flag named as the person typed it: `--steps`, not `max_steps`."""
+    name = message.split(" ", 1)[0]
+    if given.get(name) is not None and name in options and name in _FLAGS:
+        return _FLAGS[name] + message.removeprefix(name)
+    return in_flags(message, access)
+
+
+def _sum_up(output_dir: Path) -> None:
+    """Prints what the run came to, and where its weights are."""
+    from replay_trainer.summary import read_metrics, summary
+    from replay_trainer.weights import published
+
+    if lines := read_metrics(output_dir / "metrics.jsonl"):
+        say(f"{lines[-1]['step']} steps")
+        for line in summary(lines):
+            say(line)
+    if folders := published(output_dir):
+        say(f"weights             {folders[-1].resolve()}")

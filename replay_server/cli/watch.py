@@ -1,4 +1,4 @@
-"""`replay watch`: what happens on a server, a line each."""
+"""`replay watch`: prints a line for each event on a server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_protos import replay_pb2 as pb
 from replay_server.cli.connection import Timeout, ask, connect, with_access
 from replay_server.cli.output import AsJson, fail, print_json, say
 
@@ -29,14 +30,16 @@ class Kind(StrEnum):
 @with_access
 def watch(
     access: dict[str, Any],
-    only: Annotated[list[Kind] | None, typer.Option(help="Only lines of this kind; may be repeated. [all]")] = None,
+    only: Annotated[list[Kind] | None, typer.Option(help="Only events of this kind; repeatable. [all]")] = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the server.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many lines.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Stop after this many lines.")] = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """New policy versions, what came into and out of tables, who begins and ends to wait, and whether the server is
-    there; until Ctrl-C. With --json each line is a document."""
+    """Print a line for each event: new policy versions, items in and out, waits, a server that comes or goes.
+
+    With --json each line is a JSON document.
+    """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     changes, printed = Changes(), 0
@@ -64,14 +67,14 @@ def watch(
 
 @dataclass
 class Changes:
-    """What changed between two looks at a server."""
+    """Finds what changed between two looks at a server."""
 
     last: ServerInfo | None = None
     there: bool = True
     waiting: set[tuple[str, str]] = field(default_factory=set)
 
     def since_last(self, info: ServerInfo | None) -> Iterator[Event]:
-        """The events since the call before; None: no server answered."""
+        """The events since the last call. `info` None: no server answered."""
         if info is None:
             if self.there:
                 yield {"event": "server", "state": "gone"}
@@ -103,22 +106,16 @@ class Changes:
                 yield facts | {"state": "ends", "count": 0, "reason": ""}
 
 
-_COUNTERS = (
-    "inserts",
-    "samples",
-    "consumed",
-    "deleted",
-    "evicted",
-    "evicted_unsampled",
-    "stale",
-    "stale_refused",
-    "forwarded",
-    "forward_refused",
+_COUNTERS = tuple(
+    field.name
+    for field in pb.TableInfo.DESCRIPTOR.fields
+    if field.type == field.TYPE_UINT64 and field.name not in ("size", "bytes", "reserved", "duplicates")
 )
+"""The fields of a TableInfo that only grow, until a reset. `duplicates` are retries, and no event."""
 
 
 def _moved(before: TableInfo, after: TableInfo) -> dict[str, int]:
-    """How far the counters went; a reset sets them to 0."""
+    """How far each counter went up. After a reset, which sets it to 0, its whole value counts."""
     moved = {}
     for name in _COUNTERS:
         old, new = getattr(before, name), getattr(after, name)
@@ -138,5 +135,5 @@ def in_words(event: Event) -> str:
             return f"{event['table']}: {', '.join(counts)}; size {event['size']}"
         case _:
             if event["state"] == "ends":
-                return f"{event['table']}: {event['verb']} moves again"
+                return f"{event['table']}: {event['verb']} goes on"
             return f"{event['count']} wait: {event['reason']}"

@@ -51,7 +51,7 @@ def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
     said, _ = demo.communicate(timeout=200)
     assert demo.returncode == 0, said
     assert "Traceback" not in said
-    for words in ("fresh reward", "replaced by stored ones", "staleness", "importance weights", "tokens/s"):
+    for words in ("fresh reward", "replaced groups", "weights", "staleness", "importance weights", "tokens/s"):
         assert words in said
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -311,8 +312,10 @@ def config_from(options: Mapping[str, Any]) -> GRPOConfig:
 
 def _from_options(kind: type[Any], options: Mapping[str, Any]) -> Any:
     names = [field.name for field in fields(kind)]
-    if unknown := set(options) - set(names):
-        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    if unknown := sorted(set(options) - set(names)):
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+        raise ValueError(f"{kind.__name__}: there is no {unknown[0]!r}; {hint}")
     try:
         return kind(**options)
     except TypeError as error:

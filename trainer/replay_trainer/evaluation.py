@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: a generator makes the groups, the trainer describes them."""
+"""Evaluates the policy on the groups of a second generator."""
 
 from __future__ import annotations
 

@@ -1,24 +1,19 @@
-"""The picture of a run: its curves out of metrics.jsonl."""
+"""Draws the curves of a run."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 PANELS = {
-    "fresh reward": ("fresh/reward_mean", "mean reward of the groups generated now"),
-    "groups replaced": ("replay/groups_replaced", "of each step's groups"),
-    "staleness": ("fresh/staleness_mean", "policy versions, fresh groups"),
-    "importance ratio": ("correction/ratio_mean", "trainer / sampler, before truncation"),
+    "Fresh reward": ("fresh/reward_mean", "mean reward of the groups generated for the step"),
+    "Replaced groups": ("replay/groups_replaced", "groups without variance, replaced from the pool"),
+    "Staleness": ("fresh/staleness_mean", "policy versions between generation and training"),
+    "Importance ratio": ("correction/ratio_mean", "trainer / sampler, mean over tokens before truncation"),
 }
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that is still being written is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+"""Title of each panel: the metric, and what it is."""
+SMOOTH = 10
+"""Steps in the mean that is drawn over the values."""
 
 
 def draw(metrics: list[dict[str, Any]], path: Path) -> None:
@@ -29,16 +24,18 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    for axis, (title, (name, unit)) in zip(axes.flat, PANELS.items(), strict=True):
+    for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
         points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
-        axis.plot(steps, values, color="tab:blue", alpha=0.3)
-        axis.plot(steps, running_mean(values, 10), color="tab:blue")
-        axis.set_title(f"{title} ({unit})", fontsize=10)
+        axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
+        axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
+        axis.set_title(f"{title}\n{meaning}", fontsize=9)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
-        axis.set_xlabel("step")
-    figure.tight_layout()
+        axis.set_xlabel("training step")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

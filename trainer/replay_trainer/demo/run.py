@@ -25,7 +25,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from replay_trainer.demo.picture import draw, read_metrics
+from replay_trainer.demo.picture import draw
+from replay_trainer.summary import read_metrics, summary
 
 GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
@@ -170,7 +171,7 @@ def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float 
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     draw(metrics, out / "curves.png")
-    for line in summary(metrics, generator_stats(parts)):
+    for line in summarise(metrics, generator_stats(parts)):
         display.console.print(line, highlight=False, soft_wrap=True)
     display.console.print(
         f"metrics: {out / 'metrics.jsonl'}   picture: {out / 'curves.png'}", highlight=False, soft_wrap=True
@@ -284,44 +285,17 @@ def generator_stats(parts: list[Part]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in lines[-1].items()} if lines else {}
 
 
-def summary(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterator[str]:
-    """What the run came to, a line each."""
-
-    def mean(name: str, lines: list[dict[str, Any]] = metrics) -> float:
-        values = [line[name] for line in lines if line.get(name) is not None]
-        return sum(values) / len(values) if values else float("nan")
-
-    edge = max(1, min(10, len(metrics) // 4))
+def summarise(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterator[str]:
+    """What the run came to, a line each: the trainer's part, then the generator's."""
     seconds = sum(line["time/step"] for line in metrics)
     yield ""
+    yield from summary(metrics)
     yield (
-        f"fresh reward        {mean('fresh/reward_mean', metrics[:edge]):.3f} in the first {edge} steps, "
-        f"{mean('fresh/reward_mean', metrics[-edge:]):.3f} in the last {edge}"
-    )
-    used, replaced = (sum(line[name] for line in metrics) for name in ("fresh/groups", "replay/groups_replaced"))
-    yield (
-        f"groups              {generated.get('groups', 0)} generated, {used:.0f} used, {replaced:.0f} of them replaced "
-        f"by stored ones"
-    )
-    yield (
-        f"zero variance       {mean('fresh/zero_variance_fraction'):.2f} of the fresh groups, "
-        f"{mean('train/zero_variance_fraction'):.2f} of those trained on"
-    )
-    yield (
-        f"staleness           {mean('fresh/staleness_mean'):.2f} versions (fresh), "
-        f"{mean('replay/staleness_mean'):.2f} (replayed, {mean('replay/age_mean'):.1f} s old)"
-    )
-    yield (
-        f"importance weights  mean ratio {mean('correction/ratio_mean'):.4f}, "
-        f"{mean('correction/clipped_fraction'):.2%} of the tokens truncated"
+        f"generated           {generated.get('groups', 0)} groups, {generated.get('tokens', 0) / seconds:.0f} tokens/s"
     )
     yield (
         f"engine, trainer     differ by {generated.get('probe_max_difference', math.nan):.1e} nats on the probe, after "
         f"{generated.get('reloads', 0)} reloads of the weights"
-    )
-    yield (
-        f"speed               {sum(line['train/tokens'] for line in metrics) / seconds:.0f} tokens/s trained, "
-        f"{generated.get('tokens', 0) / seconds:.0f} tokens/s generated, {seconds / len(metrics):.2f} s a step"
     )
 
 

@@ -1,0 +1,127 @@
+"""How commands end: status and last line after a signal, for bad addresses, and without an extra."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
+
+from tests.factories import server_process
+from tests.server.cli.conftest import run_replay
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        yield listener
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tables --timeout 600",
+        "show 1 --timeout 600",
+        "doctor --timeout 600",
+        "checkpoint --timeout 600",
+        "reset --all --yes --timeout 600",
+        "policy --timeout 600",
+        "watch --timeout 600",
+    ],
+)
+def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent, command, number, status):
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "replay_server.cli", *command.split(), "--address", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        connection, _ = silent.accept()  # now the command waits for an answer
+        with connection:
+            process.send_signal(number)
+            said, complained = process.communicate(timeout=60)
+    assert (process.returncode, said) == (status, "")
+    assert "Traceback" not in complained
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_drains_and_ends_with_status_zero_after_either_signal(tmp_path, number):
+    with server_process(tmp_path) as server:
+        server.process.send_signal(number)
+        assert server.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x"]
+)
+def test_an_address_that_cannot_be_one_is_refused_in_one_line_that_says_how_it_looks(address):
+    result = run_replay("tables", "--timeout", "600", "--address", address)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("replay: --address must be host:port with a port from 1 to 65535")
+    assert repr(address) in result.stderr
+
+
+def test_a_bad_address_in_the_environment_is_named_by_its_variable():
+    assert run_replay("tables", address="nonsense").stderr.startswith("replay: REPLAY_ADDRESS must be host:port")
+
+
+def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a Python that does not find `module`."""
+    code = f"import sys; sys.modules[{module!r}] = None; from replay_server.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("torch", "train --model m --output-dir o", "trainer"),
+        ("torch", "demo", "demo"),
+        ("matplotlib", "demo", "demo"),
+        ("vllm", "demo", "vllm"),
+        ("torch", "generate --model m --prompts PROMPTS --reward exact_match --engine transformers", "trainer"),
+        ("vllm", "generate --model m --prompts PROMPTS --reward exact_match", "vllm"),
+    ],
+)
+def test_a_command_without_its_extra_names_it(module, command, extra, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    result = run_without(module, *command.replace("PROMPTS", str(prompts)).split())
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"needs {module}, which is not installed: pip install 'replay-server[{extra}]'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package():
+    assert run_replay("--version").stdout == f"{version('replay-server')}\n"
+
+
+def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "generate.toml"
+    file.write_text('model = "m"\nprompts = "no such file.jsonl"\nreward = "exact_match"\nsystem = "hello"\n')
+    result = run_replay("generate", "--config", str(file))
+    assert "no such file.jsonl" in result.stderr
+    other = tmp_path / "prompts.jsonl"
+    other.write_text('{"prompt": "1+1="}\n')
+    assert "--system needs --chat" in run_replay("generate", "--config", str(file), "--prompts", str(other)).stderr
+    file.write_text("max_tokenz = 3\n")
+    misspelt = run_replay("generate", "--config", str(file))
+    assert misspelt.returncode == 2
+    assert "there is no 'max_tokenz'; did you mean 'max_tokens'?" in misspelt.stderr
+
+
+def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text("learning_rte = 1e-4\n")
+    result = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in result.stderr
+    negative = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--steps", "-1")
+    assert negative.stderr.startswith("replay: --steps must be at least 1, not -1")
