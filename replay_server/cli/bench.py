@@ -102,7 +102,7 @@ def _insert_rate(client: ReplayClient, table: str, payload: bytes, seconds: floa
 
 def _insert_times(client: ReplayClient, table: str, payload: bytes, seconds: float) -> list[float]:
     """Milliseconds of each of several inserts, one after the other."""
-    milliseconds = []
+    milliseconds: list[float] = []
     end = time.perf_counter() + seconds
     while not milliseconds or time.perf_counter() < end:
         begin = time.perf_counter()
