@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -370,10 +371,39 @@ def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path: Path) -> None
 
 def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path: Path) -> None:
     client = FakeClient(make_batches(2), version=7)
-    with pytest.raises(RuntimeError, match=r"server is at policy version 7, this run at 0: set resume=True"):
+    with pytest.raises(
+        RuntimeError, match=r"server is at policy version 7, this run at 0: continue that run .* `replay reset --all`"
+    ):
         make_trainer(client, tmp_path).train()
     assert client.version == 7
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_beside_the_first_is_refused(tmp_path: Path) -> None:
+    """The first is in the middle of a step when the second starts."""
+    refusals: list[str] = []
+
+    def start_another(_: dict[str, float]) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            make_trainer(FakeClient(make_batches(2)), tmp_path, resume=True).train()
+        refusals.append(str(caught.value))
+
+    client = FakeClient(make_batches(2))
+    make_trainer(client, tmp_path, max_steps=2, on_step=start_another).train()
+    assert len(refusals) == 2
+    assert f"is in use by another training run (process {os.getpid()} on " in refusals[0]
+    assert client.version == 2
+    make_trainer(FakeClient(make_batches(3)), tmp_path, max_steps=3, resume=True).train()  # the first has let go
+
+
+def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tmp_path: Path) -> None:
+    client = FakeClient(make_batches(2))
+    client.set_policy_version(0, str(tmp_path / "first" / "step-0"))
+    with pytest.raises(RuntimeError, match=r"version 0 of the run in .*first, .*replay policy set 0 --rollback"):
+        make_trainer(client, tmp_path / "second").train()
+    client.set_policy_version(0, "", rollback=True)
+    make_trainer(client, tmp_path / "second", max_steps=1).train()
+    assert client.version == 1
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ class GRPOTrainer:
                         publication.publish(step)
                     laps.lap("publish")
         finally:
+            publication.lock.release()
             for callback in self.callbacks:
                 callback.on_end(self)
 

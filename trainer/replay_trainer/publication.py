@@ -19,6 +19,7 @@ from replay_client import ReplayClient
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.output_lock import OutputLock
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import (
     damaged,
@@ -59,14 +60,24 @@ class Publication:
         self.ranks = ranks
         self.sharded = sharded
         self.output_dir = Path(config.output_dir)
+        self.lock = OutputLock(self.output_dir)
         self._last_saved = -config.save_every
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
 
-        Raises FileExistsError if output_dir holds the results of another run, RuntimeError if the server is at a later
-        version than this run, ValueError if it admits fewer groups a step than this run takes.
+        Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
+        it or if the server follows another run, ValueError if it admits fewer groups a step than this run takes.
         """
+        if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
+            raise RuntimeError(why)
+        try:
+            return self._start()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _start(self) -> int:
         if (admission := self.client.server_info().admission) is not None:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
@@ -84,10 +95,13 @@ class Publication:
         newest = version_of(published(self.output_dir)[-1]) if folders else 0
         policy = self.client.policy()
         ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
-        if policy.version > newest and not ours:
+        another = Path(policy.weights).parent if policy.weights and not ours else None
+        if another is not None or (policy.version > newest and not ours):
             raise RuntimeError(
-                f"the server is at policy version {policy.version}, this run at {newest}: set resume=True with the "
-                f"output_dir of the run that published {policy.version}, or start the server afresh"
+                f"the server is at policy version {policy.version}"
+                + (f" of the run in {another}" if another is not None else "")
+                + f", this run at {newest}: continue that run (resume=True with its output_dir), or, if it has ended, "
+                f"empty the server with `replay reset --all` and `replay policy set 0 --rollback`"
             )
         self.ranks.wait()  # the first rank now changes files that the others have just read
         if folders:
