@@ -80,7 +80,7 @@ async function clip(text, what) {
   try {
     await navigator.clipboard.writeText(text);
     show(h("p", null, `${what} is in the clipboard.`));
-  } catch { // only on https and loopback
+  } catch { // only loopback and encrypted pages may
     show(h("p", null, "This browser does not allow it here. Copy it yourself:"), h("textarea", { readonly: true, rows: 12, "aria-label": what }, text));
   }
 }

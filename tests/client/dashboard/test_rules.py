@@ -1,0 +1,287 @@
+"""Rules of the page without a browser: the budget, the health of a run, files of metrics, prompts, the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from replay_client.dashboard.budget import DEAREST, Budget
+from replay_client.dashboard.facts import Facts, FactsStore
+from replay_client.dashboard.health import signals
+from replay_client.dashboard.prompts import PromptLog
+from replay_client.dashboard.tokens import TokenText
+from replay_client.dashboard.training import MOST_POINTS, Runs
+from replay_client.errors import ServerUnavailableError
+from replay_server import ReplayServer, TableConfig
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "client/replay_client/dashboard/page"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def spend(budget: Budget, clock: Clock, seconds: float, error: type[Exception] | None = None) -> None:
+    async with budget.call():
+        clock.now += seconds
+        if error is not None:
+            raise error("x")
+
+
+async def test_calls_cost_what_they_took_and_credit_grows_by_its_share():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    await spend(budget, clock, 0.7)
+    assert budget.credit == pytest.approx(-0.2 + 0.0, abs=0.01)
+    clock.now += 30
+    assert budget.credit == pytest.approx(0.1, abs=0.01)
+    clock.now += 1000
+    assert budget.credit == 0.5
+    await spend(budget, clock, 60.0)
+    assert budget.credit == pytest.approx(0.5 - DEAREST + 0.6, abs=0.01)  # a minute long it grew
+
+
+async def test_a_call_waits_for_credit_and_a_background_call_for_half_of_it():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    await spend(budget, clock, 0.4)
+    waiting = [asyncio.create_task(hold(budget, background)) for background in (True, False)]
+    await asyncio.sleep(0.05)
+    assert [task.done() for task in waiting] == [False, True]
+    clock.now += 100
+    await asyncio.wait_for(waiting[0], 30)
+
+
+async def hold(budget: Budget, background: bool) -> None:
+    async with budget.call(background=background):
+        pass
+
+
+async def test_a_server_that_is_away_costs_nothing():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    with pytest.raises(ServerUnavailableError):
+        await spend(budget, clock, 3.0, ServerUnavailableError)
+    assert budget.credit == 0.5
+
+
+async def test_of_calls_that_are_alike_the_fastest_is_the_price():
+    clock = Clock()
+    budget = Budget(0.0, 1.0, alike=True, clock=clock)
+    for seconds in (0.01, 0.3, 0.9):
+        await spend(budget, clock, seconds)
+    assert budget.credit == pytest.approx(1.0 - 3 * 0.01)
+
+
+# ------------------------------------------------------------------------------------------------ health
+
+
+def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs():
+    falling = [0.5] * 10 + [0.4, 0.2, 0.05, 0.01, 0.01, 0.01, 0.01]
+    steady = [0.5 - 0.01 * step for step in range(17)]
+    assert any("collapsing" in each for each in signals({"train/entropy": falling}, []))
+    assert signals({"train/entropy": steady}, []) == []
+    versions = [{"logprob": -each} for each in falling]
+    assert any("mean negative log-prob" in each for each in signals({}, versions))
+    assert signals({}, [{"logprob": None}] * 30) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("correction/ess", 0.9, 0.1),
+        ("correction/kl", 0.01, 0.4),
+        ("correction/ratio_mean", 1.0, 3.0),
+        ("fresh/zero_variance_fraction", 0.4, 0.95),
+        ("fresh/truncated_fraction", 0.02, 0.5),
+        ("replay/groups_missing", 0.0, 2.0),
+    ],
+)
+def test_a_metric_beyond_its_healthy_range_is_a_signal(name, good, bad):
+    assert signals({name: [None, good, good, good]}, []) == []
+    (signal_,) = signals({name: [good, *[bad] * 10]}, [])
+    assert signal_.startswith(name)
+
+
+def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
+    assert signals({"fresh/reward_mean": [step / 40 for step in range(40)]}, []) == []
+    assert "fell" in signals({"fresh/reward_mean": [0.8] * 20 + [0.3] * 20}, [])[0]
+    assert "went wrong" in signals({"train/grad_norm": [0.5] * 30 + [9.0]}, [])[0]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def line(step: int, **metrics: float) -> str:
+    return json.dumps({"step": step, **metrics}) + "\n"
+
+
+def test_curves_follow_files_that_grow_begin_anew_and_have_damaged_lines(tmp_path):
+    runs = Runs(tmp_path)
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text(line(1, loss=1.0) + "not json\n[1]\n" + line(2, loss=2.0, late=5.0) + '{"step": 3, "lo')
+    runs.read()
+    (curve,) = runs.document([])["curves"]
+    assert curve == {"run": "a", "steps": [1, 2], "columns": {"loss": [1.0, 2.0], "late": [None, 5.0]}}
+    assert runs.document([])["runs"] == [{"name": "a", "steps": 2, "damaged": 2}]
+    with path.open("a") as file:
+        file.write('ss": 3.0}\n')
+    before = runs.version
+    runs.read()
+    assert runs.version > before
+    assert runs.document(["a"])["curves"][0]["columns"]["loss"] == [1.0, 2.0, 3.0]
+    path.write_text(line(1, loss=9.0))
+    runs.read()
+    assert runs.document(["a"])["curves"][0]["columns"] == {"loss": [9.0]}
+    path.unlink()
+    runs.read()
+    assert runs.document([])["runs"] == []
+
+
+def test_long_curves_are_thinned_out_and_keep_their_last_point(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=float(step)) for step in range(1, 4321)))
+    runs = Runs(tmp_path)
+    runs.read()
+    (curve,) = runs.document([])["curves"]
+    assert len(curve["steps"]) <= MOST_POINTS
+    assert (curve["steps"][-1], curve["columns"]["loss"][-1]) == (4320, 4320.0)
+
+
+def test_the_documentation_says_what_the_metrics_of_a_trainer_mean():
+    meanings = Runs(None).meanings
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert "The curve to watch" in meanings["fresh/reward_mean"]
+    assert "> 0.3" in meanings["correction/ess"]
+    for name in ("train/entropy", "replay/staleness_max", "time/sample", "time/step"):
+        assert meanings[name]
+        assert name in page
+
+
+# ------------------------------------------------------------------------------------------------ what was read
+
+
+def facts(reward: float, **fields) -> Facts:
+    numbers = {"reward_mean": reward, "completions": 4.0, "solved_share": reward, "length_mean": 9.0}
+    return Facts(numbers | {"logprob_mean": float("nan")}, **fields)
+
+
+def test_prompts_remember_groups_that_are_gone_and_how_they_changed():
+    log = PromptLog()
+    for version, (hard, easy) in enumerate([(0.0, 0.75), (0.0, 1.0), (0.5, 1.0), (0.5, 1.0)]):
+        log.add(version, facts(hard, prompt_id="hard", prompt="1 + 1"))
+        log.add(version, facts(easy, prompt_id="easy"))
+    log.add(9, Facts(flags=frozenset(("damaged",))))
+    found = log.document("", "solved", False, 10)
+    assert [(row["prompt"], row["solved"], row["change"]) for row in found["rows"]] == [
+        ("hard", 0.25, 0.5),
+        ("easy", 0.9375, 0.125),
+    ]
+    assert log.document("1 + 1", "", True, 10)["matching"] == 1
+    assert [(row["version"], row["solved"]) for row in log.by_version()][2:] == [(2, 0.75), (3, 0.75)]
+    with pytest.raises(ValueError, match="sort"):
+        log.document("", "nothing", False, 10)
+
+
+def test_slots_of_groups_that_are_gone_are_used_again():
+    store = FactsStore()
+    for key in range(3000):
+        store.put(key, facts(key / 3000, flags=frozenset((f"ended by {key % 80}",))))
+    store.keep_only(set(range(1500, 3000)))
+    for key in range(3000, 4500):
+        store.put(key, facts(1.0))
+    assert len(store.rows) == 3000
+    assert store.slots_of([0, 1500]).tolist() == [-1, 1500]
+    assert store.numbers[store.slots[4499]][0] == 1.0
+    assert len(store.names) == 63  # more kinds of finish reasons share the last
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match="save_pretrained"):
+        TokenText(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        TokenText(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ the page's files
+
+
+def test_the_page_parses_no_html_and_asks_no_other_host():
+    for path in PAGE.glob("*.js"):
+        source = path.read_text()
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "DOMParser",
+        ):
+            assert word not in source, f"{path.name} has {word}"
+        hosts = [part.split('"')[0] for part in source.split("http")[1:]]
+        assert all(host.startswith("://www.w3.org/2000/svg") for host in hosts), path.name
+    assert "<style" not in (PAGE / "index.html").read_text()
+    assert " style=" not in (PAGE / "index.html").read_text()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def command(*arguments: str, **options) -> subprocess.Popen:
+    line = [sys.executable, "-m", "replay_server.cli", "dashboard", "--no-browser", *arguments]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_the_command_prints_its_address_and_ends_well(tmp_path):
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
+        process = command("--address", server.address, "--port", "0", "--runs", str(tmp_path))
+        address = process.stdout.readline().removeprefix("dashboard at ").strip()
+        assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=60)
+        assert complaints == ""
+        assert process.returncode in (0, 130)
+
+
+def test_beyond_loopback_the_address_holds_a_token():
+    process = command("--address", "127.0.0.1:1", "--host", "0.0.0.0", "--port", "0")
+    address = process.stdout.readline().removeprefix("dashboard at ").strip()
+    page, _, token = address.partition("#token=")
+    assert len(token) >= 32
+    port = page.rstrip("/").rpartition(":")[2]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/prompts")
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--tokenizer", "/nothing"), "has no tokenizer.json"),
+        (("--runs", "/nothing"), "there is no folder /nothing"),
+        (("--address", "nonsense"), "address must be host:port"),
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_options_that_cannot_be_used_end_the_command_with_one_line(arguments, problem):
+    process = command("--port", "0", *arguments, env=os.environ | {"REPLAY_ADDRESS": "127.0.0.1:1"})
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert complaints.count("\n") == 1
+    assert problem in complaints
