@@ -37,6 +37,7 @@ from replay_server.tables.known_keys import KnownKeys
 from replay_server.tables.lines import Lines, PendingInsert, PendingSample
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
+from replay_server.tables.reasons import listed_tables, silence
 from replay_server.tables.table import Table
 
 log = logging.getLogger("replay_server")
@@ -88,7 +89,7 @@ class ReplayBuffer:
         try:
             return self.tables[name]
         except KeyError:
-            raise not_found(f"no table {name[:100]!r}; tables: {', '.join(self.tables)}") from None
+            raise not_found(f"no table {name[:100]!r}; {listed_tables(self.tables, name)}") from None
 
     def check_open(self) -> None:
         if self._closed:
@@ -104,7 +105,7 @@ class ReplayBuffer:
         """
         self.check_open()
         if not batch.priorities:
-            raise invalid(f"item {batch.keys[0]} names no table; tables: {', '.join(self.tables)}")
+            raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
         n, insert = len(batch), batch
         if n > 1 and (at_once := self._insertable_at_once(batch, tables)) < n:
@@ -253,7 +254,7 @@ class ReplayBuffer:
         self._progress(pending.tables)
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
-        """The reason in words: "replay: sampling blocked: size 3 < min_size 5"."""
+        """In words: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
         tables = pending.tables
         if isinstance(pending, PendingSample):
             # A sample for which min_samples are available still waits for num_samples until its deadline.
@@ -262,7 +263,7 @@ class ReplayBuffer:
         else:
             why = self._rules.why_blocked(pending.rows, tables)
         if why:
-            return why
+            return why + silence(pending, self.clock(), self.admission)
         lines, name = self.lines[tables[0].name], tables[0].name
         if isinstance(pending, PendingSample):
             return f"{name}: sampling blocked: {lines.samples.ahead_of(pending)} requests came first"

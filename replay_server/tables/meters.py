@@ -44,10 +44,13 @@ class Meter:
         self._started = now
         self._second = int(now)
         self._buckets = [0.0] * WINDOW
+        self.last = now
+        """When something was last added, or the start."""
 
     def add(self, amount: float, now: float) -> None:
         self._advance(now)
         self._buckets[self._second % WINDOW] += amount
+        self.last = now
 
     def per_second(self, now: float) -> float:
         """The mean over the last minute, or over the time since the start if that is less."""

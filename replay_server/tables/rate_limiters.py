@@ -66,21 +66,26 @@ class RateLimiter:
         return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff
 
     def why_no_insert(self, n: int) -> str:
-        """The inequality that keeps `n` items out, with its numbers; only where `can_insert(n)` is false."""
+        """Why `n` items are kept out: in words, then the inequality. Only if `can_insert(n)` is false."""
         spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
+        if spi == 1 and self.min_diff == 0:
+            words = f"it is full, {difference - n:.12g} of {self.max_diff:.12g} items are not sampled yet"
+        else:
+            words = "inserts are too far ahead of samples"
         return (
-            f"({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples:.12g} samples = {difference:.12g} "
-            f"> max_diff {self.max_diff:.12g}"
+            f"{words} (({self.inserts} inserts + {n}) * {spi:.12g} - {self.samples:.12g} samples = {difference:.12g} "
+            f"> max_diff {self.max_diff:.12g})"
         )
 
     def why_no_sample(self, n: int) -> str:
-        """The inequality that keeps `n` samples back, with its numbers; only where `can_sample(n)` is false."""
+        """Why `n` samples are kept back: in words, then the inequality. Only if `can_sample(n)` is false."""
         if self.size < self.min_size:
-            return f"size {self.size} < min_size {self.min_size}"
+            return f"items there: {self.size}, wanted: {self.min_size} (size {self.size} < min_size {self.min_size})"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
         return (
-            f"{self.inserts} inserts * {spi:.12g} - {self.samples:.12g} samples - {n} requested = {difference:.12g} "
-            f"< min_diff {self.min_diff:.12g}"
+            f"items that may be sampled now: {self.most_samples():.12g}, wanted: {n} "
+            f"({self.inserts} inserts * {spi:.12g} - {self.samples:.12g} samples - {n} requested = "
+            f"{difference:.12g} < min_diff {self.min_diff:.12g})"
         )
 
 

@@ -210,7 +210,9 @@ def test_errors_name_the_value_and_the_remedy(client):
 
 
 def test_every_wait_ends_at_its_deadline_and_says_why(client):
-    with pytest.raises(DeadlineExceededError, match="rollouts: sampling blocked: size 0 < min_size 1"):
+    with pytest.raises(
+        DeadlineExceededError, match=r"rollouts: sampling blocked: items there: 0, wanted: 1 \(size 0 < min_size 1\)"
+    ):
         client.sample("rollouts", 1, timeout=0.2)
     with client.sampler("rollouts", batch_size=2, timeout=0.2) as sampler:
         client.insert(b"1", {"rollouts": 1.0})

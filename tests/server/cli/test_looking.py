@@ -181,7 +181,9 @@ def test_watch_writes_a_line_for_each_change(server, client, replay):
         thread.start()
         begins = event("blocked")
         assert (begins["state"], begins["table"], begins["verb"]) == ("begins", "rollouts", "sampling")
-        assert begins["reason"].startswith("rollouts: sampling blocked: size 0 < min_size 1")
+        assert begins["reason"].startswith(
+            "rollouts: sampling blocked: items there: 0, wanted: 1 (size 0 < min_size 1)"
+        )
         for _ in range(2):
             client.insert(b"x", {"rollouts": 1.0}, policy_version=3)
         thread.join()

@@ -106,7 +106,7 @@ def test_a_deadline_ends_a_wait_with_its_reason_and_disturbs_nobody():
         bench.insert()
     sample = bench.sample(wait=1.0)
     bench.buffer.time_out(sample)
-    assert refusal(sample.result).message == "t: sampling blocked: size 3 < min_size 5"
+    assert refusal(sample.result).message == "t: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"
     assert refusal(sample.result).code is Code.DEADLINE_EXCEEDED
     assert bench.table().counters.samples == 0
     bench.insert(), bench.insert()

@@ -84,8 +84,10 @@ def test_a_ratio_that_may_surprise_is_warned_of():
 
 
 def test_reasons_show_the_inequality_with_its_numbers():
-    assert after(min_size(5), inserts=3).why_no_sample(1) == "size 3 < min_size 5"
+    assert after(min_size(5), inserts=3).why_no_sample(1) == "items there: 3, wanted: 5 (size 3 < min_size 5)"
     assert after(queue(8), inserts=9, samples=1, deletes=1).why_no_insert(1) == (
-        "(9 inserts + 1) * 1 - 1 samples = 9 > max_diff 8"
+        "it is full, 8 of 8 items are not sampled yet ((9 inserts + 1) * 1 - 1 samples = 9 > max_diff 8)"
     )
-    assert after(queue(8), inserts=3).why_no_sample(4) == "3 inserts * 1 - 0 samples - 4 requested = -1 < min_diff 0"
+    assert after(queue(8), inserts=3).why_no_sample(4) == (
+        "items that may be sampled now: 3, wanted: 4 (3 inserts * 1 - 0 samples - 4 requested = -1 < min_diff 0)"
+    )

@@ -17,7 +17,8 @@ def test_a_long_wait_is_logged_once_with_its_reason_and_again_when_it_moves(capl
     bench.now += 1
     blocked_log.look()
     blocked_log.look()
-    assert caplog.messages == ["blocked for 30 s: t: sampling blocked: size 0 < min_size 1"]
+    why = "t: sampling blocked: items there: 0, wanted: 1 (size 0 < min_size 1); nobody inserted for 30 s"
+    assert caplog.messages == [f"blocked for 30 s: {why}"]
     bench.insert()
     bench.now += 5
     blocked_log.look()

@@ -1,0 +1,51 @@
+"""What errors and waits say: few names, and which side is silent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from replay_server import AdmissionConfig, TableConfig
+from replay_server.errors import Refused
+from replay_server.tables.batches import SampleRequest
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.reasons import FEW_TABLES
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_error_names_few_of_many_tables_and_those_are_the_nearest():
+    buffer = ReplayBuffer([TableConfig(name=f"rollouts-{number}") for number in range(10_000)], Clock())
+    with pytest.raises(Refused) as caught:
+        buffer.table("rollout-77")
+    message = caught.value.message
+    assert message.startswith("no table 'rollout-77'; there are 10000 tables, such as rollouts-77")
+    assert message.count("rollouts-") == FEW_TABLES
+    assert len(message) < 300
+
+
+def test_an_error_names_all_of_few_tables():
+    buffer = ReplayBuffer([TableConfig(name="rollouts"), TableConfig(name="replay")], Clock())
+    with pytest.raises(Refused) as caught:
+        buffer.table("nope")
+    assert caught.value.message == "no table 'nope'; tables: rollouts, replay"
+
+
+def test_a_long_wait_says_that_the_other_side_is_silent_and_that_generators_lack_permits():
+    clock = Clock()
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0)
+    buffer = ReplayBuffer([TableConfig(name="rollouts")], clock, admission=admission)
+    waiting = buffer.sample("rollouts", SampleRequest(num_samples=2, min_samples=2))
+    assert buffer.why_waiting(waiting).endswith("(size 0 < min_size 1)")
+    buffer.admission.acquire(1, math.inf)
+    buffer.admission.acquire(1, math.inf)
+    clock.now = 31.0
+    assert buffer.why_waiting(waiting).endswith(
+        "(size 0 < min_size 1); nobody inserted for 31 s, and generators wait for permits (1)"
+    )
