@@ -31,6 +31,7 @@ from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, gather_full, shard
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
 from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
+from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import saved, server_checkpoint_of
 
 
@@ -115,7 +116,9 @@ class GRPOTrainer:
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
             ) as stream:
-                batches = self.inspector.stream(laps.timed("sample", stream), config.rollouts_table)
+                waits = WaitLog(self.client, config.rollouts_table)
+                watched = waits.watch(stream) if self.ranks.is_first else stream
+                batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
                     taken = source.next(step)

@@ -139,6 +139,7 @@ class RolloutGenerator:
         await self._policy.load_first(self.config.wait_for_policy)
         if self.config.follow_policy:
             self._spawn(self._policy.follow())
+        self._spawn(self._server.watch())
         await self._start_groups()
         while self._groups:
             await asyncio.wait(self._groups)

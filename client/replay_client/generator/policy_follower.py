@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
 from replay_client.generator.probe import Probe
+from replay_client.generator.wait_log import LOG_SECONDS, WaitLog
 from replay_client.records import Policy
 
 if TYPE_CHECKING:
@@ -103,13 +104,24 @@ class PolicyFollower:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
         policy = await self._client.policy()
         if not policy.weights and wait:
-            async with aclosing(self._watch()) as policies:
-                async for policy in policies:
-                    if policy.weights:
-                        break
+            policy = await self._first_published()
         self.newest_version = policy.version
         if policy.weights:
             await self._load(policy)
+
+    async def _first_published(self) -> Policy:
+        """The first policy with weights. Says every half minute that it is waited for."""
+        log = WaitLog()
+        while True:
+            log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
+            try:
+                async with asyncio.timeout(LOG_SECONDS), aclosing(self._watch()) as policies:
+                    async for policy in policies:
+                        if policy.weights:
+                            log.go_on()
+                            return policy
+            except TimeoutError:
+                continue
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -26,15 +27,19 @@ from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.wait_log import WaitLog
 from replay_client.keys import KeySequence
-from replay_client.records import PermitLease
+from replay_client.records import PermitLease, ServerInfo
 from replay_client.rollout import RolloutGroup
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _RELEASE_SECONDS = 2.0  # to give permits back at the end; the server takes the others back after their time to live
+_SECONDS_PER_LOOK = 5.0
+"""Between two looks whether the server is there."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """Seconds between attempts at a server that refuses or is away; doubled each time."""
 
@@ -52,13 +57,16 @@ class GeneratorServer:
         self._stats = stats
         self._priority = load_priority(config.priority)
         self._keys = KeySequence()
+        self._server_id: int | None = None
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
         self._table_full = WaitLog()
 
     async def has_admission(self) -> bool:
         """Whether generators need permits."""
-        return (await self._answer(self._client.server_info)).admission is not None
+        info = await self._answer(self._client.server_info)
+        self._see(info)
+        return info.admission is not None
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""
@@ -128,10 +136,12 @@ class GeneratorServer:
         while True:
             try:
                 result = await attempt()
-            except DeadlineExceededError:
+            except DeadlineExceededError as error:
                 if counts_as is None:
                     raise
                 self._stats[counts_as] += 1
+                what = "a permit" if counts_as == "permit_waits" else "room in its table"
+                self._waiting.wait(f"a group waits for {what}: {error}")
             except (ServerUnavailableError, ServerClosedError) as error:
                 self._waiting.wait(f"the server is away, and the generator tries again: {error}")
                 await self._until_it_answers()
@@ -150,3 +160,29 @@ class GeneratorServer:
         # It is on its way down, or answers but refuses: the caller tries again.
         with contextlib.suppress(ServerClosedError, ServerBusyError):
             await self._client.policy()
+
+    async def watch(self) -> None:
+        """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
+
+        The client repeats calls by itself for as long as its timeout, so their errors would say so much later.
+        """
+        away = WaitLog()
+        while True:
+            await asyncio.sleep(_SECONDS_PER_LOOK)
+            try:
+                info = await self._client.server_info(timeout=_SECONDS_PER_LOOK)
+            except ReplayError as error:
+                away.wait(f"the server does not answer, and the generator tries again: {error}")
+                continue
+            away.go_on()
+            self._see(info)
+
+    def _see(self, info: ServerInfo) -> None:
+        """Says so if the server that answers now is another process than before: it may be empty."""
+        if self._server_id not in (None, info.server_id):
+            logger.warning(
+                "the server was restarted: it holds %d items and is at policy version %d",
+                info.items,
+                info.policy.version,
+            )
+        self._server_id = info.server_id

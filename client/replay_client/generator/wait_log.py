@@ -7,7 +7,7 @@ import time
 
 logger = logging.getLogger(__name__)
 
-_LOG_SECONDS = 30.0
+LOG_SECONDS = 30.0
 """Between two lines about waiting, also about waits that follow each other."""
 _SHORT_WAIT = 1.0
 """Seconds. The end of a shorter wait is not worth a line."""
@@ -30,7 +30,7 @@ class WaitLog:
             return
         waited = now - self._since
         logger.warning("%s%s", reason, f" (for {waited:.0f} s now)" if waited > _SHORT_WAIT else "")
-        self._next_line, self._logged = now + _LOG_SECONDS, True
+        self._next_line, self._logged = now + LOG_SECONDS, True
 
     def go_on(self) -> None:
         """An attempt has succeeded."""

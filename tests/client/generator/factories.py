@@ -169,10 +169,11 @@ class RecordingClient:
                 last = self.current
             yield last
 
-    async def server_info(self) -> Any:
+    async def server_info(self, *, timeout: float | None = None) -> Any:
         @dataclass
         class Info:
             admission: object | None
+            server_id: int = 1
 
         return Info(admission=object() if self.admission else None)
 

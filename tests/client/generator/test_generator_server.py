@@ -234,7 +234,10 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
 
 
 @pytest.mark.parametrize("way", ["kill", "terminate"])
-async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path: Path, way: str) -> None:
+async def test_a_server_that_is_restarted_finds_the_generator_going_on(
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay_client.generator.server._SECONDS_PER_LOOK", 0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -252,6 +255,9 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path:
             with server_process(tmp_path, config, address):
                 await async_until(lambda: generator.stats["groups"] > groups + 20)
             assert not task.done()
+            said = "\n".join(caplog.messages)
+            assert "the server does not answer, and the generator tries again" in said
+            assert "the server was restarted: it holds " in said
 
 
 async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:

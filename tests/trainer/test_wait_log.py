@@ -1,0 +1,68 @@
+"""What the trainer says while it waits for groups."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from replay_client.errors import ServerUnavailableError
+from replay_trainer.wait_log import WaitLog
+from tests.factories import until
+
+
+class Server:
+    """The part of ReplayClient that WaitLog asks. Each answer is one server id, or None: no server."""
+
+    def __init__(self, *ids: int | None) -> None:
+        self._ids = itertools.chain(ids, itertools.repeat(ids[-1]))
+
+    def server_info(self, *, tables: list[str], timeout: float) -> Any:
+        if (number := next(self._ids)) is None:
+            raise ServerUnavailableError("no replay server answers")
+        table = SimpleNamespace(sampling=SimpleNamespace(reason="rollouts: sampling blocked: items there: 0"))
+        return SimpleNamespace(server_id=number, items=0, tables={"rollouts": table})
+
+
+def test_a_long_wait_is_logged_with_its_reason_again_and_again_and_at_its_end(caplog):
+    caplog.set_level(logging.WARNING)
+    go_on = threading.Event()
+
+    def batches() -> Iterator[int]:
+        go_on.wait(60)
+        yield 1
+
+    watched = WaitLog(Server(7, None, 8), "rollouts", seconds=0.02).watch(batches())
+    results: list[int] = []
+    trainer = threading.Thread(target=lambda: results.extend(watched))
+    trainer.start()
+    until(lambda: len(caplog.messages) >= 3)
+    go_on.set()
+    trainer.join(60)
+    assert results == [1]
+    assert "items there: 0" in caplog.messages[0]
+    assert "no replay server answers" in caplog.messages[1]
+    assert "the server was restarted, and holds 0 items now" in caplog.messages[2]
+    assert caplog.messages[-1].startswith("the trainer goes on after")
+
+
+def test_short_waits_are_not_logged_and_the_end_of_the_batches_ends_the_watch(caplog):
+    caplog.set_level(logging.WARNING)
+    assert list(WaitLog(Server(1), "rollouts").watch(iter([1, 2, 3]))) == [1, 2, 3]
+    assert caplog.messages == []
+
+
+def test_an_error_of_the_stream_reaches_the_trainer(caplog):
+    def batches() -> Iterator[int]:
+        yield 1
+        raise ServerUnavailableError("gone")
+
+    watched = WaitLog(Server(1), "rollouts").watch(batches())
+    assert next(watched) == 1
+    with pytest.raises(ServerUnavailableError, match="gone"):
+        next(watched)
