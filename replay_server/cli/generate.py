@@ -42,7 +42,11 @@ def generate(
         ),
     ],
     config: ConfigFile = None,
-    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="vllm, vllm-server or transformers.")] = "vllm",
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(help="With vllm-server: http://host:port of a running `vllm serve`. May be repeated."),
+    ] = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,10 +142,13 @@ def generate(
         rows = load_rows(prompts, prompt_field, split, chat, system, seed)
         scorer = [load_reward(name) for name in reward]
         client = AsyncReplayClient.from_env(timeout, **access)
-        running_engine = load_engine(
-            engine, model, {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
-        )
-    except (ValueError, OSError, ImportError, TypeError) as error:
+        args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
+        if (engine == "vllm-server") != bool(base_url):
+            raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
+        if base_url:
+            args = {"base_url": base_url, "agreement": probe_tolerance, **args}
+        running_engine = load_engine(engine, model, args)
+    except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
         fail(in_flags(str(error), access))
     report = Report(as_json)
     keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
@@ -217,4 +224,9 @@ def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
         from replay_client.generator.engines.transformers import TransformersEngine
 
         return TransformersEngine(model, **args)
-    raise ValueError(f"--engine must be vllm or transformers, not {name!r}")
+    if name == "vllm-server":
+        need("--engine vllm-server", "vllm-server", "aiohttp", "transformers")
+        from replay_client.generator.engines.vllm_server import VLLMServerEngine
+
+        return VLLMServerEngine(model, **args)
+    raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")

