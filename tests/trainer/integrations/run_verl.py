@@ -1,0 +1,121 @@
+"""What test_verl.py runs where verl is: `run_verl.py ADDRESS REPORT`, with verl's own buffer and TransferQueue."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils.import_utils import load_extern_type
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "rollout_log_probs")
+
+
+def put_group(uid: str, rewards: list[float], step: int, partition: str = "train", seed: int = 0) -> None:
+    """A prompt and its rows, as verl's agent loop puts them."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(3, 50, (2 + seed % 3,), generator=generator)
+    keys, fields, tags = [], [], []
+    for session, reward in enumerate(rewards):
+        length = 1 + (seed + session) % 4
+        response = torch.randint(3, 50, (length,), generator=generator)
+        mask = torch.ones(length, dtype=torch.int64)
+        mask[0] = int(length < 3)  # as if a tool had written the first token of the longer ones
+        scores = torch.zeros(length)
+        scores[-1] = reward
+        keys.append(f"{uid}_{session}_0")
+        fields.append(
+            {
+                "prompts": prompt,
+                "responses": response,
+                "input_ids": torch.cat([prompt, response]),
+                "position_ids": torch.arange(len(prompt) + length),
+                "response_mask": mask,
+                "loss_mask": mask,
+                "rollout_log_probs": -torch.rand(length, generator=generator),
+                "rm_scores": scores,
+                "multi_modal_inputs": {},
+                "extra_fields": {"min_global_steps": step, "max_global_steps": step},
+                "uid": uid,
+                "data_source": f"set of {uid}",
+            }
+        )
+        lengths = {"prompt_len": len(prompt), "response_len": length, "seq_len": len(prompt) + length}
+        steps = {"global_steps": step, "min_global_steps": step, "max_global_steps": step}
+        tags.append({"status": "success", **lengths, **steps})
+    tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
+    tag = {"is_prompt": True, "status": "finished", "global_steps": step}
+    tq.kv_batch_put(keys=[uid], partition_id=partition, tags=[tag])
+
+
+def rows_of(batch: Any) -> dict[str, dict[str, Any]]:
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    tags = dict(zip(batch.keys, batch.tags, strict=True))
+    return {
+        key: {name: data[name][i].tolist() for name in (*FIELDS, "rm_scores")}
+        | {name: str(getattr(data[name][i], "data", data[name][i])) for name in ("uid", "data_source")}
+        | {"tag": tags[key]}
+        for i, key in enumerate(batch.keys)
+    }
+
+
+def corrected(batch: Any) -> dict[str, Any]:
+    """verl's own importance weights of the rows, with old log-probabilities of -0.5 for every token."""
+    data = tq.kv_batch_get(
+        keys=batch.keys,
+        partition_id=batch.partition_id,
+        select_fields=["responses", "response_mask", "rollout_log_probs"],
+    )
+    lengths = [len(row) for row in data["responses"]]
+    padded = DataProto(batch=TensorDict(data.to_padded_tensor(), batch_size=len(batch.keys)))
+    padded.batch["old_log_probs"] = torch.full(padded.batch["rollout_log_probs"].shape, -0.5)
+    config = OmegaConf.create(
+        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_is_batch_normalize": False}
+    )
+    padded, _ = compute_rollout_correction_and_add_to_batch(padded, config)
+    weights = padded.batch["rollout_is_weights"]
+    return {key: weights[i, :length].tolist() for i, (key, length) in enumerate(zip(batch.keys, lengths, strict=True))}
+
+
+def main(address: str, report: Path) -> None:
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    tq.init()
+    kwargs: dict[str, Any] = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "refill_fn": None}
+    told: dict[str, Any] = {}
+    for mode, name in (("sync", "ServerReplayBuffer"), ("colocate_async", "ServerReplayBufferAsync")):
+        # As verl's trainer makes it of trainer.v1.sampler.
+        buffer_class = load_extern_type("pkg://replay_trainer.integrations.verl", name)
+        options = OmegaConf.create({"address": address, "table": mode, "max_response_length": 4})
+        buffer = buffer_class(trainer_mode=mode, trainer_config=OmegaConf.create({}), sampler_kwargs=options, **kwargs)
+        buffer.poll_interval = 0.05
+        steps = []
+        for step, groups in enumerate(
+            [{"a": [0.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}, {"c": [0.0, 0.0, 0.0], "d": [1.0, 0.0, 0.0]}], start=1
+        ):
+            for number, (uid, rewards) in enumerate(groups.items()):
+                put_group(uid, rewards, step, seed=10 * step + number)
+            batch, metrics = buffer.sample(global_steps=step, partition_id="train", batch_size=2)
+            scalars = {
+                key: float(value) for key, value in metrics.items() if isinstance(value, (int, float, np.number))
+            }
+            steps.append({"rows": rows_of(batch), "metrics": scalars, "weights": corrected(batch)})
+            tq.kv_clear(keys=batch.keys, partition_id="train")
+        put_group("e", [1.0, 1.0], 2, partition="val", seed=30)
+        batch, metrics = buffer.sample(global_steps=2, partition_id="val", batch_size=1)
+        told[mode] = {"steps": steps, "val": {"rows": rows_of(batch), "metrics": metrics}}
+        tq.kv_clear(keys=batch.keys, partition_id="val")
+    report.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
