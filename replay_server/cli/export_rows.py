@@ -13,7 +13,7 @@ from replay_server.cli.show import completion_slices
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient, RolloutGroup
-    from replay_client.records import ItemInfo
+    from replay_client.records import ItemInfo, StoredItem
 
 Row = dict[str, Any]
 
@@ -87,19 +87,22 @@ def _rows(client: ReplayClient, table: str, infos: Any, decoder: Any, payloads: 
     for info in infos:
         if (item := stored.get(info.key)) is None:
             continue
+        group = _group_of(item)
         row = _item_row(info, table)
-        try:
-            group = item.group
-        except ValueError:
-            row |= dict.fromkeys(column.name for column in GROUP_COLUMNS)
-            group = None
-        else:
-            row |= {column.name: column.of(group) for column in GROUP_COLUMNS}
+        row |= {column.name: None if group is None else column.of(group) for column in GROUP_COLUMNS}
         if decoder is not None:
             row |= _texts(group, decoder)
         if payloads:
             row[PAYLOAD] = bytes(item.payload)
         yield row
+
+
+def _group_of(item: StoredItem) -> RolloutGroup | None:
+    """The item's group; None if its payload is something else."""
+    try:
+        return item.group
+    except ValueError:
+        return None
 
 
 def _item_row(info: ItemInfo, table: str) -> Row:
