@@ -51,6 +51,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 capacity=admission.capacity,
                 acquiring=_waiting(buffer, admission.line, None if head is None else admission.why_not(head.count)),
                 expired=admission.expired,
+                table=admission.table,
             )
         )
     return info
