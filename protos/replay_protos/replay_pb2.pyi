@@ -991,7 +991,7 @@ class Waiting(_message.Message):
     reason: _builtins.str
     """why the first in line waits"""
     seconds: _builtins.float
-    """since when"""
+    """since when requests wait and none was served, those that ask again included"""
     def __init__(
         self,
         *,

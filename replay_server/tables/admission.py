@@ -52,7 +52,7 @@ class Admission:
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
-        self.line: Line[PendingPermits] = Line()
+        self.line: Line[PendingPermits] = Line(clock)
 
     @property
     def running(self) -> int:

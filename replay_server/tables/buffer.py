@@ -69,7 +69,7 @@ class ReplayBuffer:
         unused_permit = (lambda: None) if self.admission is None else self.admission.forget
         self.items = Items(self.storage, max_bytes, unused_permit)
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
-        self.lines = {name: Lines() for name in self.tables}
+        self.lines = {name: Lines(clock) for name in self.tables}
         self.known_keys = KnownKeys()
         self.policy = Policy(set_at=clock())
         self.on_policy: set[Callable[[], None]] = set()
@@ -171,6 +171,7 @@ class ReplayBuffer:
         self.items.insert(insert, self.clock(), len(tables), admitted)
         for table in tables:
             table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
+            self.lines[table.name].inserts.moved()
         self.known_keys.remember(insert.keys)
         for watcher in self.watchers:
             watcher.changed(insert.keys)
