@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
-from replay_client.access import TLS, Access
+from replay_client.access import TLS, Access, is_several
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_client.frames import Item, missing_bytes, pack_items, split_rows
@@ -50,7 +50,7 @@ WRITER_BYTES = 256 << 20
 
 
 class AsyncReplayClient:
-    """A client of the replay server at `address` ("host:port").
+    """A client of the replay server at `address` ("host:port"), or of several: see `replay_client.shards`.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -59,9 +59,16 @@ class AsyncReplayClient:
     A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
 
+    of_several: ClassVar[type[AsyncReplayClient]]
+    """The class for several servers. `replay_client.shards` sets it, since that class is derived from this one."""
+
+    def __new__(cls, address: str | Sequence[str] = "", *_: Any, **__: Any) -> Self:
+        several = cls is AsyncReplayClient and is_several(address)
+        return cast("Self", object.__new__(cls.of_several if several else cls))
+
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         timeout: float | None = 30.0,
         *,
         token: str | None = None,
@@ -74,6 +81,7 @@ class AsyncReplayClient:
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
+        assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
         self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
         self._keys = KeySequence()
@@ -99,6 +107,11 @@ class AsyncReplayClient:
     def address(self) -> str:
         """host:port of the server."""
         return self._connection.address
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the server, for parts of this package."""
+        return self._connection
 
     # ------------------------------------------------------------------------------------------------ insert
 

@@ -25,6 +25,7 @@ from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
 from replay_server.tables.waiting import deadline_at, result_of
+from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -94,14 +95,29 @@ class SampleMethods:
                 del self._streams[client]
 
     @unary
+    async def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.Weight:
+        _check_left_out(request)
+        buffer = self.backend.buffer
+        buffer.check_open()
+        wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
+        return pb.Weight(**vars(weigh(buffer.table(request.table), wanted)))
+
+    @unary
     @durable
     async def AcknowledgeSamples(
         self, request: pb.AcknowledgeSamplesRequest, context: Context
     ) -> pb.AcknowledgeSamplesResponse:
         if len(request.batches) > MAX_ROWS:
             raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        missing = self.leases.end(request.batches, request.give_back)
+        missing = self.leases.end(request.batches, request.give_back, request.unread)
         return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
+
+
+def _check_left_out(request: pb.SampleRequest | pb.WeighRequest) -> None:
+    if len(request.exclude) > MAX_EXCLUDE:
+        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
+    if len(request.scope) > MAX_SCOPE:
+        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
 
 
 async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
@@ -111,10 +127,7 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Sa
     """
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
-    if len(request.exclude) > MAX_EXCLUDE:
-        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
-    if len(request.scope) > MAX_SCOPE:
-        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
+    _check_left_out(request)
     wanted = SampleRequest(
         num_samples=request.num_samples,
         min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
@@ -278,11 +291,14 @@ class Leases:
         expire = functools.partial(self._end, batch_id, give_back=True)
         self._open[batch_id] = asyncio.get_running_loop().call_later(seconds, expire), share
 
-    def end(self, batches: Sequence[int], give_back: bool) -> list[int]:
-        """Takes the batches, or gives them back. Returns the ids of the batches whose lease had ended already."""
+    def end(self, batches: Sequence[int], give_back: bool, unread: bool = False) -> list[int]:
+        """Takes the batches, or gives them back. Returns the ids of the batches whose lease had ended already.
+
+        A batch that is `unread` is given back, and counts among those, if an item in it has become too stale.
+        """
         missing = []
         for batch_id in batches:
-            if self._end(batch_id, give_back):
+            if self._end(batch_id, give_back, unread):
                 self._ended[batch_id] = give_back
             elif self._ended.get(batch_id) is not give_back:  # otherwise the client did not get the first response
                 missing.append(batch_id)
@@ -290,15 +306,14 @@ class Leases:
             del self._ended[next(iter(self._ended))]
         return missing
 
-    def _end(self, batch_id: int, give_back: bool) -> bool:
+    def _end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
         lease = self._open.pop(batch_id, None)
         if lease is None:
             return False
         timer, share = lease
         timer.cancel()
         share.close()
-        if give_back:
-            self._buffer.give_back(batch_id)
-        else:
-            self._buffer.take(batch_id, sent=True)
+        if not give_back:
+            return self._buffer.take(batch_id, sent=not unread)
+        self._buffer.give_back(batch_id)
         return True
