@@ -1072,7 +1072,7 @@ class Waiting(_message.Message):
     reason: _builtins.str
     """why the first in line waits"""
     seconds: _builtins.float
-    """since when"""
+    """since when requests wait and none was served, those that ask again included"""
     def __init__(
         self,
         *,
@@ -1360,6 +1360,7 @@ class AdmissionInfo(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     ACQUIRING_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     max_staleness: _builtins.int
     accepted: _builtins.int
@@ -1367,6 +1368,8 @@ class AdmissionInfo(_message.Message):
     capacity: _builtins.int
     """permits that could be granted now"""
     expired: _builtins.int
+    table: _builtins.str
+    """only inserts into this table need permits; empty (an older server): all do"""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     def __init__(
@@ -1379,10 +1382,11 @@ class AdmissionInfo(_message.Message):
         capacity: _builtins.int = ...,
         acquiring: Global___Waiting | None = ...,
         expired: _builtins.int = ...,
+        table: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquiring", b"acquiring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
