@@ -57,7 +57,8 @@ def publish_weights(
     unfinished = folder.with_name(folder.name + ".tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
     with _no_progress_bar():
-        model.save_pretrained(unfinished, state_dict=weights)
+        # save_pretrained takes tensors out of the dict that it gets.
+        model.save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
     if probe is not None:
