@@ -30,7 +30,7 @@ class HostCopy:
         copied = self._take(tree, "", {}, on_gpu)
         self._copied = None
         if on_gpu:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(on_gpu[0].device))
         return copied
 

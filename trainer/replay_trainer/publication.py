@@ -231,7 +231,7 @@ class Publication:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""
         if self.sharded:
             # On the host already, and nothing else holds these tensors.
-            state = get_model_state_dict(self.policy, options=_GATHERED)
+            state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
         if not self.ranks.is_first:
             return {}
