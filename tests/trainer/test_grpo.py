@@ -712,8 +712,8 @@ def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> 
     assert config.correction.rejections == (Rejection("k1", high=2.0), Rejection("k3", "mean", high=0.1))
     with pytest.raises(ValueError, match=r"there is no preset 'icepops' of correction; there are trl_token_truncate"):
         config_from({"output_dir": tmp_path, "correction": "icepops"})
-    with pytest.raises(ValueError, match=r"GRPOConfig has no micro_batch; it has output_dir"):
-        config_from({"output_dir": tmp_path, "micro_batch": 1})
+    with pytest.raises(ValueError, match=r"GRPOConfig: there is no 'learning_rte'; did you mean 'learning_rate'\?"):
+        config_from({"output_dir": tmp_path, "learning_rte": 1})
 
 
 # ------------------------------------------------------------------------------------------------------ publication

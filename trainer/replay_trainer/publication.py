@@ -192,7 +192,7 @@ class Publication:
         self.check()
 
     def close(self) -> None:
-        """Wait for the last write and release the folder. After an error of the run, an error of the write is logged."""
+        """Wait for the last write and release the folder. An error of that write is logged."""
         self._task.wait()
         if (error := self._task.take_error()) is not None:
             logger.error("the last version could not be published either: %s: %s", type(error).__name__, error)
