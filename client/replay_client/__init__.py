@@ -17,7 +17,6 @@ from replay_client.records import (
     TableInfo,
 )
 from replay_client.rollout import RolloutGroup, group_from_completions
-from replay_client.shards import ShardedInfo
 
 __all__ = [
     "TLS",
@@ -33,7 +32,6 @@ __all__ = [
     "Sample",
     "SampleInfo",
     "ServerInfo",
-    "ShardedInfo",
     "StoredItem",
     "TableInfo",
     "group_from_completions",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
-from replay_client.access import TLS, Access, is_several
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.access import TLS, Access
+from replay_client.connection import DEFAULT, TAKE_SECONDS, Connection, Patience, Timeout
 from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_client.frames import Item, missing_bytes, pack_items, split_rows
 from replay_client.insert_streams import InsertStreams
@@ -45,12 +46,14 @@ from replay_protos import replay_pb2 as pb
 
 MOST_KEYS = 1_000_000
 """Keys in one request."""
+MOST_UNTAKEN = 16
+"""Batches kept because no server answered when they were to be taken."""
 WRITER_BYTES = 256 << 20
 """Default bound of the payload bytes that a writer has in flight."""
 
 
 class AsyncReplayClient:
-    """A client of the replay server at `address` ("host:port"), or of several: see `replay_client.shards`.
+    """A client of the replay server at `address` ("host:port").
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -59,16 +62,9 @@ class AsyncReplayClient:
     A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
 
-    of_several: ClassVar[type[AsyncReplayClient]]
-    """The class for several servers. `replay_client.shards` sets it, since that class is derived from this one."""
-
-    def __new__(cls, address: str | Sequence[str] = "", *_: Any, **__: Any) -> Self:
-        several = cls is AsyncReplayClient and is_several(address)
-        return cast("Self", object.__new__(cls.of_several if several else cls))
-
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str,
         timeout: float | None = 30.0,
         *,
         token: str | None = None,
@@ -81,10 +77,11 @@ class AsyncReplayClient:
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
-        assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
         self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
         self._keys = KeySequence()
+        self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
+        """Batches that `sample` could not take in its time, by the request."""
         self._insert_streams = InsertStreams(self._connection)
 
     @classmethod
@@ -107,11 +104,6 @@ class AsyncReplayClient:
     def address(self) -> str:
         """host:port of the server."""
         return self._connection.address
-
-    @property
-    def connection(self) -> Connection:
-        """The connection to the server, for parts of this package."""
-        return self._connection
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -188,9 +180,15 @@ class AsyncReplayClient:
         step that several ranks share. `exclude`: keys that must not come. `lease`: seconds within which `acknowledge`
         must follow, or the server takes the items back as if they were never drawn; 0: no lease.
 
+        An item of a queue reaches one reader, once: the client repeats what a broken connection or a restart of the
+        server has lost. If the time is up before the server has confirmed a batch, the next call with the same
+        arguments goes on with that batch.
+
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._connection.seconds(timeout)
+        patience = Patience(self._connection, seconds)
+        patience.start()
         request = message_of(
             pb.SampleRequest,
             table=table,
@@ -200,14 +198,34 @@ class AsyncReplayClient:
             allow_repeats=not distinct,
             scope=scope,
             exclude=list(exclude),
-            lease=lease,
+            lease=lease or TAKE_SECONDS,
         )
+        same_call = request.SerializeToString(deterministic=True)
+        request.request = secrets.randbits(64) or 1
 
-        async def attempt(rpc_timeout: float | None) -> list[Sample]:
+        async def attempt(rpc_timeout: float | None) -> tuple[int, list[Sample]]:
+            if rpc_timeout is not None:  # the server waits for what is left of the timeout, and not for all of it again
+                request.timeout = patience.remaining()
             first, payloads = await _joined(self._connection.payloads.Sample(request, timeout=rpc_timeout))
-            return samples_of(first, payloads, leased=lease > 0)
+            return first.batch, samples_of(first, payloads, leased=lease > 0)
 
-        return await self._connection.call(attempt, seconds)
+        while True:
+            left = None if seconds is None else patience.remaining()
+            drawn = self._untaken.pop(same_call, None)
+            drawn = drawn or await self._connection.call(attempt, left)
+            # The client takes a batch when it has all bytes. A batch that went back before that is drawn again.
+            if lease or await self._take(drawn, same_call, None if seconds is None else patience.remaining()):
+                return drawn[1]
+
+    async def _take(self, drawn: tuple[int, list[Sample]], call: bytes, timeout: float | None) -> bool:
+        """Whether the batch is taken. Keeps it for the next equal call if only the server knows."""
+        try:
+            return await self._connection.take(drawn[0], timeout)
+        except BaseException:
+            self._untaken[call] = drawn
+            while len(self._untaken) > MOST_UNTAKEN:
+                del self._untaken[next(iter(self._untaken))]
+            raise
 
     async def acknowledge(
         self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
 
 import grpc
@@ -36,6 +35,8 @@ Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
 _GRACE = 5.0
 """Seconds beyond the timeout in which the server may still answer with the reason of the wait."""
+TAKE_SECONDS = 30.0
+"""Seconds after which the server gives a batch back whose reader does not take it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between attempts at a server that does not answer; doubled each time."""
 _OPTIONS: Final = [
@@ -43,8 +44,6 @@ _OPTIONS: Final = [
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A name may get another address when its server restarts; gRPC would look it up every 30 s at most.
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
@@ -96,8 +95,6 @@ class Connection:
         self.address = access.address
         self.timeout = timeout
         self._stubs: _Stubs | None = None
-        self._left: list[grpc.aio.Channel] = []
-        """Channels to earlier addresses."""
         self._closed = False
 
     @property
@@ -109,18 +106,6 @@ class Connection:
     def payloads(self) -> PayloadStub:
         """Calls whose messages carry payloads."""
         return self._open().payloads
-
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """The channel itself, to watch its state."""
-        return self._open().channel
-
-    def move(self, address: str) -> None:
-        """The server has moved: new calls go to `address`. Those under way end as the old connection does."""
-        self.access, self.address = replace(self.access, address=address), address
-        if self._stubs is not None:
-            self._left.append(self._stubs.channel)
-            self._stubs = None
 
     def _open(self) -> _Stubs:
         # Made at the first use, because a channel belongs to the event loop that runs then.
@@ -157,11 +142,20 @@ class Connection:
         """The response to one request, asked for again while no server answers and there is time."""
         return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
 
+    async def take(self, batch: int, timeout: float | None) -> bool:
+        """Takes a batch whose bytes are all here. May be repeated, on any stream and after a restart of the server.
+
+        False: the server gave the batch back, because its time was up, the server restarted, or an item became stale.
+        """
+        request = pb.AcknowledgeSamplesRequest(batches=[batch])
+        response = await self.unary(self.stub.AcknowledgeSamples, request, timeout)
+        return not response.missing
+
     async def close(self) -> None:
         """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
         stubs, self._stubs, self._closed = self._stubs, None, True
-        for channel in [*self._left, *([stubs.channel] if stubs is not None else ())]:
-            await channel.close()
+        if stubs is not None:
+            await stubs.channel.close()
 
 
 class _Stubs(NamedTuple):

@@ -25,7 +25,8 @@ class AsyncSampler:
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. Until
-    then the server takes it back if this client goes away, or if an item in it becomes stale.
+    then the server takes it back if this client goes away, or if an item in it becomes stale. A batch whose answer to
+    `take` is lost, in a broken connection or by an interrupt, is the next that the caller gets.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class AsyncSampler:
         self._ahead = 0
         """Batches that the server may have drawn and that the caller does not have yet."""
         self._ready: list[tuple[int, list[Sample]]] = []
-        self._taking = False
-        """Whether the client waits for the answer to `take`."""
+        self._taking: tuple[int, list[Sample]] | None = None
+        """The batch that the client has asked to take, until the caller has it or the server has revoked it."""
         self._busy = False
         """Whether a caller waits for the next batch."""
         self._closed = False
@@ -68,11 +69,13 @@ class AsyncSampler:
             await asyncio.wait({task}, timeout=self._timeout)
             if not task.done():
                 reason = await self._explain()
-                if self._taking:  # the batch may count as sampled already: do not lose it
+                if self._taking is not None:  # the answer is on its way
                     await asyncio.wait({task}, timeout=_TAKE_SECONDS)
                 if not task.done():
                     raise DeadlineExceededError(reason)
-            return task.result()
+            samples = task.result()
+            self._taking = None
+            return samples
         except BaseException:
             # The stream may be in the middle of a message: the next call begins a new one.
             task.cancel()
@@ -85,6 +88,11 @@ class AsyncSampler:
         patience = Patience(self._connection, self._connection.timeout)
         while True:
             try:
+                if self._taking is not None and self._call is None:
+                    batch_id, samples = self._taking
+                    if await self._connection.take(batch_id, self._timeout):
+                        return samples
+                    self._taking = None
                 return await self._next()
             except grpc.aio.AioRpcError as error:
                 self._drop_call()
@@ -103,15 +111,15 @@ class AsyncSampler:
                 await self._receive()
             batch_id, samples = self._ready.pop(0)
             # One short round trip: the server revokes the batch if an item in it has become stale.
-            self._taking = True
+            self._taking = batch_id, samples
             await self._write(pb.SampleStreamRequest(take=batch_id, credit=1 if self._prefetch else 0))
             taken = await self._receive(batch_id)
-            self._taking = False
-            if not taken and not self._prefetch:
-                await self._write(pb.SampleStreamRequest(credit=1))
             if taken:
                 self._ahead -= 0 if self._prefetch else 1
                 return samples
+            self._taking = None
+            if not self._prefetch:
+                await self._write(pb.SampleStreamRequest(credit=1))
 
     async def _receive(self, asked: int = 0) -> bool:
         """Reads up to the answer for batch `asked`, or without one up to the next batch. Batches go to `_ready`.
@@ -141,11 +149,10 @@ class AsyncSampler:
             await self._call.write(request)
 
     def _drop_call(self) -> None:
-        """Ends the stream. The server takes back the batches that the caller does not have."""
+        """Ends the stream. The server takes back the batches that this client has not taken."""
         if self._call is not None:
             self._call.cancel()
         self._call = None
-        self._taking = False
         self._ready.clear()
 
     async def close(self) -> None:

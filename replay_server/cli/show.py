@@ -123,8 +123,7 @@ def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -
         },
         "prompt": prompt,
         "completions": [
-            _completion(group, row, start, stop, decoder, tokens)
-            for row, (start, stop) in enumerate(completion_slices(group))
+            _completion(group, row, start, stop, decoder, tokens) for row, (start, stop) in enumerate(_spans(group))
         ],
     }
 
@@ -154,7 +153,7 @@ def _completion(
     return completion
 
 
-def completion_slices(group: RolloutGroup) -> list[tuple[int, int]]:
+def _spans(group: RolloutGroup) -> list[tuple[int, int]]:
     ends = np.cumsum(group.completion_lengths)
     return [(int(end - n), int(end)) for end, n in zip(ends, group.completion_lengths, strict=True)]
 
@@ -198,9 +197,7 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     ]
     if tokens:
         lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for row, ((start, stop), completion) in enumerate(
-        zip(completion_slices(group), document["completions"], strict=True)
-    ):
+    for row, ((start, stop), completion) in enumerate(zip(_spans(group), document["completions"], strict=True)):
         mean = completion["mean_logprob"]
         parts = [
             f"completion {row}: {_tokens(completion['tokens'])}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack, aclosing
 
 from replay_protos import replay_pb2 as pb
@@ -25,7 +25,6 @@ from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
 from replay_server.tables.waiting import deadline_at, result_of
-from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -34,6 +33,8 @@ class SampleMethods:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.leases = Leases(backend.buffer)
+        self._stream_of: dict[int, SampleStream] = {}
+        """By the ids of the batches that sample streams have outstanding."""
         self._streams: Counter[str] = Counter()
         """Open sample streams, by connection."""
 
@@ -42,6 +43,7 @@ class SampleMethods:
         if not 0 <= request.lease <= MAX_LEASE:
             raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {request.lease}")
         backend, buffer = self.backend, self.backend.buffer
+        self.leases.give_back_of(request.request)
         batch_id, batch, payloads = await draw(buffer, request)
         with ExitStack() as share, ExitStack() as undo:
             undo.callback(buffer.give_back, batch_id)
@@ -65,7 +67,7 @@ class SampleMethods:
             yield last
             if request.lease:
                 undo.pop_all()
-                self.leases.begin(batch_id, request.lease, share.pop_all())
+                self.leases.begin(batch_id, request.lease, share.pop_all(), request.request)
             elif backend.journal is None:
                 undo.pop_all()
                 buffer.take(batch_id, sent=True)
@@ -81,7 +83,7 @@ class SampleMethods:
         client = context.peer()
         if self._streams[client] >= MAX_SAMPLE_STREAMS:
             raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
-        sample_stream = SampleStream(self.backend, client, reader, opening)
+        sample_stream = SampleStream(self.backend, client, reader, opening, self._stream_of)
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
@@ -95,29 +97,23 @@ class SampleMethods:
                 del self._streams[client]
 
     @unary
-    async def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.Weight:
-        _check_left_out(request)
-        buffer = self.backend.buffer
-        buffer.check_open()
-        wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-        return pb.Weight(**vars(weigh(buffer.table(request.table), wanted)))
-
-    @unary
     @durable
     async def AcknowledgeSamples(
         self, request: pb.AcknowledgeSamplesRequest, context: Context
     ) -> pb.AcknowledgeSamplesResponse:
         if len(request.batches) > MAX_ROWS:
             raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        missing = self.leases.end(request.batches, request.give_back, request.unread)
+        missing = [batch for batch in request.batches if not self._end(batch, request.give_back)]
         return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
 
-
-def _check_left_out(request: pb.SampleRequest | pb.WeighRequest) -> None:
-    if len(request.exclude) > MAX_EXCLUDE:
-        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
-    if len(request.scope) > MAX_SCOPE:
-        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
+    def _end(self, batch_id: int, give_back: bool) -> bool:
+        """Takes a batch, or gives it back. Returns True for a retry too, and False if the batch was ended otherwise."""
+        if (sample_stream := self._stream_of.get(batch_id)) is not None:
+            # The connection of the stream broke, and the server may not have noticed that yet.
+            return sample_stream.end(batch_id, give_back)
+        if self.leases.end(batch_id, give_back):
+            return True
+        return not give_back and batch_id in self.backend.buffer.outstanding.taken
 
 
 async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
@@ -127,7 +123,10 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Sa
     """
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
-    _check_left_out(request)
+    if len(request.exclude) > MAX_EXCLUDE:
+        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
+    if len(request.scope) > MAX_SCOPE:
+        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
     wanted = SampleRequest(
         num_samples=request.num_samples,
         min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
@@ -179,8 +178,10 @@ class SampleStream:
         client: str,
         requests: AsyncIterator[pb.SampleStreamRequest],
         opening: pb.SampleStreamRequest,
+        stream_of: dict[int, SampleStream],
     ) -> None:
         self._backend = backend
+        self._stream_of = stream_of
         self._buffer = backend.buffer
         self._client = client
         self._requests = requests
@@ -208,9 +209,8 @@ class SampleStream:
             for task in tasks:
                 task.cancel()
             # Before the first await: a second cancellation would skip everything after it.
-            for batch_id, (_, share) in self._outstanding.items():
-                share.close()
-                self._buffer.give_back(batch_id)
+            for batch_id in list(self._outstanding):
+                self.end(batch_id, give_back=True)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _draw_ahead(self) -> None:
@@ -222,6 +222,7 @@ class SampleStream:
                     await self._some_taken.wait()
                 batch_id, batch, payloads = await draw(self._buffer, self._request)
                 self._outstanding[batch_id] = batch, (share := ExitStack())
+                self._stream_of[batch_id] = self
                 share.enter_context(self._backend.outstanding.held(self._client, len(batch)))
                 async with self._one_batch:
                     for response in responses_of(self._buffer, batch_id, batch, payloads):
@@ -230,8 +231,7 @@ class SampleStream:
                 await asyncio.sleep(0)  # other requests run between two batches
         except DamagedPayloads as damage:
             if batch_id in self._outstanding:
-                self._outstanding.pop(batch_id)[1].close()
-                self._buffer.give_back(batch_id)
+                self.end(batch_id, give_back=True)
             await self._outgoing.put(self._buffer.refuse_damaged(damage))
         except Exception as error:
             await self._outgoing.put(error)
@@ -248,21 +248,30 @@ class SampleStream:
             await self._outgoing.put(error)
 
     async def _take(self, batch_id: int) -> None:
-        if batch_id not in self._outstanding:
+        retry = batch_id in self._buffer.outstanding.taken
+        if batch_id not in self._outstanding and not retry:
             raise invalid(f"batch {batch_id} is not one of this stream's")
-        if batch_id not in self._sent:  # its payloads must stay until they are read
-            raise invalid(f"batch {batch_id} is still being sent")
-        self._sent.discard(batch_id)
-        _, share = self._outstanding.pop(batch_id)
-        share.close()
-        self._some_taken.set()
-        if self._buffer.take(batch_id):
+        if retry or self.end(batch_id, give_back=False):
             await self._backend.durable()
             answer = pb.SampleResponse(taken=batch_id)
         else:
             answer = pb.SampleResponse(revoked=batch_id)
         async with self._one_batch:
             await self._outgoing.put(Frame(answer, ()))
+
+    def end(self, batch_id: int, give_back: bool) -> bool:
+        """Takes an outstanding batch, or gives it back. False: it was to be taken, and an item in it is too stale."""
+        if not give_back and batch_id not in self._sent:  # its payloads must stay until they are read
+            raise invalid(f"batch {batch_id} is still being sent")
+        self._sent.discard(batch_id)
+        del self._stream_of[batch_id]
+        _, share = self._outstanding.pop(batch_id)
+        share.close()
+        self._some_taken.set()
+        if give_back:
+            self._buffer.give_back(batch_id)
+            return True
+        return self._buffer.take(batch_id)
 
     def _credit_of(self, request: pb.SampleStreamRequest) -> int:
         if request.credit * max(1, self._request.num_samples) > MAX_ROWS:
@@ -279,41 +288,47 @@ class Leases:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._open: dict[int, tuple[asyncio.TimerHandle, ExitStack]] = {}
-        """By batch id: the timer that ends the lease, and the batch's share of what clients may have outstanding."""
-        self._ended: dict[int, bool] = {}
-        """The last batches that readers took (False) or gave back (True), to recognise a retry."""
+        """By batch id: the timer that ends the lease, and what else ends with it."""
+        self._batch_of: dict[int, int] = {}
+        """By the client's name of its request: the batch that it got, while the lease is open."""
+        self._given_back: dict[int, None] = {}
+        """The last batches that readers gave back, to recognise a retry. The buffer remembers the taken ones."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, batch_id: int, seconds: float, share: ExitStack) -> None:
-        """The batch is given back after `seconds`. `share` is closed when the lease ends."""
+    def begin(self, batch_id: int, seconds: float, share: ExitStack, request: int = 0) -> None:
+        """The batch is given back after `seconds`. `share` is closed when the lease ends. `request` is the client's."""
+        if request:
+            self._batch_of[request] = batch_id
+            share.callback(self._batch_of.pop, request, None)
         expire = functools.partial(self._end, batch_id, give_back=True)
         self._open[batch_id] = asyncio.get_running_loop().call_later(seconds, expire), share
 
-    def end(self, batches: Sequence[int], give_back: bool, unread: bool = False) -> list[int]:
-        """Takes the batches, or gives them back. Returns the ids of the batches whose lease had ended already.
+    def give_back_of(self, request: int) -> None:
+        """Gives back the batch of an earlier attempt of this request: the client did not get its end."""
+        if (batch_id := self._batch_of.get(request)) is not None:
+            self._end(batch_id, give_back=True)
 
-        A batch that is `unread` is given back, and counts among those, if an item in it has become too stale.
-        """
-        missing = []
-        for batch_id in batches:
-            if self._end(batch_id, give_back, unread):
-                self._ended[batch_id] = give_back
-            elif self._ended.get(batch_id) is not give_back:  # otherwise the client did not get the first response
-                missing.append(batch_id)
-        while len(self._ended) > MAX_ROWS:
-            del self._ended[next(iter(self._ended))]
-        return missing
+    def end(self, batch_id: int, give_back: bool) -> bool:
+        """Takes the batch, or gives it back. False: its lease had ended, and this is no second time to give it back."""
+        if not self._end(batch_id, give_back):
+            return give_back and batch_id in self._given_back
+        if give_back:
+            self._given_back[batch_id] = None
+            if len(self._given_back) > MAX_ROWS:
+                del self._given_back[next(iter(self._given_back))]
+        return True
 
-    def _end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
+    def _end(self, batch_id: int, give_back: bool) -> bool:
         lease = self._open.pop(batch_id, None)
         if lease is None:
             return False
         timer, share = lease
         timer.cancel()
         share.close()
-        if not give_back:
-            return self._buffer.take(batch_id, sent=not unread)
-        self._buffer.give_back(batch_id)
+        if give_back:
+            self._buffer.give_back(batch_id)
+        else:
+            self._buffer.take(batch_id, sent=True)
         return True

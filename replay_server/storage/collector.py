@@ -25,6 +25,7 @@ from replay_server.storage.records import (
     ROW,
     SCOPE,
     TABLE,
+    TAKEN,
     Delta,
     ItemRecords,
     State,
@@ -48,6 +49,7 @@ class ChangeCollector:
         self._offset = records.wall_offset(buffer.clock())
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
+        self._changed_taken: set[int] = set()
         self._inserted: list[int] = []
         self._written = dict(state.state_records)
         """The state records that were last written."""
@@ -71,6 +73,9 @@ class ChangeCollector:
 
     def scope_changed(self, table: str, scope: str) -> None:
         self._changed_scopes.add((table, scope))
+
+    def taken_changed(self, block: int) -> None:
+        self._changed_taken.add(block)
 
     # ------------------------------------------------------------------------------------------------ collecting
 
@@ -105,7 +110,7 @@ class ChangeCollector:
         self._inserted[:0] = delta.known_keys
         # All other state records come again by themselves, because they differ from what was last written.
         self._unwritten = [
-            entry for entry in delta.state_records if entry.record is None or entry.name.startswith(SCOPE)
+            entry for entry in delta.state_records if entry.record is None or entry.name.startswith((SCOPE, TAKEN))
         ]
 
     def item_records(self, keys: npt.NDArray[np.uint64]) -> ItemRecords:
@@ -157,7 +162,7 @@ class ChangeCollector:
         if not self._removed_obsolete:  # records of tables, and of an [admission], that are no longer configured
             self._removed_obsolete = True
             kept = {name for name, _ in values}
-            obsolete = [name for name in self._written if name not in kept and not name.startswith(SCOPE)]
+            obsolete = [name for name in self._written if name not in kept and not name.startswith((SCOPE, TAKEN))]
             yield from (StateRecord(name, None) for name in obsolete)
             self._changed_scopes.update((name, "") for name in buffer.tables)
         for name, value in values:
@@ -165,6 +170,11 @@ class ChangeCollector:
                 yield StateRecord(name, record)
         if self._changed_scopes:
             yield from self._scope_records()
+        for block in sorted(self._changed_taken):
+            ids = buffer.outstanding.taken.block(block)
+            packed = None if ids is None else pack([block, np.array(ids, dtype="<u8").tobytes()])
+            yield StateRecord(TAKEN + b"%d" % block, packed)
+        self._changed_taken.clear()
 
     def _scope_records(self) -> Iterator[StateRecord]:
         changed, self._changed_scopes = self._changed_scopes, set()

@@ -48,7 +48,7 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, POLICY, ADMISSION = b"table/", b"scope/", b"policy", b"admission"
+TABLE, SCOPE, TAKEN, POLICY, ADMISSION = b"table/", b"scope/", b"taken/", b"policy", b"admission"
 """Names of state records, or how they begin."""
 
 
@@ -78,7 +78,7 @@ class ItemRecords:
 
 
 class StateRecord(NamedTuple):
-    """A named record of a table, a scope, the policy or admission; None: delete the record of this name."""
+    """A named record of a table, a scope, taken batches, the policy or admission; None: delete the record."""
 
     name: bytes
     record: bytes | None
@@ -177,7 +177,7 @@ class Delta:
     removed: list[int]
     """Keys of items that are gone. Some were perhaps never written."""
     state_records: list[StateRecord]
-    """Tables, scopes, policy, admission."""
+    """Tables, scopes, taken batches, policy, admission."""
     known_keys: list[int]
     """Inserted keys, in order."""
 

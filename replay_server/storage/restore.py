@@ -18,6 +18,7 @@ from replay_server.storage.records import (
     POLICY,
     SCOPE,
     TABLE,
+    TAKEN,
     Damaged,
     State,
     table_numbers,
@@ -35,29 +36,33 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
     offset = records.wall_offset(buffer.clock())
     scopes: list[Any] = []
-    admission: dict[str, Any] | None = None
+    taken: list[tuple[int, list[int]]] = []
     for name, record in state.state_records.items():
-        if name.startswith(SCOPE):
+        if name.startswith((SCOPE, TAKEN)):
             try:
-                scopes.append(unpack(record))
+                value = unpack(record)
             except Damaged:
                 state.damaged += 1
+                continue
+            if name.startswith(SCOPE):
+                scopes.append(value)
+            else:
+                taken.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
             continue
         value = unpack_named(name, record)
         if name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
             load_policy(buffer, Policy(value[0], value[1], value[2] - offset))
-        elif name == ADMISSION:
-            admission = value
-    if buffer.admission is not None:
-        buffer.admission.load_state_dict(admission, offset, buffer.policy.version)
+        elif name == ADMISSION and buffer.admission is not None:
+            buffer.admission.load_state_dict(value, offset)
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
         if table_name in buffer.tables:
             buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
     with _no_garbage_collection():  # it would walk through millions of new objects again and again
         _restore_items(buffer, state, offset)
     buffer.known_keys.remember(state.known_keys)
+    buffer.outstanding.taken.load(taken)
     reconcile(buffer)
 
 

@@ -29,6 +29,9 @@ class Watcher(Protocol):
     def scope_changed(self, table: str, scope: str) -> None:
         """Keys were given out under this scope; "": any scope of the table may have changed."""
 
+    def taken_changed(self, block: int) -> None:
+        """This block of the ids of taken batches has changed."""
+
 
 @dataclass(slots=True)
 class Item:
@@ -63,10 +66,6 @@ class Items(dict[int, Item]):
             self[key] = Item(nbytes, version, now, holders, permits)
         self.bytes += sum(sizes)
         self.storage.put(batch.keys, batch.payloads)
-
-    def unused_permits(self) -> int:
-        """How many items were inserted with a permit, and not sampled since."""
-        return sum(item.unused_permit for item in self.values())
 
     def hold(self, keys: Iterable[int]) -> None:
         """Adds a holder to each of `keys`."""

@@ -1,7 +1,7 @@
 """Outstanding batches: drawn, and neither taken by their readers nor given back.
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
-* Exactly one call of `take` or `give_back` ends a batch.
+* Exactly one call of `take` or `give_back` ends a batch. The ids of taken batches are remembered.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from itertools import count
 import numpy as np
 
 from replay_server.errors import invalid
-from replay_server.tables.admission import Admission
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items, Watcher
 from replay_server.tables.table import Table
+from replay_server.tables.taken_batches import TakenBatches
 
 
 class OutstandingBatches:
-    def __init__(
-        self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher], admission: Admission | None
-    ) -> None:
+    def __init__(self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher]) -> None:
         self._tables = tables
         self._items = items
         self._watchers = watchers
-        self._admitted = "" if admission is None else admission.table
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
+        self.taken = TakenBatches()
         # A batch of a server before a restart must not be mistaken for a new one.
         self._ids = count(secrets.randbits(62) | 1)
 
@@ -52,13 +50,15 @@ class OutstandingBatches:
         """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
         table, batch = self.by_id.pop(batch_id)
         keys: list[int] = batch.keys.tolist()
+        changed_blocks = list(self.taken.remember(batch_id))
         for watcher in self._watchers:
+            for block in changed_blocks:
+                watcher.taken_changed(block)
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        if table.name == self._admitted:
-            for key in keys:
-                self._items[key].unused_permit = False
+        for key in keys:
+            self._items[key].unused_permit = False
         table.take(batch)
         changed = [table]
         if table.config.forward_to is not None and batch.epoch == table.epoch:

@@ -43,6 +43,8 @@ class FaultyProxy:
         self.faults = faults or Faults()
         self.happened: Counter[str] = Counter()
         """What was done, by the names of the fields of Faults; `connections` are those that were passed on."""
+        self.cut_after: int | None = None
+        """Once so many more bytes of the server have passed, all connections are reset, once; None: they are not."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
@@ -112,7 +114,7 @@ class FaultyProxy:
         self.happened["connections"] += 1
         ways = [
             asyncio.create_task(self._copy(reader, far_writer)),
-            asyncio.create_task(self._copy(far_reader, writer)),
+            asyncio.create_task(self._copy(far_reader, writer, answers=True)),
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -122,10 +124,19 @@ class FaultyProxy:
             await asyncio.gather(*ways, return_exceptions=True)
             _reset(far_writer)
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool = False) -> None:
         """Until the connection ends, by itself or by a fault."""
         with contextlib.suppress(OSError):
             while chunk := await reader.read(_CHUNK):
+                if answers and self.cut_after is not None:
+                    if len(chunk) >= self.cut_after:
+                        writer.write(chunk[: self.cut_after])
+                        await writer.drain()
+                        await asyncio.sleep(0.01)  # the client reads these bytes before the reset reaches it
+                        self.cut_after = None
+                        self.cut()
+                        return
+                    self.cut_after -= len(chunk)
                 if self._happens("reset"):
                     return
                 if self._happens("truncate"):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -147,8 +147,7 @@ def left(server: ReplayServer) -> int:
         return table.size + table.reserved + table.inserting.count
 
 
-def test_a_sampler_gets_nothing_twice_and_misses_at_most_the_batch_whose_answer_was_cut(server):
-    """Without leases a batch is its reader's when the server has heard so: the answer to that can be lost."""
+def test_items_of_a_queue_reach_readers_with_a_sampler_exactly_once(server):
     written: set[int] = set()
     delivered: Counter[int] = Counter()
     writing = threading.Event()
@@ -172,14 +171,15 @@ def test_a_sampler_gets_nothing_twice_and_misses_at_most_the_batch_whose_answer_
                     delivered.update(sample.info.key for sample in next(sampler))
                 except (DeadlineExceededError, ServerUnavailableError):
                     continue
+            with suppress(DeadlineExceededError):  # a batch that was taken, and whose answer was lost
+                delivered.update(sample.info.key for sample in next(sampler))
 
     with proxied(server, 3) as proxy:
         works = [lambda: read(proxy.address) for _ in range(2)]
         assert run_all(lambda: write(proxy.address), *works) == []
     assert proxy.breaks > 3, proxy.happened
     assert max(delivered.values()) == 1
-    assert delivered.keys() <= written
-    assert len(written) - len(delivered) <= proxy.breaks
+    assert delivered.keys() == written
 
 
 def test_every_call_ends_in_its_time_whatever_the_network_does(server):
