@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +42,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_config(config: Any) -> Any:
-    """Puts pages that the navigation does not name at the end of "Explanation"."""
+    """Puts pages that the navigation does not name at the end of "Explanation"; adds version and repository."""
     named = set(re.findall(r"[\w/-]+\.md", str(config["nav"])))
     others = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
     for section in config["nav"]:
         if isinstance(section, dict) and "Explanation" in section:
             section["Explanation"].extend(others)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config["site_name"] = f"{config['site_name']} {project['version']}"
+    # The theme links to it on every page, as soon as the project names one.
+    config["repo_url"] = project.get("urls", {}).get("Repository")
     return config
 
 

@@ -15,6 +15,7 @@ from replay_server.tables.config import (
     RateLimiterConfig,
     SelectorConfig,
     TableConfig,
+    admitted_table,
     explain,
 )
 
@@ -138,6 +139,8 @@ class Config(Model):
                     raise ValueError(f"forward_to goes round in a circle: {' -> '.join([*path, step.forward_to])}")
                 step = by_name[step.forward_to]
                 path.append(step.name)
+        if self.admission is not None:
+            admitted_table(self.admission, self.tables)
         if self.checkpoint_dir is None and (self.checkpoints.every_minutes or self.checkpoints.on_stop):
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self

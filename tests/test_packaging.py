@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(700)
+PAGE = "client/replay_client/dashboard/page"
 PACKAGES = ("replay_client", "replay_protos", "replay_server", "replay_trainer")
 
 CLIENT = """
@@ -108,6 +109,10 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "replay_protos/replay.proto" in names
+    page = {path.relative_to(ROOT / "client").as_posix() for path in (ROOT / PAGE).rglob("*.*")}
+    assert len(page) > 10
+    assert page <= names
+    assert "replay_client/dashboard/metrics.md" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(built["sdist"]) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}

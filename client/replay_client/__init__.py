@@ -17,6 +17,7 @@ from replay_client.records import (
     TableInfo,
 )
 from replay_client.rollout import RolloutGroup, group_from_completions
+from replay_client.shards import ShardedInfo
 
 __all__ = [
     "TLS",
@@ -32,6 +33,7 @@ __all__ = [
     "Sample",
     "SampleInfo",
     "ServerInfo",
+    "ShardedInfo",
     "StoredItem",
     "TableInfo",
     "group_from_completions",

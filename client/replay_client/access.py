@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ from replay_client import tracing
 from replay_protos.transport import PathLike, PemFiles, is_loopback
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
+RAY_SCHEME = "ray://"
 SETTINGS = (
     "address",
     "token",
@@ -38,6 +39,19 @@ SETTINGS = (
     "allow_insecure_token",
 )
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+def is_several(address: str | Sequence[str]) -> bool:
+    """Whether it names the shards of a service: ["a:7400", "b:7400"], "a:7400,b:7400" or "ray://NAMESPACE/NAME"."""
+    return not isinstance(address, str) or "," in address or address.startswith(RAY_SCHEME)
+
+
+def split_addresses(address: str | Sequence[str]) -> list[str]:
+    """The addresses of a list, or of a text with commas. None where Ray tells them."""
+    if isinstance(address, str) and address.startswith(RAY_SCHEME):
+        return []
+    given = address.split(",") if isinstance(address, str) else address
+    return [one.strip() for one in given]
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class Access:
     """All settings, checked together with their files. Raises ValueError with the remedy."""
 
     address: str = DEFAULT_ADDRESS
-    """host:port"""
+    """host:port, or several servers as `is_several` describes them"""
     token: str | None = field(default=None, repr=False)
     tls: TLS | None = None
     """None: not encrypted."""
@@ -73,16 +87,20 @@ class Access:
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        host = check_address(self.address, "address")
         if self.token is not None:
             check_token(self.token, "token")
-            if self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
-                raise ValueError(
-                    f"refusing to send the token to {self.address} unencrypted: anyone on the network could read it. "
-                    f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
-                    f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
-                )
+        for address in split_addresses(self.address):
+            self._check(address)
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
+
+    def _check(self, address: str) -> None:
+        host = check_address(address, "address")
+        if self.token is not None and self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
+            raise ValueError(
+                f"refusing to send the token to {address} unencrypted: anyone on the network could read it. "
+                f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
+                f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
+            )
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
@@ -121,7 +139,9 @@ class Access:
             check_token(token, found["token"][1])
         files = {name: setting(f"tls_{name}") for name in ("ca", "cert", "key", "server_name")}
         wanted = _flag(*found["tls"]) if "tls" in found else any(files.values())
-        check_address(*found.get("address", (DEFAULT_ADDRESS, "")))
+        where, named_by = found.get("address", (DEFAULT_ADDRESS, ""))
+        for one in split_addresses(where):
+            check_address(one, named_by)
         return cls(
             address=setting("address", DEFAULT_ADDRESS),
             token=token,
@@ -151,6 +171,8 @@ class _TokenChannel:
         self._channel = channel
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.close = channel.close
+        self.get_state = channel.get_state
+        self.wait_for_state_change = channel.wait_for_state_change
 
     def __getattr__(self, kind: str) -> Callable[..., Callable[..., Any]]:
         """`unary_unary` and the like."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
-from replay_client.access import TLS, Access
+from replay_client.access import TLS, Access, is_several
 from replay_client.connection import DEFAULT, TAKE_SECONDS, Connection, Patience, Timeout
 from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
 from replay_client.frames import Item, missing_bytes, pack_items, split_rows
@@ -53,7 +53,7 @@ WRITER_BYTES = 256 << 20
 
 
 class AsyncReplayClient:
-    """A client of the replay server at `address` ("host:port").
+    """A client of the replay server at `address` ("host:port"), or of several: see `replay_client.shards`.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -62,9 +62,16 @@ class AsyncReplayClient:
     A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
 
+    of_several: ClassVar[type[AsyncReplayClient]]
+    """The class for several servers. `replay_client.shards` sets it, since that class is derived from this one."""
+
+    def __new__(cls, address: str | Sequence[str] = "", *_: Any, **__: Any) -> Self:
+        several = cls is AsyncReplayClient and is_several(address)
+        return cast("Self", object.__new__(cls.of_several if several else cls))
+
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         timeout: float | None = 30.0,
         *,
         token: str | None = None,
@@ -77,6 +84,7 @@ class AsyncReplayClient:
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
+        assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
         self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
         self._keys = KeySequence()
@@ -104,6 +112,11 @@ class AsyncReplayClient:
     def address(self) -> str:
         """host:port of the server."""
         return self._connection.address
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the server, for parts of this package."""
+        return self._connection
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -211,8 +224,11 @@ class AsyncReplayClient:
 
         while True:
             left = None if seconds is None else patience.remaining()
-            drawn = self._untaken.pop(same_call, None)
-            drawn = drawn or await self._connection.call(attempt, left)
+            drawn = (
+                self._untaken.pop(same_call)
+                if same_call in self._untaken
+                else await self._connection.call(attempt, left)
+            )
             # The client takes a batch when it has all bytes. A batch that went back before that is drawn again.
             if lease or await self._take(drawn, same_call, None if seconds is None else patience.remaining()):
                 return drawn[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -29,7 +29,9 @@ def blocking(
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._thread.run(method(self._aio, *args, **kwargs))
+        # By its name: a client of several servers has methods of its own.
+        work: Coroutine[Any, Any, T] = getattr(self._aio, method.__name__)(*args, **kwargs)
+        return self._thread.run(work)
 
     # `wraps` copies these too. Tracebacks and the reference must name the method of this class.
     call.__module__, call.__qualname__ = __name__, f"ReplayClient.{method.__name__}"
@@ -38,6 +40,9 @@ def blocking(
 
 class ReplayClient:
     """A client of the replay server at `address` ("host:port"). Any number of threads may use one client.
+
+    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
+    same methods; `replay_client.shards` says what each then does.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -48,7 +53,7 @@ class ReplayClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         timeout: float | None = 30.0,
         *,
         token: str | None = None,

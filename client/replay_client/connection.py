@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
 
 import grpc
@@ -44,6 +45,8 @@ _OPTIONS: Final = [
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A name may get another address when its server restarts; gRPC would look it up every 30 s at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
@@ -95,6 +98,8 @@ class Connection:
         self.address = access.address
         self.timeout = timeout
         self._stubs: _Stubs | None = None
+        self._left: list[grpc.aio.Channel] = []
+        """Channels to earlier addresses."""
         self._closed = False
 
     @property
@@ -106,6 +111,18 @@ class Connection:
     def payloads(self) -> PayloadStub:
         """Calls whose messages carry payloads."""
         return self._open().payloads
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel itself, to watch its state."""
+        return self._open().channel
+
+    def move(self, address: str) -> None:
+        """The server has moved: new calls go to `address`. Those under way end as the old connection does."""
+        self.access, self.address = replace(self.access, address=address), address
+        if self._stubs is not None:
+            self._left.append(self._stubs.channel)
+            self._stubs = None
 
     def _open(self) -> _Stubs:
         # Made at the first use, because a channel belongs to the event loop that runs then.
@@ -147,15 +164,15 @@ class Connection:
 
         False: the server gave the batch back, because its time was up, the server restarted, or an item became stale.
         """
-        request = pb.AcknowledgeSamplesRequest(batches=[batch])
+        request = pb.AcknowledgeSamplesRequest(batches=[batch], unread=True)
         response = await self.unary(self.stub.AcknowledgeSamples, request, timeout)
         return not response.missing
 
     async def close(self) -> None:
         """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
         stubs, self._stubs, self._closed = self._stubs, None, True
-        if stubs is not None:
-            await stubs.channel.close()
+        for channel in [*self._left, *([stubs.channel] if stubs is not None else ())]:
+            await channel.close()
 
 
 class _Stubs(NamedTuple):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
+FIRST_KEY, LAST_KEY = 1 << 62, (1 << 63) - 1
+"""All keys that a KeySequence chooses lie between these."""
+
 
 class KeySequence:
     """Keys of 38 random bits and a counter of 24 bits. Not safe across a fork."""
@@ -15,7 +18,7 @@ class KeySequence:
     def __next__(self) -> int:
         key = next(self._keys, None)
         if key is None:
-            start = (secrets.randbits(38) | 1 << 38) << 24
+            start = FIRST_KEY | secrets.randbits(38) << 24
             self._keys = iter(range(start, start + (1 << 24)))
             key = next(self._keys)
         return key

@@ -40,6 +40,8 @@ class SampleInfo:
     table_size: int
     lease: int = 0
     """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
+    shard: str = ""
+    """The server that it came from, for a client of several."""
 
 
 @dataclass
@@ -150,6 +152,8 @@ class PermitLease:
     count: int
     ttl: float
     """Seconds until unused permits go back."""
+    shard: str = ""
+    """The server that granted it, for a client of several."""
 
 
 @dataclass(frozen=True)

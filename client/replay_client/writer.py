@@ -91,6 +91,25 @@ class Pipeline:
             self._drained.append(when_drained)
             return False
 
+    @property
+    def in_flight(self) -> int:
+        """Items that are not acknowledged."""
+        return self._in_flight
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self._bytes
+
+    @property
+    def failure(self) -> ReplayError | None:
+        """Why nothing can be sent any more."""
+        return self._failure
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Calls back, once, when items have been acknowledged or the pipeline has failed."""
+        with self._lock:
+            self._room.append(callback)
+
     def seconds(self, timeout: Timeout) -> float | None:
         return self._connection.seconds(timeout)
 

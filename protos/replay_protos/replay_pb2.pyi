@@ -350,8 +350,11 @@ class AcknowledgeSamplesRequest(_message.Message):
 
     BATCHES_FIELD_NUMBER: _builtins.int
     GIVE_BACK_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     give_back: _builtins.bool
     """return the items to their table instead"""
+    unread: _builtins.bool
+    """nobody has seen the items: give back a batch with a stale one, as missing"""
     @_builtins.property
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -359,10 +362,11 @@ class AcknowledgeSamplesRequest(_message.Message):
         *,
         batches: _abc.Iterable[_builtins.int] | None = ...,
         give_back: _builtins.bool = ...,
+        unread: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "give_back", b"give_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "give_back", b"give_back", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,6 +396,83 @@ class AcknowledgeSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeSamplesResponse: _TypeAlias = AcknowledgeSamplesResponse  # noqa: Y015
+
+@_typing.final
+class WeighRequest(_message.Message):
+    """What a table could be sampled for now. A client of several servers divides a batch among them by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    scope: _builtins.str
+    """as in SampleRequest: leave out what was drawn under this name"""
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        scope: _builtins.str = ...,
+        exclude: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude", b"exclude", "scope", b"scope", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeighRequest: _TypeAlias = WeighRequest  # noqa: Y015
+
+@_typing.final
+class Weight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    SQUARES_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    ORDERED_FIELD_NUMBER: _builtins.int
+    CONSUMING_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    total: _builtins.float
+    """sum of the effective priorities that can be drawn; a uniform sampler: 1 each"""
+    squares: _builtins.float
+    """sum of their squares"""
+    items: _builtins.int
+    """how many items can be drawn"""
+    samples: _builtins.int
+    """how many samples the rate limiter allows now"""
+    ordered: _builtins.bool
+    """the sampler draws in an order, and not at random"""
+    consuming: _builtins.bool
+    """items leave when they are sampled often enough"""
+    size: _builtins.int
+    """items in the table"""
+    reason: _builtins.str
+    """why one sample would have to wait; empty: it would not"""
+    def __init__(
+        self,
+        *,
+        total: _builtins.float = ...,
+        squares: _builtins.float = ...,
+        items: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        ordered: _builtins.bool = ...,
+        consuming: _builtins.bool = ...,
+        size: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consuming", b"consuming", "items", b"items", "ordered", b"ordered", "reason", b"reason", "samples", b"samples", "size", b"size", "squares", b"squares", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Weight: _TypeAlias = Weight  # noqa: Y015
 
 @_typing.final
 class UpdatePrioritiesRequest(_message.Message):
@@ -995,7 +1076,7 @@ class Waiting(_message.Message):
     reason: _builtins.str
     """why the first in line waits"""
     seconds: _builtins.float
-    """since when"""
+    """since when requests wait and none was served, those that ask again included"""
     def __init__(
         self,
         *,
@@ -1283,6 +1364,7 @@ class AdmissionInfo(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     ACQUIRING_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     max_staleness: _builtins.int
     accepted: _builtins.int
@@ -1290,6 +1372,8 @@ class AdmissionInfo(_message.Message):
     capacity: _builtins.int
     """permits that could be granted now"""
     expired: _builtins.int
+    table: _builtins.str
+    """only inserts into this table need permits; empty (an older server): all do"""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     def __init__(
@@ -1302,10 +1386,11 @@ class AdmissionInfo(_message.Message):
         capacity: _builtins.int = ...,
         acquiring: Global___Waiting | None = ...,
         expired: _builtins.int = ...,
+        table: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquiring", b"acquiring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

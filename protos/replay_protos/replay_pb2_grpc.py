@@ -59,6 +59,11 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
                 _registered_method=True)
+        self.Weigh = channel.unary_unary(
+                '/replay.v1.Replay/Weigh',
+                request_serializer=replay__protos_dot_replay__pb2.WeighRequest.SerializeToString,
+                response_deserializer=replay__protos_dot_replay__pb2.Weight.FromString,
+                _registered_method=True)
         self.UpdatePriorities = channel.unary_unary(
                 '/replay.v1.Replay/UpdatePriorities',
                 request_serializer=replay__protos_dot_replay__pb2.UpdatePrioritiesRequest.SerializeToString,
@@ -160,6 +165,12 @@ class ReplayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeSamples(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Weigh(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -279,6 +290,11 @@ def add_ReplayServicer_to_server(servicer, server):
                     servicer.AcknowledgeSamples,
                     request_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.SerializeToString,
+            ),
+            'Weigh': grpc.unary_unary_rpc_method_handler(
+                    servicer.Weigh,
+                    request_deserializer=replay__protos_dot_replay__pb2.WeighRequest.FromString,
+                    response_serializer=replay__protos_dot_replay__pb2.Weight.SerializeToString,
             ),
             'UpdatePriorities': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdatePriorities,
@@ -486,6 +502,33 @@ class Replay(object):
             '/replay.v1.Replay/AcknowledgeSamples',
             replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
             replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Weigh(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/replay.v1.Replay/Weigh',
+            replay__protos_dot_replay__pb2.WeighRequest.SerializeToString,
+            replay__protos_dot_replay__pb2.Weight.FromString,
             options,
             channel_credentials,
             insecure,

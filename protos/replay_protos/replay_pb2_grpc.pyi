@@ -51,6 +51,7 @@ class ReplayStub:
     Sample: _grpc.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]
     SampleStream: _grpc.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]
     AcknowledgeSamples: _grpc.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]
+    Weigh: _grpc.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]
     UpdatePriorities: _grpc.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]
     Delete: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]
     Get: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]
@@ -78,6 +79,7 @@ class ReplayAsyncStub(ReplayStub):
     Sample: _aio.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     SampleStream: _aio.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     AcknowledgeSamples: _aio.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]  # type: ignore[assignment]
+    Weigh: _aio.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]  # type: ignore[assignment]
     UpdatePriorities: _aio.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Get: _aio.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]  # type: ignore[assignment]
@@ -132,6 +134,13 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.AcknowledgeSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.AcknowledgeSamplesResponse, _abc.Awaitable[_replay_pb2.AcknowledgeSamplesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Weigh(
+        self,
+        request: _replay_pb2.WeighRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_pb2.Weight, _abc.Awaitable[_replay_pb2.Weight]]: ...
 
     @_abc_1.abstractmethod
     def UpdatePriorities(

@@ -14,6 +14,7 @@ from replay_server.cli.checkpoints import checkpoint, checkpoints
 from replay_server.cli.dashboard import dashboard
 from replay_server.cli.demo import demo
 from replay_server.cli.doctor import doctor
+from replay_server.cli.export import export, import_items
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items
 from replay_server.cli.output import complain, say
@@ -38,11 +39,12 @@ app = typer.Typer(
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
 _LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, dashboard, watch, items, show, update, delete, reset)
-_KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints)
+_KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints, export)
 _RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
 for command in _LOOK:
     app.command()(command)
 app.add_typer(policy, name="policy")
+app.command("import")(import_items)
 for command in (*_KEEP, *_RUN):
     app.command()(command)
 

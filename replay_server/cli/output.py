@@ -51,7 +51,7 @@ def console() -> Console:
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
-    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
     # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
     print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)
 
@@ -73,9 +73,9 @@ def printable(text: str) -> str:
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _finite(part) for name, part in value.items()}
+        return {str(name): finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

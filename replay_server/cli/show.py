@@ -123,7 +123,8 @@ def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -
         },
         "prompt": prompt,
         "completions": [
-            _completion(group, row, start, stop, decoder, tokens) for row, (start, stop) in enumerate(_spans(group))
+            _completion(group, row, start, stop, decoder, tokens)
+            for row, (start, stop) in enumerate(completion_slices(group))
         ],
     }
 
@@ -153,7 +154,7 @@ def _completion(
     return completion
 
 
-def _spans(group: RolloutGroup) -> list[tuple[int, int]]:
+def completion_slices(group: RolloutGroup) -> list[tuple[int, int]]:
     ends = np.cumsum(group.completion_lengths)
     return [(int(end - n), int(end)) for end, n in zip(ends, group.completion_lengths, strict=True)]
 
@@ -197,7 +198,9 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     ]
     if tokens:
         lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for row, ((start, stop), completion) in enumerate(zip(_spans(group), document["completions"], strict=True)):
+    for row, ((start, stop), completion) in enumerate(
+        zip(completion_slices(group), document["completions"], strict=True)
+    ):
         mean = completion["mean_logprob"]
         parts = [
             f"completion {row}: {_tokens(completion['tokens'])}",

@@ -49,6 +49,7 @@ ROLES = {
     "GetPolicy": Role.READ_ONLY,
     "WatchPolicy": Role.READ_ONLY,
     "ListCheckpoints": Role.READ_ONLY,
+    "Weigh": Role.READ_ONLY,
     "Insert": Role.READ_WRITE,
     "InsertStream": Role.READ_WRITE,
     "Sample": Role.READ_WRITE,

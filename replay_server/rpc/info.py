@@ -49,8 +49,9 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 accepted=admission.accepted,
                 running=admission.running,
                 capacity=admission.capacity,
-                acquiring=_waiting(buffer, admission.line, None if head is None else admission.why_not(head.count)),
+                acquiring=_waiting(admission.line, None if head is None else admission.why_not(head.count)),
                 expired=admission.expired,
+                table=admission.table,
             )
         )
     return info
@@ -68,8 +69,8 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         size=table.size,
         bytes=table.bytes,
         reserved=table.outstanding,
-        inserting=_waiting(buffer, lines.inserts, None if insert is None else buffer.why_waiting(insert)),
-        sampling=_waiting(buffer, lines.samples, None if sample is None else buffer.why_waiting(sample)),
+        inserting=_waiting(lines.inserts, None if insert is None else buffer.why_waiting(insert)),
+        sampling=_waiting(lines.samples, None if sample is None else buffer.why_waiting(sample)),
         age=_quantiles(now - columns.inserted_at[slots]),
         staleness=_quantiles(staleness),
         priority=_quantiles(columns.priority[slots]),
@@ -83,11 +84,8 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     )
 
 
-def _waiting(buffer: ReplayBuffer, line: Line[Any], reason: str | None) -> pb.Waiting:
-    head = line.head
-    if head is None:
-        return pb.Waiting()
-    return pb.Waiting(count=len(line), reason=reason or "", seconds=buffer.clock() - head.since)
+def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
+    return pb.Waiting(count=len(line), reason=reason or "", seconds=line.standstill)
 
 
 def _limiter(limiter: RateLimiter) -> pb.Limiter:

@@ -25,6 +25,7 @@ from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
 from replay_server.tables.waiting import deadline_at, result_of
+from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -97,23 +98,38 @@ class SampleMethods:
                 del self._streams[client]
 
     @unary
+    async def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.Weight:
+        _check_left_out(request)
+        buffer = self.backend.buffer
+        buffer.check_open()
+        wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
+        return pb.Weight(**vars(weigh(buffer.table(request.table), wanted)))
+
+    @unary
     @durable
     async def AcknowledgeSamples(
         self, request: pb.AcknowledgeSamplesRequest, context: Context
     ) -> pb.AcknowledgeSamplesResponse:
         if len(request.batches) > MAX_ROWS:
             raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        missing = [batch for batch in request.batches if not self._end(batch, request.give_back)]
+        missing = [batch for batch in request.batches if not self._end(batch, request.give_back, request.unread)]
         return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
 
-    def _end(self, batch_id: int, give_back: bool) -> bool:
+    def _end(self, batch_id: int, give_back: bool, unread: bool) -> bool:
         """Takes a batch, or gives it back. Returns True for a retry too, and False if the batch was ended otherwise."""
         if (sample_stream := self._stream_of.get(batch_id)) is not None:
             # The connection of the stream broke, and the server may not have noticed that yet.
             return sample_stream.end(batch_id, give_back)
-        if self.leases.end(batch_id, give_back):
+        if self.leases.end(batch_id, give_back, unread):
             return True
         return not give_back and batch_id in self.backend.buffer.outstanding.taken
+
+
+def _check_left_out(request: pb.SampleRequest | pb.WeighRequest) -> None:
+    if len(request.exclude) > MAX_EXCLUDE:
+        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
+    if len(request.scope) > MAX_SCOPE:
+        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
 
 
 async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
@@ -123,10 +139,7 @@ async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, Sa
     """
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
-    if len(request.exclude) > MAX_EXCLUDE:
-        raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
-    if len(request.scope) > MAX_SCOPE:
-        raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
+    _check_left_out(request)
     wanted = SampleRequest(
         num_samples=request.num_samples,
         min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
@@ -310,9 +323,12 @@ class Leases:
         if (batch_id := self._batch_of.get(request)) is not None:
             self._end(batch_id, give_back=True)
 
-    def end(self, batch_id: int, give_back: bool) -> bool:
-        """Takes the batch, or gives it back. False: its lease had ended, and this is no second time to give it back."""
-        if not self._end(batch_id, give_back):
+    def end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
+        """Takes the batch, or gives it back. False: its lease had ended, and this is no second time to give it back.
+
+        A batch that is `unread` is given back, with the result False, if an item in it has become too stale.
+        """
+        if not self._end(batch_id, give_back, unread):
             return give_back and batch_id in self._given_back
         if give_back:
             self._given_back[batch_id] = None
@@ -320,15 +336,14 @@ class Leases:
                 del self._given_back[next(iter(self._given_back))]
         return True
 
-    def _end(self, batch_id: int, give_back: bool) -> bool:
+    def _end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
         lease = self._open.pop(batch_id, None)
         if lease is None:
             return False
         timer, share = lease
         timer.cancel()
         share.close()
-        if give_back:
-            self._buffer.give_back(batch_id)
-        else:
-            self._buffer.take(batch_id, sent=True)
+        if not give_back:
+            return self._buffer.take(batch_id, sent=not unread)
+        self._buffer.give_back(batch_id)
         return True

@@ -36,6 +36,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
     offset = records.wall_offset(buffer.clock())
     scopes: list[Any] = []
+    admission: dict[str, Any] | None = None
     taken: list[tuple[int, list[int]]] = []
     for name, record in state.state_records.items():
         if name.startswith((SCOPE, TAKEN)):
@@ -54,8 +55,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
             load_policy(buffer, Policy(value[0], value[1], value[2] - offset))
-        elif name == ADMISSION and buffer.admission is not None:
-            buffer.admission.load_state_dict(value, offset)
+        elif name == ADMISSION:
+            admission = value
+    if buffer.admission is not None:
+        buffer.admission.load_state_dict(admission, offset, buffer.policy.version)
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
         if table_name in buffer.tables:
             buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())

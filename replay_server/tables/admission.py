@@ -3,6 +3,9 @@
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * groups_per_step, the rule of AReaL
 (arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit ends by
 the insert (running -> accepted), by release, or by expiry of its grant (both lower running only).
+
+Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
+other tables goes back, because no step will ever use that group.
 """
 
 from __future__ import annotations
@@ -38,14 +41,18 @@ class PendingPermits(Pending[Grant]):
 
 
 class Admission:
-    def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: AdmissionConfig, table: str, clock: Callable[[], float]) -> None:
+        """`table`: the one whose inserts need permits."""
         self.config = config
+        self.table = table
         self._clock = clock
         self._version = 0
+        self._began = False
+        """Whether a version was ever set. The first one is where the count of accepted groups begins."""
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
-        self.line: Line[PendingPermits] = Line()
+        self.line: Line[PendingPermits] = Line(clock)
 
     @property
     def running(self) -> int:
@@ -95,12 +102,17 @@ class Admission:
         self.progress()
         return released
 
-    def accept(self, grant_id: int) -> None:
-        """A group was inserted with a permit. It counts even if its grant has expired in the meantime."""
-        self.accepted += 1
-        grant = self._grants.get(grant_id)
-        if grant is not None:
-            self._use(grant, 1)
+    def use(self, grant_id: int, count: int, accepted: bool) -> None:
+        """Groups were inserted with permits. Accepted ones count even if their grant has expired in the meantime.
+
+        Groups that went into other tables than `table` are not accepted: their permits go back.
+        """
+        if (grant := self._grants.get(grant_id)) is not None:
+            self._use(grant, min(count, grant.count))
+        if accepted:
+            self.accepted += count
+        else:
+            self.progress()
 
     def forget(self) -> None:
         """An accepted group went unsampled (stale, evicted, deleted), so no step will use it.
@@ -110,14 +122,23 @@ class Admission:
         self.accepted -= 1
         self.progress()
 
-    def set_version(self, version: int) -> None:
-        self._version = version
+    def set_version(self, version: int, unsampled: Callable[[], int]) -> None:
+        """The trainer has finished `version` updates. `unsampled` counts accepted groups that nobody has sampled yet.
+
+        A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
+        them in `accepted`, the first version would admit a group for every one of them again.
+        """
+        # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
+        if not self._began and (version > 1 or not (self.accepted or self.running)):
+            self.accepted = max(self.accepted, version * self.config.groups_per_step + unsampled())
+        self._began, self._version = True, version
         self.progress()
 
     def restart(self, version: int) -> None:
         """The trainer starts again at `version`, so `accepted` becomes what it has used until then."""
         self.accepted = version * self.config.groups_per_step
-        self.set_version(version)
+        self._began, self._version = True, version
+        self.progress()
 
     def expire(self) -> None:
         """Ends the grants whose time is over."""
@@ -162,11 +183,18 @@ class Admission:
         return {
             "accepted": self.accepted,
             "expired": self.expired,
+            "began": self._began,
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], offset: float) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
+        """`version`: the policy version that was loaded. None: there was no [admission] when the state was written."""
+        if state is None:
+            if version > 0:
+                self.restart(version)
+            return
         self.accepted, self.expired = state["accepted"], state["expired"]
+        self._began, self._version = state.get("began", version > 0), version  # older records do not say
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

@@ -21,7 +21,7 @@ from replay_server.errors import Refused, closed, deadline, invalid, not_found, 
 from replay_server.tables.admission import Admission
 from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.columns import FloatArray, KeyArray
-from replay_server.tables.config import AdmissionConfig, TableConfig, explain
+from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
     MAX_VERSION,
     Blocked,
@@ -63,18 +63,19 @@ class ReplayBuffer:
     ) -> None:
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
-        self.admission = None if admission is None else Admission(admission, clock)
+        configs = list(tables)
+        self.admission = None if admission is None else Admission(admission, admitted_table(admission, configs), clock)
         self.max_payload_bytes = max_payload_bytes
         unused_permit = (lambda: None) if self.admission is None else self.admission.forget
         self.items = Items(self.storage, max_bytes, unused_permit)
-        self.tables = {config.name: Table(config, clock, self.left) for config in tables}
-        self.lines = {name: Lines() for name in self.tables}
+        self.tables = {config.name: Table(config, clock, self.left) for config in configs}
+        self.lines = {name: Lines(clock) for name in self.tables}
         self.known_keys = KnownKeys()
         self.policy = Policy(set_at=clock())
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
-        self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers)
+        self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers, self.admission)
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
@@ -165,17 +166,18 @@ class ReplayBuffer:
     def _enter(self, insert: InsertBatch, rows: Rows, tables: Sequence[Table]) -> None:
         """Inserts rows that the rules allow. Raises Refused if the server is full, and cannot evict enough."""
         self.items.make_room(rows.nbytes, tables)
-        permits = insert.permits if self.admission is not None else 0
-        self.items.insert(insert, self.clock(), len(tables), bool(permits))
+        admission = self.admission if insert.permits else None
+        admitted = admission is not None and admission.table in insert.priorities
+        self.items.insert(insert, self.clock(), len(tables), admitted)
         for table in tables:
             table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
+            self.lines[table.name].inserts.moved()
         self.known_keys.remember(insert.keys)
         for watcher in self.watchers:
             watcher.changed(insert.keys)
             watcher.inserted(insert.keys)
-        if permits and self.admission is not None:
-            for _ in insert.keys:
-                self.admission.accept(permits)
+        if admission is not None:
+            admission.use(insert.permits, len(insert), accepted=admitted)
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -443,7 +445,7 @@ class ReplayBuffer:
                 for item in self.items.values():
                     item.unused_permit = False  # no longer among the accepted
             else:
-                self.admission.set_version(version)
+                self.admission.set_version(version, self.items.unused_permits)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

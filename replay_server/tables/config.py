@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -210,12 +211,36 @@ class TableConfig(Model):
 class AdmissionConfig(Model):
     """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * groups_per_step."""
 
+    table: str | None = None
+    """The table whose groups are trained on: only inserts into it need permits. Absent: the one queue or stack with
+    forward_to, else the only queue or stack, else the only table."""
     groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
     """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
+
+
+def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
+    """The name of the table whose inserts need permits. Raises ValueError if it is not clear which one that is."""
+    names = ", ".join(table.name for table in tables)
+    if admission.table is not None:
+        if all(table.name != admission.table for table in tables):
+            raise ValueError(f"[admission] table = {admission.table!r}: there is no such table; tables: {names}")
+        return admission.table
+    queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
+    for candidates in ([table for table in queues if table.forward_to is not None], queues, tables):
+        if len(candidates) == 1:
+            return candidates[0].name
+        if candidates:
+            tables = candidates
+            break
+    example = f"[admission] table = {tables[0].name!r}" if tables else "[[tables]]"
+    raise ValueError(
+        f"[admission] does not say which table is trained on, and {', '.join(table.name for table in tables)} could "
+        f"be: name it, for example {example}"
+    )
 
 
 def explain(error: ValidationError) -> str:

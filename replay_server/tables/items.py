@@ -67,6 +67,10 @@ class Items(dict[int, Item]):
         self.bytes += sum(sizes)
         self.storage.put(batch.keys, batch.payloads)
 
+    def unused_permits(self) -> int:
+        """How many items were inserted with a permit, and not sampled since."""
+        return sum(item.unused_permit for item in self.values())
+
     def hold(self, keys: Iterable[int]) -> None:
         """Adds a holder to each of `keys`."""
         for key in keys:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from replay_server.tables.batches import InsertBatch, SampleBatch, SampleRequest
 from replay_server.tables.insert_rules import Rows
@@ -35,7 +34,7 @@ class PendingSample(Pending[tuple[int, SampleBatch]]):
         return None if self.value is None else self.value[0]
 
 
-@dataclass
 class Lines:
-    inserts: Line[PendingInsert] = field(default_factory=Line)
-    samples: Line[PendingSample] = field(default_factory=Line)
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.inserts: Line[PendingInsert] = Line(clock)
+        self.samples: Line[PendingSample] = Line(clock)

@@ -31,7 +31,6 @@ def load_items(buffer: ReplayBuffer, loaded: Mapping[int, Item]) -> None:
 def reconcile(buffer: ReplayBuffer) -> None:
     """Makes all that was loaded fit the configuration. What that costs is logged."""
     if buffer.admission is not None:
-        buffer.admission.set_version(buffer.policy.version)
         buffer.admission.expire()
     for table in buffer.tables.values():
         size = table.size

@@ -13,6 +13,7 @@ from itertools import count
 import numpy as np
 
 from replay_server.errors import invalid
+from replay_server.tables.admission import Admission
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items, Watcher
@@ -21,10 +22,13 @@ from replay_server.tables.taken_batches import TakenBatches
 
 
 class OutstandingBatches:
-    def __init__(self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher]) -> None:
+    def __init__(
+        self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher], admission: Admission | None
+    ) -> None:
         self._tables = tables
         self._items = items
         self._watchers = watchers
+        self._admitted = "" if admission is None else admission.table
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.taken = TakenBatches()
         # A batch of a server before a restart must not be mistaken for a new one.
@@ -57,8 +61,9 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        for key in keys:
-            self._items[key].unused_permit = False
+        if table.name == self._admitted:
+            for key in keys:
+                self._items[key].unused_permit = False
         table.take(batch)
         changed = [table]
         if table.config.forward_to is not None and batch.epoch == table.epoch:

@@ -51,6 +51,10 @@ class Selector(Protocol):
     def holds(self, slot: int) -> bool:
         """Whether `select` can name this slot of the table."""
 
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        """The sum of the weights by which it draws, and the sum of their squares, without the excluded slots (which it
+        holds). Where it draws in an order every slot weighs 1."""
+
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         """Up to n distinct slots (n,) without the excluded ones (which it holds), and their probabilities (n,) of
         coming first."""
@@ -106,6 +110,10 @@ class Fifo:
     def holds(self, slot: int) -> bool:
         return slot in self._live
 
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        slots = float(self.selectable() - excluded.size)
+        return slots, slots
+
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         chosen: list[int] = []
         left_out = set(excluded.tolist())
@@ -159,6 +167,10 @@ class Heap:
     def holds(self, slot: int) -> bool:
         return self._tree.holds(slot)
 
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        slots = float(self.selectable() - excluded.size)
+        return slots, slots
+
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         slots = self._tree.first(n + excluded.size)
         if excluded.size:
@@ -204,6 +216,10 @@ class Uniform:
 
     def holds(self, slot: int) -> bool:
         return slot in self._where
+
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        slots = float(self.selectable() - excluded.size)
+        return slots, slots
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Leaving out some of a sequence of draws without replacement leaves such a sequence of the others.
@@ -305,6 +321,18 @@ class Prioritized:
 
     def holds(self, slot: int) -> bool:
         return self._tree.is_positive(slot)
+
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        """O(size). With a half-life as of the current version, so that the weights of several tables compare."""
+        self._lift()
+        weights = self._tree.get(self._columns.occupied())
+        left_out = self._tree.get(excluded)
+        total = max(0.0, float(weights.sum() - left_out.sum()))
+        squares = max(0.0, float(weights @ weights - left_out @ left_out))
+        if self._freshness is None:
+            return total, squares
+        scale = float(np.exp2(self._reference - self._freshness.current()))
+        return total * scale, squares * scale**2
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # The first appearances in a sequence of independent draws are a sequence of successive draws without

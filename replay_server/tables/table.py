@@ -176,14 +176,14 @@ class Table:
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
-        return selectable - len(self._excluded(request))
+        return selectable - len(self.excluded(request))
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
         if not self.limiter.can_sample(n):
             return self.limiter.why_no_sample(n)
         if (available := self.available(request)) < n:
-            excluded = len(self._excluded(request))
+            excluded = len(self.excluded(request))
             left_out = f", {excluded} excluded" if excluded else ""
             if unselectable := self.size - self.sampler.selectable():
                 left_out += f", {unselectable} of priority 0"
@@ -198,7 +198,7 @@ class Table:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
         columns = self.columns
         if request.distinct:
-            excluded = np.array(sorted(self._excluded(request)), dtype=np.int64)
+            excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
             slots, probabilities = self.sampler.select(n, self.rng, excluded)
         else:
             slots, probabilities = self.sampler.select_repeated(n, self.rng)
@@ -276,7 +276,7 @@ class Table:
         rows: list[int] = np.flatnonzero(back).tolist()
         return rows
 
-    def _excluded(self, request: SampleRequest) -> set[int]:
+    def excluded(self, request: SampleRequest) -> set[int]:
         """The slots that `request` must not get, as far as the sampler could choose them."""
         keys: Iterable[int] = request.exclude
         if request.scope and (given := self.scopes.given(request.scope)):

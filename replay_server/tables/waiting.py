@@ -12,6 +12,9 @@ from replay_server.errors import Refused, invalid
 
 T = TypeVar("T")
 
+ASKS_AGAIN = 10.0
+"""Seconds within which a request that follows the end of another wait counts as the same wait: a client asks again."""
+
 
 class Pending(Generic[T]):
     """A request that waits. It ends once: with a value, with an error, or because its client went away."""
@@ -29,16 +32,16 @@ class Pending(Generic[T]):
 
     def finish(self, value: T) -> None:
         self.value = value
-        self._end()
+        self._end(served=True)
 
     def fail(self, error: Refused) -> None:
         self._error = error
-        self._end()
+        self._end(served=False)
 
     def abandon(self) -> None:
         """The client went away, so `on_done` is not called."""
         self.done = True
-        self._leave()
+        self._leave(served=False)
 
     def result(self) -> T:
         assert self.done
@@ -46,16 +49,18 @@ class Pending(Generic[T]):
             raise self._error
         return self.value  # type: ignore[return-value]
 
-    def _end(self) -> None:
+    def _end(self, served: bool) -> None:
         assert not self.done
         self.done = True
-        self._leave()
+        self._leave(served)
         if self.on_done is not None:
             self.on_done()
 
-    def _leave(self) -> None:
+    def _leave(self, served: bool) -> None:
         for line in self.lines:
             line.leave(self)
+            if served:
+                line.moved()
         self.lines.clear()
 
 
@@ -100,17 +105,48 @@ P = TypeVar("P", bound=Pending[Any])
 
 
 class Line(Generic[P]):
-    """Pending requests, first come first served. A request that ends leaves its lines."""
+    """Pending requests, first come first served. A request that ends leaves its lines.
 
-    def __init__(self) -> None:
+    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first of such
+    requests, and not from the one that waits now.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._pending: OrderedDict[int, P] = OrderedDict()
+        self.moved_at = -math.inf
+        """When a request was served last."""
+        self._still_since = -math.inf
+        self._left_at = -math.inf
+        """When the last request left the line without having been served."""
 
     def join(self, pending: P) -> None:
+        if not self._pending and pending.since - self._left_at > ASKS_AGAIN:
+            self._still_since = pending.since
         self._pending[id(pending)] = pending
         pending.lines.append(self)
 
     def leave(self, pending: P) -> None:
         del self._pending[id(pending)]
+        if not self._pending:
+            self._left_at = self._clock()
+
+    def moved(self) -> None:
+        """A request was served, from the line or past it."""
+        self._still_since = self.moved_at = self._clock()
+        self._left_at = -math.inf
+
+    @property
+    def still_since(self) -> float | None:
+        """Since when requests wait and none was served; None: nothing waits, or is about to ask again."""
+        waits = bool(self._pending) or self._clock() - self._left_at <= ASKS_AGAIN
+        return self._still_since if waits else None
+
+    @property
+    def standstill(self) -> float:
+        """Seconds for which requests have waited and none was served; 0.0: nothing waits."""
+        since = self.still_since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
 
     @property
     def head(self) -> P | None:

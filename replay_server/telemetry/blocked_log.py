@@ -1,25 +1,27 @@
-"""BlockedLog: logs the first request of a line when it has waited long, with the reason, and when it moves again."""
+"""BlockedLog: logs a line in which requests have waited long and none was served, and when it moves again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.lines import PendingInsert, PendingSample
+from replay_server.tables.waiting import Line
 
 log = logging.getLogger("replay_server")
 
 LOG_AFTER = 30.0
-"""Seconds of waiting after which a line is logged."""
+"""Seconds of standstill after which a line is logged."""
 _SECONDS_PER_LOOK = 5.0
 
 
 class BlockedLog:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
-        self._logged: dict[tuple[str, str], PendingInsert | PendingSample] = {}
-        """The waiting requests that were logged, by table and verb."""
+        self._logged: dict[str, float] = {}
+        """The lines that were logged: since when they stand still."""
 
     async def run(self) -> None:
         """Looks every few seconds. Runs until it is cancelled."""
@@ -29,12 +31,28 @@ class BlockedLog:
 
     def look(self) -> None:
         now = self._buffer.clock()
-        for name, lines in self._buffer.lines.items():
-            for verb, head in (("inserting", lines.inserts.head), ("sampling", lines.samples.head)):
-                logged = self._logged.get((name, verb))
-                if logged is not None and logged is not head:
-                    log.info("%s: %s moves again after %.0f s", name, verb, now - logged.since)
-                    del self._logged[name, verb]
-                if head is not None and logged is not head and now - head.since >= LOG_AFTER:
-                    log.warning("blocked for %.0f s: %s", now - head.since, self._buffer.why_waiting(head))
-                    self._logged[name, verb] = head
+        for name, line, reason in self._lines():
+            since = line.still_since
+            logged = self._logged.get(name)
+            if logged is not None and since != logged:
+                if line.moved_at > logged:
+                    log.info("%s moves again after %.0f s", name, now - logged)
+                else:
+                    log.info("%s: nothing waits any more after %.0f s", name, now - logged)
+                del self._logged[name]
+                logged = None
+            # A line without a head is between two attempts of its client.
+            if since is not None and logged is None and reason is not None and now - since >= LOG_AFTER:
+                log.warning("blocked for %.0f s: %s", now - since, reason)
+                self._logged[name] = since
+
+    def _lines(self) -> Iterator[tuple[str, Line[Any], str | None]]:
+        """Every line, what it is for, and why its first request waits; None: there is none."""
+        buffer = self._buffer
+        for name, lines in buffer.lines.items():
+            inserts, samples = lines.inserts, lines.samples
+            yield f"{name}: inserting", inserts, buffer.why_waiting(inserts.head) if inserts.head else None
+            yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
+        if buffer.admission is not None:
+            line, head = buffer.admission.line, buffer.admission.line.head
+            yield "permits", line, f"permits: {buffer.admission.why_not(head.count)}" if head else None

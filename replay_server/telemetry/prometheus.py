@@ -62,11 +62,17 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     if info.HasField("admission"):
         admission = info.admission
         gauges |= {
-            "replay_permits_accepted": ("Groups inserted with a permit.", admission.accepted),
+            "replay_permits_accepted": (
+                "Groups counted as generated: inserted with a permit, or used before this server heard of the run.",
+                admission.accepted,
+            ),
             "replay_permits_running": ("Permits granted and not used up.", admission.running),
             "replay_permits_capacity": ("Permits that could be granted now.", admission.capacity),
             "replay_permits_waiting": ("Requests that wait for permits.", admission.acquiring.count),
-            "replay_permits_waiting_seconds": ("Since the first of them waits.", admission.acquiring.seconds),
+            "replay_permits_waiting_seconds": (
+                "Since when requests wait and no permit was granted.",
+                admission.acquiring.seconds,
+            ),
         }
         yield CounterMetricFamily(
             "replay_permits_expired", "Permits that expired unused.", value=float(admission.expired)
@@ -117,7 +123,9 @@ def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
 def _waits(info: pb.ServerInfo) -> Iterator[Metric]:
     labels = ["table", "operation"]
     waiting = GaugeMetricFamily("replay_table_waiting", "Requests that wait.", labels=labels)
-    seconds = GaugeMetricFamily("replay_table_waiting_seconds", "Since the first of them waits.", labels=labels)
+    seconds = GaugeMetricFamily(
+        "replay_table_waiting_seconds", "Since when requests wait and none was served.", labels=labels
+    )
     share = GaugeMetricFamily(
         "replay_table_blocked_ratio", "Share of the last minute in which one waited.", labels=labels
     )

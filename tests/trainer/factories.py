@@ -75,7 +75,7 @@ def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY, tied: bool = Fals
 
 
 class FakeClient:
-    """As much of ReplayClient as the trainer uses: one batch of fresh groups for each policy version, and a pool."""
+    """As much of ReplayClient as the trainer uses: a pool, and batches of fresh groups, of which the last repeats."""
 
     def __init__(self, batches: Sequence[Sequence[Sample]] = (), pool: Sequence[Sample] = (), version: int = 0) -> None:
         self.batches = batches
@@ -120,7 +120,7 @@ class FakeClient:
     def sampler(
         self, table: str, *, batch_size: int, prefetch: int, timeout: float | None
     ) -> Iterator[Iterator[list[Sample]]]:
-        yield (list(self.batches[self.version]) for _ in itertools.count())
+        yield (list(self.batches[min(i, len(self.batches) - 1)]) for i in itertools.count(self.version))
 
     def sample(
         self,

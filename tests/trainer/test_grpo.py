@@ -223,7 +223,8 @@ def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None
         # Called before the version of this step is published: the server is one behind, its weights are there.
         seen.append((metrics["step"], client.version, Path(client.weights).name))
 
-    trainer = make_trainer(client, tmp_path, max_steps=4, keep_weights=2, on_step=on_step)
+    options = {"max_steps": 4, "keep_weights": 2, "publish_in_background": False}
+    trainer = make_trainer(client, tmp_path, on_step=on_step, **options)
     trainer.train()
     assert seen == [(1, 0, "step-0"), (2, 1, "step-1"), (3, 2, "step-2"), (4, 3, "step-3")]
     assert [folder.name for folder in published(tmp_path)] == ["step-3", "step-4"]
@@ -711,8 +712,8 @@ def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> 
     assert config.correction.rejections == (Rejection("k1", high=2.0), Rejection("k3", "mean", high=0.1))
     with pytest.raises(ValueError, match=r"there is no preset 'icepops' of correction; there are trl_token_truncate"):
         config_from({"output_dir": tmp_path, "correction": "icepops"})
-    with pytest.raises(ValueError, match=r"GRPOConfig has no micro_batch; it has output_dir"):
-        config_from({"output_dir": tmp_path, "micro_batch": 1})
+    with pytest.raises(ValueError, match=r"GRPOConfig: there is no 'learning_rte'; did you mean 'learning_rate'\?"):
+        config_from({"output_dir": tmp_path, "learning_rte": 1})
 
 
 # ------------------------------------------------------------------------------------------------------ publication

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
-from replay_trainer import GRPOConfig, GRPOTrainer
+from replay_server.config import Config
+from replay_trainer import GRPOConfig, GRPOTrainer, TableEvaluation
+from tests.client.generator.factories import ScriptedEngine, make_prompts
+from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import make_group, make_model
 
 STEPS, FRESH = 6, 2
@@ -46,9 +52,12 @@ def insert(client: ReplayClient, count: int, bad: dict[int, bytes]) -> list[int]
     return keys
 
 
-def train(client: ReplayClient, output_dir: Path, **options: Any) -> list[dict[str, Any]]:
+def train(
+    client: ReplayClient, output_dir: Path, *, model: Any = None, evaluate: Any = None, **options: Any
+) -> list[dict[str, Any]]:
     few = {"max_steps": STEPS, "learning_rate": 1e-3, "progress": False, "report_to": (), "sample_timeout": 20.0}
-    GRPOTrainer(make_model(), client, GRPOConfig(output_dir=output_dir, **(few | options))).train()
+    config = GRPOConfig(output_dir=output_dir, **(few | options))
+    GRPOTrainer(make_model() if model is None else model, client, config, evaluate=evaluate).train()
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -73,3 +82,58 @@ def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client: Replay
     for table in ("rollouts", "replay"):
         assert not bad & {item.key for item in client.list_items(table, limit=100)}
     assert client.get(sorted(bad)) == []
+
+
+class Generators:
+    """Generators on an event loop of their own, in a thread, until the end of the block."""
+
+    def __init__(self, address: str, *configs: GeneratorConfig) -> None:
+        self._address = address
+        self._configs = configs
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="generators")
+
+    async def _run(self) -> None:
+        self._loop, self._running = asyncio.get_running_loop(), []
+        tasks = []
+        async with AsyncReplayClient(self._address) as client:
+            for config in self._configs:
+                scores = iter(range(10**9))
+                prompts = make_prompts(10_000 if config.max_groups is None else config.max_groups)
+                generator = RolloutGenerator(
+                    client, ScriptedEngine(), prompts, lambda row, text, scores=scores: float(next(scores) % 2), config
+                )
+                self._running.append(generator)
+                tasks.append(asyncio.create_task(generator.run()))
+            await asyncio.gather(*tasks)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        for generator in self._running:
+            self._loop.call_soon_threadsafe(generator.stop)
+        self._thread.join()
+
+
+def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_path: Path) -> None:
+    write_files(ROOT / "docs/how-to/train.md", tmp_path)
+    config = Config.load(tmp_path / "evaluation.toml")
+    assert config.admission is not None
+    server = ReplayServer(tables=config.tables, port=0, admission=config.admission)
+    few = {"group_size": 3, "follow_policy": False, "stop_grace": 0.2}
+    trained = GeneratorConfig(tables=("rollouts",), **few)
+    evaluated = GeneratorConfig(tables=("eval",), max_groups=150, **few)
+    with server, ReplayClient(server.address) as client, Generators(server.address, evaluated, trained):
+        steps = train(
+            client,
+            tmp_path / "run",
+            model=make_model(vocabulary=128),
+            evaluate=TableEvaluation(client),
+            groups_per_step=config.admission.groups_per_step,
+            eval_every=1,
+        )
+        admission = client.server_info().admission
+    assert [line["fresh/groups"] for line in steps] == [config.admission.groups_per_step] * STEPS
+    assert sum(line.get("eval/groups") or 0 for line in steps) > 0
+    bound = (config.admission.max_staleness + STEPS + 1) * config.admission.groups_per_step
+    assert STEPS * config.admission.groups_per_step <= admission.accepted + admission.running <= bound

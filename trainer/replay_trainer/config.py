@@ -119,6 +119,12 @@ class GRPOConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
+    weights_dir: str | Path | None = None
+    """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
+    Full states are written to output_dir as well, after the announcement: memory does not survive a reboot."""
+    publish_in_background: bool = True
+    """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
+    copy of the weights in host memory, and one of the optimizer state after the first full state."""
     publish_every: int = 1
     """Steps between publications of weights; the last step always publishes."""
     save_every: int = 1

@@ -98,8 +98,8 @@ class GRPOTrainer:
         """Train up to `max_steps`.
 
         Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before an update that
-        is not finite, RuntimeError if more groups than max_bad_share cannot be trained on, and the errors of
-        `Publication.start` if output_dir or the server belong to another run.
+        is not finite, RuntimeError if more groups than max_bad_share cannot be trained on or a version cannot be
+        published, and the errors of `Publication.start` if output_dir or the server belong to another run.
         """
         config = self.config
         publication = Publication(
@@ -121,6 +121,7 @@ class GRPOTrainer:
                 batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
+                    publication.check()
                     taken = source.next(step)
                     skipped = self.inspector.end_draws()
                     taken = self._without_drifted(taken)
@@ -142,8 +143,9 @@ class GRPOTrainer:
                     if step % config.publish_every == 0 or step == config.max_steps:
                         publication.publish(step)
                     laps.lap("publish")
+                publication.finish()
         finally:
-            publication.lock.release()
+            publication.close()
             for callback in self.callbacks:
                 callback.on_end(self)
 

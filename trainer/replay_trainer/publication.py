@@ -1,12 +1,18 @@
-"""Publication: writes policy versions to disk, announces them to the server, and finds the one to resume from."""
+"""Publication: writes policy versions, announces them to the server, and finds the one to resume from.
+
+training loop      probe, copy to the host | next step ...             | probe, copy (waits for the write before)
+its thread                                 | write, announce, clean up |
+"""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient
+from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.logprobs import LogprobModel
@@ -35,7 +42,9 @@ from replay_trainer.weights import (
 
 logger = logging.getLogger(__name__)
 
-_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = StateDictOptions(full_state_dict=True)
+_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""On the first rank alone, in host memory."""
 
 
 class Publication:
@@ -59,9 +68,12 @@ class Publication:
         self.config = config
         self.ranks = ranks
         self.sharded = sharded
-        self.output_dir = Path(config.output_dir)
+        self.output_dir = Path(config.output_dir).resolve()
+        self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
         self.lock = OutputLock(self.output_dir)
         self._last_saved = -config.save_every
+        self._weights_copy, self._state_copy = HostCopy(), HostCopy()
+        self._task = BackgroundTask("replay-publication")
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
@@ -82,19 +94,19 @@ class Publication:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
-        others = [*([metrics_path] if metrics_path.exists() else []), *published(self.output_dir)]
+        others = [*([metrics_path] if metrics_path.exists() else []), *self._published()]
         if not folders and others:
             remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
             raise FileExistsError(
-                f"{self.output_dir} holds {others[-1].name} of an earlier run: {remedy}, or choose another output_dir"
+                f"{others[-1].parent} holds {others[-1].name} of an earlier run: {remedy}, or choose another output_dir"
             )
         version = version_of(folders[-1]) if folders else 0
         for folder in damaged(self.output_dir):
             if version_of(folder) > version:  # older folders may be half removed
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
-        newest = version_of(published(self.output_dir)[-1]) if folders else 0
+        newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
-        ours = bool(folders) and Path(policy.weights).parent == self.output_dir.resolve()
+        ours = bool(folders) and Path(policy.weights).parent in (self.output_dir, self.weights_dir)
         another = Path(policy.weights).parent if policy.weights and not ours else None
         if another is not None or (policy.version > newest and not ours):
             raise RuntimeError(
@@ -109,7 +121,12 @@ class Publication:
         else:
             torch.manual_seed(self.config.seed + self.ranks.index)
             self.publish(0)
+            self.finish()
         return version
+
+    def _published(self) -> list[Path]:
+        """All complete folders of both directories."""
+        return [folder for directory in {self.output_dir, self.weights_dir} for folder in published(directory)]
 
     def _load(self, folder: Path) -> None:
         """Continue from a full state, and undo later publications."""
@@ -121,7 +138,7 @@ class Publication:
         )
         state = load_state(folder)
         if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_FULL)
+            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_GATHERED)
         if self.ranks.index < len(state["random"]):
             torch.set_rng_state(state["random"][self.ranks.index])
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
@@ -130,52 +147,110 @@ class Publication:
         if self.ranks.is_first:
             # rollback: groups that the killed trainer took after this version will not be trained on.
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
-            for later in published(self.output_dir):
+            for later in self._published():
                 if version_of(later) > version:
                     remove(later)
         self.ranks.wait()
 
     def publish(self, version: int) -> None:
-        """Write the weights, with the full state if one is due, and announce the version."""
+        """Copy the weights to the host, with the full state if one is due; then write and announce them.
+
+        Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for the
+        version before. Raises RuntimeError on every rank if that one failed.
+        """
         config = self.config
+        self.finish()
         full = version == config.max_steps or version - self._last_saved >= config.save_every
         probe = self._probe()
-        weights = None
-        if self.sharded:
-            weights = {
-                name.removeprefix("model."): tensor
-                for name, tensor in get_model_state_dict(self.policy, options=_FULL).items()
-            }
+        weights = self._weights()
         state = self._state() if full else None
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
-                # The server chooses the name: it then removes this checkpoint itself when it has enough newer ones.
+                # Not in the background: it belongs to this version. The server chooses the name: it then removes this
+                # checkpoint itself when it has enough newer ones.
                 checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
-            folder = publish_weights(
-                self.policy.model,
-                self.tokenizer,
-                self.output_dir,
-                version,
-                config.keep_weights,
-                probe,
-                weights=weights,
-                state=state,
-                server_checkpoint=checkpoint,
-            )
-            self.client.set_policy_version(version, weights=str(folder))
+            self._task.start(partial(self._write, version, probe, weights, state, checkpoint))
         if full:
             self._last_saved = version
-        self.ranks.wait()
+        if not config.publish_in_background:
+            self.finish()
+
+    def check(self) -> None:
+        """Raises RuntimeError on every rank if a write has failed. Does not wait for one."""
+        error = self._task.take_error()
+        reason = self.ranks.from_first(f"{type(error).__name__}: {error}" if error is not None else "")
+        if reason:
+            raise RuntimeError(
+                f"a version could not be published: {reason}. The run stops here, because its generators would stay at "
+                f"the version before. Mend the cause, and continue with resume=True"
+            ) from error
+
+    def finish(self) -> None:
+        """Wait until every version is written and announced. Raises RuntimeError on every rank if one failed."""
+        self._task.wait()
+        self.check()
+
+    def close(self) -> None:
+        """Wait for the last write and release the folder. An error of that write is logged."""
+        self._task.wait()
+        if (error := self._task.take_error()) is not None:
+            logger.error("the last version could not be published either: %s: %s", type(error).__name__, error)
+        self.lock.release()
+
+    def _write(
+        self,
+        version: int,
+        probe: dict[str, list[Any]],
+        weights: dict[str, Tensor],
+        state: dict[str, Any] | None,
+        checkpoint: str,
+    ) -> None:
+        """Write one version and announce it; on a thread, so without any collective operation."""
+        self._weights_copy.wait()
+        self._state_copy.wait()
+        write = partial(
+            publish_weights,
+            self.policy.model,
+            self.tokenizer,
+            version=version,
+            keep=self.config.keep_weights,
+            probe=probe,
+            weights=weights,
+        )
+        if self.weights_dir == self.output_dir:
+            folder = write(self.output_dir, state=state, server_checkpoint=checkpoint)
+        else:
+            folder = write(self.weights_dir)
+        self.client.set_policy_version(version, weights=str(folder))
+        if self.weights_dir != self.output_dir and state is not None:
+            # After the announcement: the generators need not wait for the disk.
+            write(self.output_dir, state=state, server_checkpoint=checkpoint)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights in host memory, by the names of the model; empty on other ranks than the first."""
+        if self.sharded:
+            # On the host already, and nothing else holds these tensors.
+            state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
+            return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        if not self.ranks.is_first:
+            return {}
+        copied: dict[str, Tensor] = self._weights_copy.take(dict(self.policy.model.state_dict()))
+        return copied
 
     def _state(self) -> dict[str, Any]:
         """The state that a resume needs besides weights and version. The learning rate follows from the step."""
         on_gpu = self.ranks.device.type == "cuda"
+        optimizer = None
+        # Before the first update there is no state, and torch would make a step to create one.
+        if self.optimizer.state:
+            optimizer = get_optimizer_state_dict(
+                self.policy, self.optimizer, options=_GATHERED if self.sharded else _WHOLE
+            )
+            if not self.sharded and self.ranks.is_first:
+                optimizer = self._state_copy.take(optimizer)
         return {
-            # Before the first update there is no state, and torch would make a step to create one.
-            "optimizer": get_optimizer_state_dict(self.policy, self.optimizer, options=_FULL)
-            if self.optimizer.state
-            else None,
+            "optimizer": optimizer,
             "random": self.ranks.all(torch.get_rng_state()),
             "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),
         }

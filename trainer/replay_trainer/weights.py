@@ -38,7 +38,7 @@ def publish_weights(
     directory: Path,
     version: int,
     keep: int,
-    probe: dict[str, list[Any]],
+    probe: dict[str, list[Any]] | None,
     *,
     weights: dict[str, Any] | None = None,
     state: dict[str, Any] | None = None,
@@ -47,8 +47,8 @@ def publish_weights(
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
     `model` is a PreTrainedModel, `tokenizer` its tokenizer or None, `weights` its state dict if it is sharded over
-    ranks. `state` makes the folder a full state; the newest full state is never removed. Raises FileExistsError if the
-    folder exists.
+    ranks. Without a `probe`, generators cannot check what they load, and warn. `state` makes the folder a full state;
+    the newest full state is never removed. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -57,10 +57,12 @@ def publish_weights(
     unfinished = folder.with_name(folder.name + ".tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
     with _no_progress_bar():
-        model.save_pretrained(unfinished, state_dict=weights)
+        # save_pretrained takes tensors out of the dict that it gets.
+        model.save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
-    (unfinished / "probe.json").write_text(json.dumps(probe))
+    if probe is not None:
+        (unfinished / "probe.json").write_text(json.dumps(probe))
     (unfinished / _STATE).unlink(missing_ok=True)
     if state is not None:
         torch.save(state, unfinished / _STATE)

@@ -91,10 +91,6 @@ def bottleneck(info: ServerInfo) -> str:
 def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the metrics of the newest run, and the groups of each policy version, say against the policy."""
     found = []
-    for name, least, most, meaning in RULES:
-        recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
-        if len(recent) >= 3 and not least <= median(recent) <= most:
-            found.append(f"{name} is {median(recent):.3g}: {meaning}")
     entropy = [value for value in metrics.get("train/entropy", ()) if value is not None]
     # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
     surprise = [-each["logprob"] for each in versions if each["logprob"] is not None]
@@ -106,6 +102,10 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
                     f"{name} fell from {early:.2g} to {late:.2g}: the policy is collapsing; raise epsilon_high"
                 )
                 break
+    for name, least, most, meaning in RULES:
+        recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
+        if len(recent) >= 3 and not least <= median(recent) <= most:
+            found.append(f"{name} is {median(recent):.3g}: {meaning}")
     reward = [value for value in metrics.get("fresh/reward_mean", ()) if value is not None]
     if len(reward) >= 20:
         means = [sum(reward[at : at + 10]) / 10 for at in range(0, len(reward) - 9, 5)]

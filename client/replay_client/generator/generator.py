@@ -178,11 +178,11 @@ class RolloutGenerator:
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room for it and a permit."""
-        admission = await self._server.has_admission()
+        admission = await self._server.needs_permits()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
                 "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
-                "[admission]: configure it there, or set max_concurrent_groups"
+                f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
             )
         number = 0
         while self.config.max_groups is None or number < self.config.max_groups:

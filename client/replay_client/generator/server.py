@@ -62,11 +62,14 @@ class GeneratorServer:
         self._waiting = WaitLog()
         self._table_full = WaitLog()
 
-    async def has_admission(self) -> bool:
-        """Whether generators need permits."""
+    async def needs_permits(self) -> bool:
+        """Whether groups for the configured tables need permits: one of the tables is that of [admission]."""
         info = await self._answer(self._client.server_info)
         self._see(info)
-        return info.admission is not None
+        # An older server names no table: there every insert needs a permit.
+        return (admission := info.admission) is not None and (
+            not admission.table or admission.table in self._config.tables
+        )
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""

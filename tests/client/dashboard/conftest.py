@@ -45,8 +45,9 @@ def until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
     return result
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Lives for one module: while playwright runs, this thread has its event loop, and async tests need theirs."""
     if CHROMIUM is None:
         pytest.skip("needs a browser: apt-get install chromium")
     from playwright.sync_api import sync_playwright
@@ -90,14 +91,14 @@ def opened(browser: Any) -> Iterator[Callable[..., Page]]:
         assert page.complaints == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run at work, shared by the tests that only look."""
     with Run(tmp_path_factory.mktemp("run"), rate=10.0) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page_url(run: Run) -> Iterator[str]:
     with serving(Settings({"address": run.server.address}, runs=Path(run.folder) / "runs")) as url:
         yield url

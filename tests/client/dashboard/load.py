@@ -175,7 +175,7 @@ class Run:
 
     def train(self) -> None:
         path = self.folder / "runs" / "now" / "metrics.jsonl"
-        with ReplayClient(self.server.address, timeout=600.0) as client, path.open("a") as file:
+        with ReplayClient(self.server.address, timeout=600.0) as client, path.open("w") as file:
             client.set_policy_version(0, str(self.folder / "weights"))
             while not self.stopped.is_set():
                 if self.situation == "blocked" and time.monotonic() > self.started + 10:

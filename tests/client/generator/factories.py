@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.prompts import Prompt
-from replay_client.records import PermitLease, Policy
+from replay_client.records import AdmissionInfo, PermitLease, Policy
 from replay_client.rollout import RolloutGroup
 
 CHARACTERS = "0123456789+=? abcdefghij"
@@ -175,7 +175,7 @@ class RecordingClient:
             admission: object | None
             server_id: int = 1
 
-        return Info(admission=object() if self.admission else None)
+        return Info(admission=AdmissionInfo() if self.admission else None)
 
     async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitLease:
         self.granted += count

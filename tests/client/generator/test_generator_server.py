@@ -29,7 +29,7 @@ TABLES = [
 
 @contextmanager
 def serving(**admission: Any) -> Iterator[ReplayServer]:
-    config = AdmissionConfig(**admission) if admission else None
+    config = AdmissionConfig(table="rollouts", **admission) if admission else None
     with ReplayServer(tables=TABLES, port=0, admission=config) as server:
         yield server
 

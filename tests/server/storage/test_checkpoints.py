@@ -29,7 +29,7 @@ TABLES = (
 def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
     section = CheckpointsSection(dir=tmp_path / "checkpoints", **settings)
     data_dir = tmp_path / "data" if durable else None
-    admission = AdmissionConfig(groups_per_step=100, max_staleness=5)
+    admission = AdmissionConfig(table=tables[0].name, groups_per_step=100, max_staleness=5)
     server = ReplayServer(tables, port=0, data_dir=data_dir, checkpoints=section, admission=admission)
     if restore is not None:
         server.restore(restore, replace=replace)

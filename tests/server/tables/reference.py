@@ -167,6 +167,7 @@ class Reference:
         self.seen: set[int] = set()
         self.hands: dict[int, Hand] = {}
         self.accepted = self.expired = self.admission_version = 0
+        self.began = False
         self.leases: dict[int, list[float]] = {}  # [permits left, expires]
         self.acquiring: list[Waiting] = []
         self.entering: set[int] = set()
@@ -261,8 +262,9 @@ class Reference:
         if not sent and any(table.stale(row.version, self.version) for row in hand.rows):
             self.give_back(batch_id)
             return False
-        for row in hand.rows:
-            self.items[row.key].unused_permit = False
+        if self.admission is not None and table.config.name == self.admission.table:
+            for row in hand.rows:
+                self.items[row.key].unused_permit = False
         if hand.epoch == table.epoch:
             table.outstanding -= len(hand.rows)
             if table.config.forward_to is not None:
@@ -367,8 +369,13 @@ class Reference:
         self._sweep()
         if self.admission is not None:
             self.admission_version = version
+            used = version * self.admission.groups_per_step
+            began_here = version <= 1 and (self.accepted or self.leases)
+            if not rollback and not self.began and not began_here:
+                self.accepted = max(self.accepted, used + sum(item.unused_permit for item in self.items.values()))
+            self.began = True
             if rollback:
-                self.accepted = version * self.admission.groups_per_step
+                self.accepted = used
                 for item in self.items.values():  # what is counted no more cannot be taken off again
                     item.unused_permit = False
 
@@ -478,8 +485,9 @@ class Reference:
             self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
             if table is tables[-1]:
                 if insert.permits and self.admission is not None:
-                    self.items[insert.key].unused_permit = True
-                    self.accepted += 1
+                    if self.admission.table in insert.priorities:
+                        self.items[insert.key].unused_permit = True
+                        self.accepted += 1
                     if lease := self.leases.get(insert.permits):
                         self._use(insert.permits, lease, 1)
                 waiting.served = True

@@ -463,6 +463,7 @@ def test_an_insert_uses_a_permit_up_release_and_expiry_give_it_back():
 def test_a_group_that_is_dropped_before_anyone_sampled_it_gives_its_place_back():
     bench = Bench(queue(size=100, max_staleness=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
     permits = bench.buffer.admission
+    bench.buffer.set_policy_version(0, "")
     lease = permits.acquire(4, math.inf).result()
     for _ in range(4):
         bench.insert(version=0, permits=lease.id)
@@ -477,17 +478,75 @@ def test_a_trainer_that_begins_again_at_a_version_counts_only_its_finished_steps
     bench = admission()
     permits = bench.buffer.admission
     bench.buffer.set_policy_version(3, "")
+    assert permits.accepted == 6  # of the three steps before this server
     lease = permits.acquire(4, math.inf).result()
     for _ in range(4):
         bench.insert(version=3, permits=lease.id)
     bench.take(4)
-    assert permits.accepted == 4
+    assert permits.accepted == 10
     bench.buffer.set_policy_version(3, "")
-    assert permits.accepted == 4  # said again after a lost answer: nothing changes
+    assert permits.accepted == 10  # said again after a lost answer: nothing changes
     bench.buffer.set_policy_version(3, "", rollback=True)
     assert permits.accepted == 6
     bench.buffer.set_policy_version(1, "", rollback=True)
     assert permits.accepted == 2
+
+
+def test_a_fresh_server_in_the_middle_of_a_run_grants_no_more_than_at_its_beginning():
+    bench = admission()
+    permits = bench.buffer.admission
+    bench.buffer.set_policy_version(30, "")
+    assert permits.capacity == 4  # (max_staleness + 1) * groups_per_step
+    assert not permits.acquire(5, math.inf).done
+    bench.buffer.set_policy_version(31, "")
+    assert permits.capacity == 2 - 1  # the version admits two more, and the fifth permit came out of them
+
+
+def test_groups_inserted_before_a_fresh_server_hears_of_the_run_still_count():
+    bench = admission()
+    permits = bench.buffer.admission
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(3):
+        bench.insert(permits=lease.id)
+    bench.take(1)
+    bench.buffer.set_policy_version(30, "")
+    assert (permits.accepted, permits.running, permits.capacity) == (60 + 2, 1, 1)
+
+
+def test_only_inserts_into_the_table_that_is_trained_on_use_permits():
+    tables = [TableConfig(name="eval", rate_limiter={"type": "queue", "max_size": 9}), queue(size=100)]
+    bench = Bench(*tables, admission=AdmissionConfig(table="t", groups_per_step=2, max_staleness=1))
+    permits = bench.buffer.admission
+    bench.insert("eval")
+    assert (permits.accepted, permits.capacity) == (0, 4)
+    lease = permits.acquire(2, math.inf).result()
+    bench.insert("eval", permits=lease.id)  # an older generator, which asks for permits always
+    assert (permits.accepted, permits.running, permits.capacity) == (0, 1, 3)
+    bench.insert(permits=lease.id, eval=1.0, t=1.0)
+    assert (permits.accepted, permits.running, permits.capacity) == (1, 0, 3)
+    bench.take(2, "eval")  # evaluation is no training: the group still counts as not used
+    bench.take(1, "eval")
+    bench.buffer.delete("t", bench.keys())
+    assert permits.accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("tables", "table"),
+    [
+        ([queue(), TableConfig(name="eval", sampler="fifo")], "t"),
+        ([queue(forward_to="pool"), TableConfig(name="eval", rate_limiter=queue().rate_limiter), table("pool")], "t"),
+        ([table("pool")], "pool"),
+    ],
+)
+def test_admission_is_of_the_queue_that_is_trained_on(tables, table):
+    assert Bench(*tables, admission=AdmissionConfig(groups_per_step=2, max_staleness=1)).buffer.admission.table == table
+
+
+@pytest.mark.parametrize("name", [None, "nowhere"])
+def test_an_admission_that_could_be_of_two_tables_is_refused_with_the_remedy(name):
+    tables = [queue(), TableConfig(name="eval", rate_limiter=queue().rate_limiter)]
+    with pytest.raises(ValueError, match=r"\[admission\] table = '"):
+        Bench(*tables, admission=AdmissionConfig(table=name, groups_per_step=2, max_staleness=1))
 
 
 def test_permits_wait_with_a_reason():
@@ -504,6 +563,7 @@ def test_permits_wait_with_a_reason():
 def test_who_asks_for_more_permits_than_are_usually_free_holds_nobody_up():
     bench = admission()
     permits = bench.buffer.admission
+    bench.buffer.set_policy_version(0, "")
     many, too_many = permits.acquire(6, math.inf), permits.acquire(1 << 16, 0.0)
     one = permits.acquire(1, math.inf)
     assert (many.done, one.done) == (False, True)

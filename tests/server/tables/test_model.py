@@ -88,7 +88,9 @@ class ModelMachine(RuleBasedStateMachine):
             TableConfig(name=name, forward_to=forwards.get(name), **config)
             for name, config in zip("abc", configs, strict=True)
         ]
-        groups = admission and AdmissionConfig(groups_per_step=admission[0], max_staleness=admission[1], permit_ttl=5.0)
+        groups = admission and AdmissionConfig(
+            table="a", groups_per_step=admission[0], max_staleness=admission[1], permit_ttl=5.0
+        )
         self.now = 0.0
         self.log: deque[tuple] = deque()
         self.buffer = self.make_buffer(tables, groups, max_bytes)

@@ -81,7 +81,7 @@ def test_a_scrape_says_what_server_info_says(server, client, accept):
     assert value(samples, "replay_table_staleness_versions", table="rollouts", statistic="p50") == 2
     assert value(samples, "replay_table_priority", table="rollouts", statistic="max") == 2
     assert (value(samples, "replay_items"), value(samples, "replay_bytes")) == (info.items, info.bytes)
-    assert (value(samples, "replay_policy_version"), value(samples, "replay_permits_capacity")) == (3, 20)
+    assert (value(samples, "replay_policy_version"), value(samples, "replay_permits_capacity")) == (3, 8)
     assert value(samples, "process_resident_memory_bytes") > 1e6
     assert any(key[0] == "replay_server_info" for key in samples)
 

@@ -23,7 +23,7 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
   const tip = h("div", { class: "tip", hidden: true });
   const options = {
     width: host.clientWidth, height,
-    legend: { show: false },
+    legend: { show: false }, padding: [8, 16, 0, 0],
     cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
     scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, zero) } },
     axes: [{ ...axis, size: 24, space: 64, ...(time ? { values: (_, ticks) => ticks.map(ago), incrs: [5, 10, 30, 60, 120, 300, 600] } : {}) }, { ...axis, size: 46, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],

@@ -41,7 +41,7 @@ function draw() {
 
 function about() {
   const group = item.group, tables = Object.entries(item.tables);
-  const rows = [["in", tables.map(([name, held]) => `${name} (priority ${number(held.priority)}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
+  const rows = [["in", tables.map(([name, held]) => `${name} (priority ${number(held.priority)}${held.effective_priority !== null && held.effective_priority !== held.priority ? `, now ${number(held.effective_priority)}` : ""}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
     ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}` : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)]];
   if (group) {
     const rewards = group.completions.map((each) => each.reward), mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
@@ -126,7 +126,7 @@ function classOf(arrays, i, spread) {
   }
   const value = shade === "log-prob" ? arrays.logprob?.[i] : arrays[shade]?.[i];
   if (value === null || value === undefined) return "unknown";
-  return shade === "log-prob" ? `q${bin(-value / 6)}` : `q${bin((Number(value) - spread[0]) / (spread[1] - spread[0] || 1))}`;
+  return shade === "log-prob" ? `q${bin(Math.sqrt(Math.max(0, -value) / 8))}` : `q${bin((Number(value) - spread[0]) / (spread[1] - spread[0] || 1))}`;
 }
 function tokens(window, group, row, marked = null) {
   const { ids, text, arrays } = window, values = (arrays[shade] ?? []).filter((x) => x !== null).map(Number);

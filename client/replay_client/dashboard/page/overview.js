@@ -46,6 +46,10 @@ function edge(label, flow, wait, verb, kind = "") {
     blocked && h("span", { class: "wait" }, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, ${duration(wait.seconds)}`));
 }
 
+function since(idle, verb) {
+  const least = Math.min(...Object.values(idle).map((each) => each[verb]));
+  return least < 3 ? `${verb}s just now` : `last ${verb} ${duration(least)} ago`;
+}
 function picture({ tables, policy, server, admission, idle }, history) {
   const feeders = (name) => tables.filter((table) => table.config.forward_to === name);
   const rows = tables.map((table) => {
@@ -65,10 +69,10 @@ function picture({ tables, policy, server, admission, idle }, history) {
   const acquiring = admission?.acquiring;
   return h("section", { class: "picture", "aria-label": "The run" },
     h("div", { class: "node end generators" }, h("b", null, "generators"),
-      h("small", null, `last inserted ${duration(Math.min(...Object.values(idle).map((each) => each.insert)))} ago`), h("small", null, plural(server.insert_streams, "insert stream")), admission && h("small", null, `${admission.running} permits in use`),
+      h("small", null, since(idle, "insert")), h("small", null, plural(server.insert_streams, "insert stream")), admission && h("small", null, `${admission.running} permits in use`),
       acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= LONG ? "long" : ""}` }, `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, ${duration(acquiring.seconds)}`)),
     h("div", { class: "flows" }, rows),
-    h("div", { class: "node end trainer" }, h("b", null, "trainer"), h("small", null, `last sampled ${duration(Math.min(...Object.values(idle).map((each) => each.sample)))} ago`), server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
+    h("div", { class: "node end trainer" }, h("b", null, "trainer"), h("small", null, since(idle, "sample")), server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
     h("div", { class: "back" }, h("span", null, "policy ", h("b", null, `version ${policy.version}`), `, ${duration(policy.age)} ago`)));
 }
 
@@ -79,7 +83,7 @@ const capacity = (table) => Math.min(table.config.max_size, table.config.rate_li
 function tableCard(table, look) {
   const { config } = table, list = look.lists[table.name];
   const facts = [config.rate_limiter.type.replaceAll("_", " "), `${config.sampler.type} sampling`, config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `${config.max_times_sampled} times`}` : "used without limit",
-    config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`, `when full: ${config.when_full}`];
+    config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`, config.rate_limiter.max_size === null && (config.when_full === "evict" ? `evicts by ${config.remover.type}` : `${config.when_full}s when full`)];
   const leaving = LEAVING.filter(([name]) => table[name] > 0);
   return h("section", { class: "card table", "aria-label": table.name },
     h("h2", null, h("a", { href: `#/groups/${encodeURIComponent(table.name)}` }, visible(table.name)), h("small", null, facts.filter(Boolean).join(" · "))),
@@ -87,7 +91,7 @@ function tableCard(table, look) {
       h("div", null,
         h("div", { class: "legend" }, h("span", { class: "series1" }, `in ${rate(table.inserts_per_second)}/s`), h("span", { class: "series2" }, `out ${rate(table.samples_per_second)}/s`), h("small", null, "mean of the last minute")),
         h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img", "aria-label": `Inserts and samples a second of ${table.name}` }),
-        h("div", { class: "legend" }, h("span", { class: "series3" }, `${table.size} groups`), table.reserved > 0 && h("small", null, `${table.reserved} drawn and not taken`)),
+        h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")), table.reserved > 0 && h("small", null, `${table.reserved} drawn and not taken`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
         limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
@@ -106,17 +110,17 @@ function waitOf(verb, wait, table) {
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
-function limiterOf({ limiter, size }) {
+function limiterOf({ limiter, size, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const enough = size >= limiter.min_size;
     return h("p", { class: "limiter" }, h("b", null, "Limiter "), enough ? `open: ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.` : `closed for samples: ${size} < min_size ${limiter.min_size}`);
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
-  const x = 8 + 184 * at;
+  const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > LONG / 4) || (at < 0.02 && sampling.seconds > LONG / 4);
   return h("figure", { class: "limiter" }, h("figcaption", null, h("b", null, "Limiter "), at > 0.98 ? "inserts wait here" : at < 0.02 ? "samples wait here" : `open: ${number(difference)} between ${number(low)} and ${number(high)}`),
     s("svg", { viewBox: "0 0 200 22", role: "img", "aria-label": `inserts times ${limiter.samples_per_insert} less samples is ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}` },
       s("rect", { class: "track", x: 8, y: 8, width: 184, height: 6, rx: 3 }), s("rect", { class: "edge-low", x: 2, y: 4, width: 3, height: 14, rx: 1 }), s("rect", { class: "edge-high", x: 195, y: 4, width: 3, height: 14, rx: 1 }),
-      s("circle", { class: at > 0.98 || at < 0.02 ? "point end" : "point", cx: x.toFixed(1), cy: 11, r: 6 })),
+      s("circle", { class: stuck ? "point end" : "point", cx: x.toFixed(1), cy: 11, r: 6 })),
     h("div", { class: "ends" }, h("span", null, "samples wait"), h("span", null, "inserts wait")));
 }
 

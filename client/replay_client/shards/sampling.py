@@ -1,0 +1,224 @@
+"""Sampling from several shards: a merged batch is drawn under leases, and taken only when all of it is here.
+
+weigh all shards ──▶ share the rows out ──▶ draw a part of each, leased ──▶ complete: take all parts
+      ▲                                                                └──▶ not complete: give all parts back
+      └───────────── wait, while all together have too little ─────────────────────┘
+
+A client that goes away takes nothing with it: its leases end, and the shards take the parts back. A shard that goes
+away takes its part with it, and the others make up for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from replay_client.connection import DEFAULT
+from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.records import Sample
+from replay_client.requests import message_of
+from replay_client.shards.drawing import Weight, most_rows, share_of_total, share_out
+from replay_client.shards.fleet import GONE, Deadline, Fleet
+from replay_client.shards.shard import Shard
+from replay_protos import replay_pb2 as pb
+
+WEIGHTS_AGE = 0.05
+"""Seconds for which weights hold. A client therefore asks each shard for them at most 20 times a second, and a draw is
+wrong by what the shares of the shards change within this time."""
+_WEIGH_SECONDS = 2.0
+"""A shard that does not tell its weight within this time gives nothing to this draw."""
+_PART_LEASE = 60.0
+"""Seconds after which a shard takes back a part whose client has gone away."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+"""Seconds between two looks while all shards together have too little; doubled each time."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a caller wants."""
+
+    table: str
+    rows: int
+    least: int
+    """Rows that are enough when the time is up."""
+    distinct: bool
+    scope: str = ""
+    exclude: frozenset[int] = frozenset()
+
+
+class Drawer:
+    """Draws merged batches for one client."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._rng = np.random.default_rng()
+        self._turn = int(self._rng.integers(1 << 30))
+        """The shard that gives first, where they give in turn."""
+        self._weights: dict[str, tuple[float, dict[Shard, Weight]]] = {}
+        """By table, with the time, where they hold for a while."""
+
+    async def sample(self, draw: Draw, deadline: Deadline, lease: float) -> list[Sample]:
+        """A batch that is the caller's, or leased to the caller for `lease` seconds.
+
+        It may have less than `draw.least` rows in one case: a shard goes away between its draw and the take, and the
+        others cannot make up for it in time.
+        """
+        taken: list[Sample] = []
+        while len(taken) < draw.rows:
+            try:
+                parts = await self.lease(rest_of(draw, taken), deadline, lease, undivided_is_taken=not lease)
+            except DeadlineExceededError:
+                if taken:  # they cannot go back, and must not be lost
+                    break
+                raise
+            if lease:
+                return parts
+            taken += await self.take(parts)
+            if deadline.passed and len(taken) >= draw.least:
+                break
+        return taken
+
+    async def lease(
+        self, draw: Draw, deadline: Deadline, seconds: float = 0.0, *, undivided_is_taken: bool = False
+    ) -> list[Sample]:
+        """A batch of leased parts. Raises DeadlineExceededError with the reason, and then keeps nothing.
+
+        `undivided_is_taken`: where one shard gives all rows there is nothing to put together, and no lease is needed.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            last_look = deadline.passed
+            weights = await self._weigh(draw, deadline)
+            possible = sum(most_rows(weight, draw.distinct) for weight in weights.values())
+            rows = min(draw.rows, possible)
+            if rows == draw.rows or (last_look and rows >= max(1, draw.least)):
+                counts = self._share_out(draw, weights, rows)
+                undivided = undivided_is_taken and max(counts) == rows
+                drawn = await self._draw_parts(draw, weights, counts, 0.0 if undivided else seconds or _PART_LEASE)
+                if len(drawn) >= rows:
+                    return drawn
+                await self.give_back(drawn)  # somebody else was faster, or a shard went away
+                self._weights.pop(draw.table, None)
+            if last_look:
+                raise DeadlineExceededError(_reason(draw, weights, possible))
+            await asyncio.sleep(deadline.within(pause))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def take(self, samples: list[Sample]) -> list[Sample]:
+        """The samples that are the caller's now: all, but for those of shards that went away or took them back."""
+        leased = [sample for sample in samples if sample.info.lease]
+        kept = await self._end_leases(leased, pb.AcknowledgeSamplesRequest(unread=True))
+        mine = [sample for sample in samples if not sample.info.lease or _lease_of(sample) in kept]
+        for sample in mine:
+            sample.info.lease = 0
+        return mine
+
+    async def give_back(self, samples: Iterable[Sample]) -> None:
+        """As far as their shards can be reached; the others take them back by themselves."""
+        await self._end_leases(samples, pb.AcknowledgeSamplesRequest(give_back=True))
+
+    async def _end_leases(
+        self, samples: Iterable[Sample], request: pb.AcknowledgeSamplesRequest
+    ) -> set[tuple[str, int]]:
+        leases = set(map(_lease_of, samples))
+
+        async def one(name: str) -> set[tuple[str, int]]:
+            shard, mine = self._fleet.by_name[name], sorted(lease for owner, lease in leases if owner == name)
+            its_own = pb.AcknowledgeSamplesRequest(batches=mine)
+            its_own.MergeFrom(request)
+            connection = shard.client.connection
+            try:
+                work = connection.unary(connection.stub.AcknowledgeSamples, its_own, DEFAULT)
+                response = await shard.run(work)
+            except ReplayError:
+                return set()
+            return {(name, lease) for lease in mine if lease not in response.missing}
+
+        ended = await asyncio.gather(*(one(name) for name in {owner for owner, _ in leases}))
+        return set().union(*ended)
+
+    async def _weigh(self, draw: Draw, deadline: Deadline) -> dict[Shard, Weight]:
+        now = asyncio.get_running_loop().time()
+        reusable = not draw.scope and not draw.exclude
+        if reusable and (known := self._weights.get(draw.table)) and now - known[0] <= WEIGHTS_AGE:
+            return {shard: weight for shard, weight in known[1].items() if shard.is_up}
+        request = message_of(pb.WeighRequest, table=draw.table, scope=draw.scope, exclude=sorted(draw.exclude))
+        up = await self._fleet.reachable(deadline)
+        weights, _ = await self._fleet.try_to_ask(
+            lambda client: client.connection.unary(client.connection.stub.Weigh, request, _WEIGH_SECONDS), up
+        )
+        # Where items leave when they are sampled, or come one after the other, the next draw needs to look again.
+        if reusable and not any(weight.consuming or weight.ordered for weight in weights.values()):
+            self._weights[draw.table] = now, weights
+        return weights
+
+    def _share_out(self, draw: Draw, weights: dict[Shard, Weight], rows: int) -> list[int]:
+        self._turn += 1
+        return share_out(list(weights.values()), rows, distinct=draw.distinct, first=self._turn, rng=self._rng)
+
+    async def _draw_parts(
+        self, draw: Draw, weights: dict[Shard, Weight], counts: list[int], lease: float
+    ) -> list[Sample]:
+        shards, given = list(weights), list(weights.values())
+        size, ordered = sum(weight.size for weight in given), any(weight.ordered for weight in given)
+
+        async def part(index: int) -> list[Sample]:
+            shard, share = shards[index], share_of_total(given, index)
+            try:
+                samples = await shard.run(
+                    shard.client.sample(
+                        draw.table,
+                        counts[index],
+                        min_samples=1 if lease else counts[index],
+                        timeout=0.0,
+                        distinct=draw.distinct,
+                        scope=draw.scope,
+                        exclude=draw.exclude,
+                        lease=lease,
+                    )
+                )
+            except (DeadlineExceededError, *GONE):
+                return []
+            for sample in samples:
+                sample.info.shard, sample.info.table_size = shard.name, size
+                if not ordered:
+                    sample.info.probability *= share
+            return samples
+
+        parts = await asyncio.gather(
+            *(part(index) for index, count in enumerate(counts) if count), return_exceptions=True
+        )
+        drawn = [part for part in parts if isinstance(part, list)]
+        for error in parts:
+            if isinstance(error, BaseException):
+                await self.give_back(itertools.chain(*drawn))
+                raise error
+        # In turn, which keeps the order within each shard.
+        merged = [sample for row in itertools.zip_longest(*drawn) for sample in row if sample is not None]
+        if not ordered:
+            self._rng.shuffle(merged)
+        return merged
+
+
+def _lease_of(sample: Sample) -> tuple[str, int]:
+    return sample.info.shard, sample.info.lease
+
+
+def rest_of(draw: Draw, taken: list[Sample]) -> Draw:
+    """What is missing when `taken` is here already."""
+    if not taken:
+        return draw
+    here = {sample.info.key for sample in taken} if draw.distinct else set()
+    least = max(0, draw.least - len(taken))
+    return Draw(draw.table, draw.rows - len(taken), least, draw.distinct, draw.scope, draw.exclude | here)
+
+
+def _reason(draw: Draw, weights: dict[Shard, Weight], possible: int) -> str:
+    reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
+    if not weights:
+        return f"{draw.table}: no shard answered"
+    return f"{draw.table}: {possible} of {draw.rows} samples available on {len(weights)} shards; " + "; ".join(reasons)

@@ -1,0 +1,63 @@
+"""Servers in this process, as the shards of one client."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_server import ReplayServer, TableConfig
+from replay_server.tables.config import AdmissionConfig
+
+TABLES = [
+    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
+    TableConfig(name="pool", sampler="prioritized", remover="min_heap"),
+    TableConfig(name="any", sampler="uniform"),
+    TableConfig(name="fresh", rate_limiter={"type": "queue", "max_size": 1000}, max_staleness=2),
+]
+
+
+class Service:
+    """Several servers, each of which can be stopped and started again at its address."""
+
+    def __init__(self, admission: tuple[AdmissionConfig, ...] = (), count: int = 3) -> None:
+        self.servers = [ReplayServer(TABLES, 0, admission=admission[i] if admission else None) for i in range(count)]
+        for server in self.servers:
+            server.start()
+        self.addresses = [server.address for server in self.servers]
+
+    def stop(self, index: int) -> None:
+        self.servers[index].stop(grace=0)
+
+    def start_again(self, index: int) -> None:
+        """An empty server at the address of the stopped one."""
+        port = int(self.addresses[index].rpartition(":")[2])
+        self.servers[index] = ReplayServer(TABLES, port)
+        self.servers[index].start()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop(grace=0)
+
+
+@pytest.fixture
+def make_service() -> Iterator[Callable[..., Service]]:
+    services: list[Service] = []
+
+    def make(**options) -> Service:
+        services.append(Service(**options))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+
+
+@pytest.fixture
+def service(make_service) -> Service:
+    return make_service()
+
+
+@pytest.fixture
+def client(service) -> Iterator[ReplayClient]:
+    with ReplayClient(service.addresses, timeout=20.0) as client:
+        yield client

@@ -1,0 +1,433 @@
+"""A client of three servers keeps the promises of a client of one."""
+
+import asyncio
+import inspect
+import threading
+
+import numpy as np
+import pytest
+
+from replay_client import AsyncReplayClient, ReplayClient, ShardedInfo
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ReplayError,
+    ServerUnavailableError,
+    TableNotFoundError,
+)
+from replay_client.shards import ShardedClient
+from replay_server.tables.config import AdmissionConfig
+from tests.factories import make_group, until
+
+
+def insert_many(client, table, count, **options):
+    return [client.insert(bytes([i % 256]), {table: 1.0 + i}, **options) for i in range(count)]
+
+
+def sizes(client, table):
+    return {name: info.tables[table].size for name, info in client.server_info().shards.items()}
+
+
+# --------------------------------------------------------------------------------------------------- which client
+
+
+def test_one_address_takes_no_detour(service):
+    client = AsyncReplayClient(service.addresses[0])
+    assert type(client) is AsyncReplayClient
+    assert type(AsyncReplayClient(service.addresses)) is ShardedClient
+
+
+def test_several_addresses_come_as_a_list_with_commas_or_from_the_environment(service, monkeypatch):
+    joined = ",".join(service.addresses)
+    monkeypatch.setenv("REPLAY_ADDRESS", joined)
+    for make in (lambda: ReplayClient(service.addresses), lambda: ReplayClient(joined), ReplayClient.from_env):
+        with make() as client:
+            assert client.address == joined
+            assert len(client.server_info().shards) == 3
+
+
+def test_every_method_has_a_rule_of_its_own():
+    inherited = {"from_env", "update_priorities", "connection"}  # from_env makes one, the second calls another method
+    for name, _ in inspect.getmembers(AsyncReplayClient, lambda member: not inspect.isclass(member)):
+        if not name.startswith("_") and name not in inherited:
+            assert name in vars(ShardedClient), name
+
+
+@pytest.mark.parametrize(
+    "address", [[], ["a:1", "a:1"], ["a:1", "b"], "a:1,", "ray://", "ray://only", "ray://a/b/c"], ids=str
+)
+def test_a_list_that_cannot_be_used_is_refused(address):
+    with pytest.raises(ValueError, match="address"):
+        ReplayClient(address)
+
+
+def test_a_token_goes_unencrypted_to_no_shard_on_another_machine():
+    with pytest.raises(ValueError, match=r"refusing to send the token to 10\.0\.0\.1:7400"):
+        ReplayClient(["127.0.0.1:1", "10.0.0.1:7400"], token="t" * 20)
+
+
+# ------------------------------------------------------------------------------------------------ insert, sample
+
+
+def test_inserts_spread_and_every_item_is_found_by_its_key(client):
+    keys = insert_many(client, "pool", 60)
+    held = sizes(client, "pool")
+    assert sum(held.values()) == 60
+    assert all(held.values())
+    assert [item.key for item in client.get(reversed(keys))] == keys[::-1]
+    assert client.server_info().tables["pool"].size == 60
+
+
+def test_two_clients_agree_on_where_a_key_belongs_whatever_the_order_of_their_lists(service, client):
+    with ReplayClient(service.addresses[::-1]) as other:
+        for key in range(20):
+            client.insert(b"", {"pool": 1.0}, key=key)
+            other.insert(b"", {"pool": 1.0}, key=key)
+    assert client.server_info().tables["pool"].size == 20
+
+
+def test_a_batch_takes_rows_of_all_shards_and_each_item_once(client):
+    keys = set(insert_many(client, "queue", 30))
+    first, second = client.sample("queue", 18), client.sample("queue", 12)
+    assert {sample.info.key for sample in first + second} == keys
+    assert {sample.info.shard for sample in first} == set(sizes(client, "queue"))
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.samples, info.consumed) == (0, 30, 30)
+
+
+def test_a_batch_comes_when_all_shards_together_have_enough(client):
+    insert_many(client, "queue", 5)
+    samples = []
+    waiting = threading.Thread(target=lambda: samples.extend(client.sample("queue", 6)))
+    waiting.start()
+    insert_many(client, "queue", 1)
+    waiting.join(timeout=20)
+    assert len(samples) == 6
+
+
+def test_order_is_kept_within_each_shard(client):
+    keys = insert_many(client, "queue", 40)
+    shard_of = {item.key: sample for item in client.get(keys) for sample in [item]}
+    assert len(shard_of) == 40
+    drawn: dict[str, list[int]] = {}
+    for _ in range(10):
+        for sample in client.sample("queue", 4):
+            drawn.setdefault(sample.info.shard, []).append(keys.index(sample.info.key))
+    assert len(drawn) == 3
+    assert all(order == sorted(order) for order in drawn.values())
+
+
+def test_a_sample_that_cannot_be_completed_says_why_and_takes_nothing(client):
+    insert_many(client, "queue", 4)
+    with pytest.raises(DeadlineExceededError, match="4 of 5 samples available on 3 shards"):
+        client.sample("queue", 5, timeout=0.2)
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.samples, info.reserved) == (4, 0, 0)
+    assert len(client.sample("queue", 5, min_samples=2, timeout=0.1)) == 4
+
+
+def test_a_scope_and_excluded_keys_hold_across_shards(client):
+    keys = set(insert_many(client, "pool", 30))
+    out = set(sorted(keys)[:6])
+    seen = [sample.info.key for _ in range(4) for sample in client.sample("pool", 6, scope="step-1", exclude=out)]
+    assert sorted(seen) == sorted(keys - out)
+    with pytest.raises(DeadlineExceededError):
+        client.sample("pool", 1, scope="step-1", exclude=out, timeout=0.1)
+
+
+def test_a_lease_is_acknowledged_on_the_shards_that_gave_the_samples(client):
+    insert_many(client, "queue", 12)
+    samples = client.sample("queue", 6, lease=60.0)
+    assert client.acknowledge(samples).applied == len({sample.info.lease for sample in samples})
+    back = client.sample("queue", 6, lease=60.0)
+    client.acknowledge(back, give_back=True)
+    assert client.server_info().tables["queue"].size == 6
+    assert client.acknowledge(back).applied == 0
+
+
+def test_probabilities_are_those_of_one_table(client):
+    priorities = {client.insert(b"", {"pool": float(i)}): float(i) for i in range(1, 21)}
+    for sample in client.sample("pool", 5):
+        assert sample.info.probability == pytest.approx(priorities[sample.info.key] / 210)
+        assert sample.info.table_size == 20
+
+
+def test_bad_requests_get_the_errors_of_one_server(client):
+    for request, error in [
+        (lambda: client.insert(b"", {"none": 1.0}), TableNotFoundError),
+        (lambda: client.sample("none"), TableNotFoundError),
+        (lambda: client.sample("pool", 0), InvalidRequestError),
+        (lambda: client.insert(b"", {"pool": float("nan")}), InvalidRequestError),
+        (lambda: client.update_priorities("pool", {1: -1.0}), InvalidRequestError),
+        (lambda: client.list_items("pool", order_by="none"), InvalidRequestError),  # type: ignore[arg-type]
+        (lambda: client.list_items("pool", page="x"), InvalidRequestError),
+        (lambda: client.sample("pool", timeout=-1), InvalidRequestError),
+    ]:
+        with pytest.raises(error):
+            request()
+
+
+# ------------------------------------------------------------------------------------------------ writer, sampler
+
+
+def test_a_writer_spreads_items_and_its_flush_acknowledges_all_of_them(client):
+    with client.writer(max_in_flight=8) as writer:
+        keys = [writer.insert(b"x" * 1000, {"pool": 1.0}) for _ in range(200)]
+    assert {item.key for item in client.get(keys)} == set(keys)
+    assert all(sizes(client, "pool").values())
+
+
+def test_a_writer_raises_and_keeps_the_reasons_of_refused_items(client):
+    with client.writer() as writer:
+        writer.insert(b"", {"pool": 1.0})
+        writer.insert(b"", {"none": 1.0})
+        with pytest.raises(TableNotFoundError):
+            writer.flush()
+        assert len(writer.refused) == 1
+
+
+async def test_a_writer_never_has_more_in_flight_than_it_may(service):
+    async with AsyncReplayClient(service.addresses) as client:
+        writer = client.writer(max_in_flight=5)
+        for _ in range(50):
+            await writer.insert(b"", {"pool": 1.0})
+            assert sum(pipeline.in_flight for pipeline in writer.pipeline._pipelines.values()) <= 5
+        await writer.flush()
+        await writer.close()
+        assert (await client.server_info()).tables["pool"].size == 50
+
+
+def test_a_sampler_puts_batches_together_and_gives_back_what_it_drew_ahead(client):
+    keys = set(insert_many(client, "queue", 20))
+    with client.sampler("queue", batch_size=6, prefetch=2) as sampler:
+        got = [sample.info.key for sample in next(sampler)]
+        until(lambda: client.server_info().tables["queue"].reserved == 12)
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.reserved, info.samples) == (14, 0, 6)
+    assert set(got) < keys
+
+
+def test_a_sampler_hands_out_no_batch_that_became_stale_meanwhile(client):
+    for i in range(8):
+        client.insert(b"", {"fresh": 1.0}, policy_version=0 if i < 4 else 5)
+    with client.sampler("fresh", batch_size=4, prefetch=1, timeout=1.0) as sampler:
+        first = next(sampler)
+        until(lambda: client.server_info().tables["fresh"].reserved == 4)
+        client.set_policy_version(5)
+        versions = [sample.info.policy_version for sample in first]
+        try:
+            versions_after = [sample.info.policy_version for sample in next(sampler)]
+        except DeadlineExceededError:
+            versions_after = []
+    assert len(versions) == 4
+    assert 0 not in versions_after
+
+
+def test_a_sampler_says_why_there_is_no_batch(client):
+    with (
+        client.sampler("queue", batch_size=2, timeout=0.1) as sampler,
+        pytest.raises(DeadlineExceededError, match="queue: 0 of 2"),
+    ):
+        next(sampler)
+
+
+# ------------------------------------------------------------------------------------------------ by key, listing
+
+
+def test_updates_and_deletes_reach_items_wherever_they_are(service, client):
+    keys = insert_many(client, "pool", 20)
+    misplaced = 7
+    with ReplayClient(service.addresses[0]) as one, ReplayClient(service.addresses[1]) as two:
+        for each in (one, two):  # one of them is not where its key belongs
+            each.insert(b"", {"any": 1.0}, key=misplaced)
+    result = client.update_priority_arrays("pool", np.array([*keys, 1], np.uint64), np.full(21, 0.5))
+    assert (result.applied, result.missing) == (20, (1,))
+    assert {item.priority for item in client.list_items("pool")} == {0.5}
+    assert client.delete("pool", [*keys[:3], 1]).applied == 3
+    client.delete("any", [misplaced])
+    client.delete("any", [misplaced])
+    assert client.delete("any", [misplaced]).missing == (misplaced,)
+
+
+@pytest.mark.parametrize("order_by", ["age", "priority", "size", "policy_version"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_pages_are_in_one_order_and_hold_every_item_once(client, order_by, descending):
+    keys = [client.insert(b"x" * (i * 7 % 31), {"pool": i * 5 % 23}, policy_version=i % 9) for i in range(50)]
+    listed, page = [], ""
+    while True:
+        found = client.list_items("pool", limit=7, order_by=order_by, descending=descending, page=page)
+        listed += found.items
+        assert found.matching == 50
+        if not (page := found.next_page):
+            break
+    assert sorted(item.key for item in listed) == sorted(keys)
+    values = [getattr(item, "nbytes" if order_by == "size" else order_by) for item in listed]
+    if order_by != "age":
+        assert values == sorted(values, reverse=descending)
+
+
+def test_infos_add_up_and_keep_the_shards(client):
+    insert_many(client, "queue", 10)
+    info = client.server_info()
+    assert isinstance(info, ShardedInfo)
+    assert info.items == sum(shard.items for shard in info.shards.values()) == 10
+    assert info.tables["queue"].size == 10
+    assert info.gone == ()
+    assert client.update_table("pool", max_size=10).name == "pool"
+    assert client.reset("queue") == 10
+
+
+# ---------------------------------------------------------------------------------------------- policy, permits
+
+
+def test_the_lowest_policy_version_counts(service, client):
+    client.set_policy_version(3, "w3")
+    assert client.policy().version == 3
+    with ReplayClient(service.addresses[1]) as one:
+        one.set_policy_version(4, "w4")
+    assert (client.policy().version, client.policy().weights) == (3, "w3")
+    with pytest.raises(InvalidRequestError):
+        client.set_policy_version(3 - 1)
+
+
+async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
+    async with AsyncReplayClient(service.addresses) as client, AsyncReplayClient(service.addresses[0]) as one:
+        watch = client.watch_policy()
+        assert (await anext(watch)).version == 0
+        coming = asyncio.ensure_future(anext(watch))
+        await one.set_policy_version(1)
+        done, _ = await asyncio.wait({coming}, timeout=0.3)
+        assert not done
+        await client.set_policy_version(1)
+        assert (await asyncio.wait_for(coming, 20)).version == 1
+        await client.set_policy_version(0, rollback=True)
+        assert (await asyncio.wait_for(anext(watch), 20)).version == 0
+        await watch.aclose()
+
+
+def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_granted_them(make_service):
+    shares = tuple(AdmissionConfig(groups_per_step=share, max_staleness=0) for share in (2, 2, 1))
+    service = make_service(admission=shares)
+    with ReplayClient(service.addresses) as client:
+        leases = [client.acquire_permits(1) for _ in range(5)]
+        with pytest.raises(DeadlineExceededError, match="permits"):
+            client.acquire_permits(1, timeout=0.2)
+        for lease in leases[:4]:
+            client.insert(b"", {"any": 1.0}, permits=lease)
+        assert client.release_permits(leases[4]) == 1
+        admission = client.server_info().admission
+        assert (admission.groups_per_step, admission.accepted, admission.running, admission.capacity) == (5, 4, 0, 1)
+        for name, info in client.server_info().shards.items():
+            mine = [lease for lease in leases[:4] if lease.shard == name]
+            assert info.admission.accepted == info.tables["any"].size == len(mine)
+        waiting = threading.Thread(target=lambda: leases.append(client.acquire_permits(2)))
+        waiting.start()
+        client.set_policy_version(1)
+        waiting.join(timeout=20)
+        assert len(leases) == 6
+        until(lambda: client.server_info().admission.running == 2)  # what a slower shard granted went back
+
+
+def test_a_writer_sends_a_group_to_the_shard_of_its_permit(make_service):
+    service = make_service(admission=(AdmissionConfig(groups_per_step=4, max_staleness=0),) * 3)
+    with ReplayClient(service.addresses) as client, client.writer() as writer:
+        leases = [client.acquire_permits(2) for _ in range(3)]
+        for lease in leases:
+            writer.insert(b"", {"any": 1.0}, permits=lease)
+            writer.insert(b"", {"any": 1.0}, permits=lease)
+        writer.flush()
+        info = client.server_info()
+        assert (info.admission.accepted, info.admission.running) == (6, 0)
+        assert {shard.tables["any"].size for shard in info.shards.values()} == {2}
+
+
+# --------------------------------------------------------------------------------------------- a shard that is gone
+
+
+def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, client):
+    insert_many(client, "pool", 30)
+    service.stop(1)
+    keys = insert_many(client, "pool", 30)
+    assert len(client.get(keys)) == 30
+    with client.writer() as writer:
+        for _ in range(20):
+            writer.insert(b"", {"queue": 1.0})
+    assert len(client.sample("queue", 20)) == 20
+    assert len(client.sample("pool", 10)) == 10
+    assert client.server_info().gone == (service.addresses[1],)
+    assert client.set_policy_version(2, "w").version == 2
+    for refused in (lambda: client.reset("queue", timeout=0.1), lambda: client.checkpoint(timeout=0.1)):
+        with pytest.raises(ServerUnavailableError, match=service.addresses[1]):
+            refused()
+    service.start_again(1)
+    until(lambda: client.server_info().gone == ())
+    until(lambda: {shard.policy.version for shard in client.server_info().shards.values()} == {2})
+    insert_many(client, "pool", 60)
+    assert sizes(client, "pool")[service.addresses[1]] > 0
+
+
+def test_a_key_that_somebody_may_have_tried_waits_for_its_shard(service, client):
+    def owner_of(key):
+        client.insert(b"", {"any": 1.0}, key=key)
+        [name] = [name for name, info in client.server_info().shards.items() if info.tables["any"].size]
+        client.reset("any")
+        return name
+
+    key = next(key for key in range(100, 200) if owner_of(key) == service.addresses[2])
+    service.stop(2)
+    for _ in range(2):
+        with pytest.raises(ServerUnavailableError, match=f"may have item {key} already"):
+            client.insert(b"", {"any": 1.0}, key=key, timeout=0.3)
+    with ReplayClient(service.addresses) as other, pytest.raises(ServerUnavailableError):
+        other.insert(b"", {"any": 1.0}, key=key, timeout=0.3)
+    assert client.server_info().tables["any"].size == 0
+    service.start_again(2)
+    assert client.insert(b"", {"any": 1.0}, key=key) == key
+    assert client.server_info().tables["any"].size == 1
+
+
+def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_service):
+    service = make_service(admission=(AdmissionConfig(groups_per_step=4, max_staleness=0),) * 3)
+    with ReplayClient(service.addresses) as client:
+        lease = client.acquire_permits(1)
+        service.stop(service.addresses.index(lease.shard))
+        until(lambda: client.server_info().gone)
+        client.insert(b"", {"any": 1.0}, permits=lease)
+        assert client.server_info().tables["any"].size == 1
+        assert client.release_permits(lease) == 0
+
+
+def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, client):
+    insert_many(client, "queue", 60)
+    with client.sampler("queue", batch_size=6, prefetch=2, timeout=20.0) as sampler:
+        next(sampler)
+        until(lambda: client.server_info().tables["queue"].reserved == 12)
+        service.stop(0)
+        batches = [next(sampler) for _ in range(3)]
+    assert all(len(batch) == 6 for batch in batches)
+    keys = [sample.info.key for batch in batches for sample in batch]
+    assert len(set(keys)) == 18
+
+
+def test_without_any_shard_every_method_says_so_in_time():
+    with ReplayClient(["127.0.0.1:9", "127.0.0.1:19"], timeout=0.2) as client:
+        for request in (
+            lambda: client.insert(b"", {"any": 1.0}),
+            lambda: client.sample("any"),
+            lambda: client.server_info(),
+            lambda: client.policy(),
+            lambda: client.set_policy_version(1),
+            lambda: client.acquire_permits(),
+            lambda: client.delete("any", [1]),
+            lambda: client.get([1]),
+        ):
+            with pytest.raises(ServerUnavailableError, match="none of the 2 shards answers"):
+                request()
+
+
+def test_a_closed_client_says_so(client):
+    group = make_group()
+    client.insert(group, {"any": 1.0})
+    client.close()
+    with pytest.raises(ReplayError, match="closed"):
+        client.insert(group, {"any": 1.0})

@@ -1,0 +1,118 @@
+"""`export` and `import`: what a notebook reads, and what another server gets back."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from replay_client import ReplayClient
+from replay_server import ReplayServer, TableConfig
+from replay_trainer.demo.task import make_tokenizer
+from tests.factories import make_group
+from tests.server.cli.conftest import run_replay
+
+
+@pytest.fixture
+def keys(client) -> list[int]:
+    """A group whose log-probabilities are partly unknown, one of another version, and bytes that are no group."""
+    first = make_group(rewards=[1.0, 0.0], version=2, prompt_id="a", finish_reasons=("stop", "length"))
+    first.rollout_logprobs[:] = [-1.0, np.nan, np.nan]
+    client.set_policy_version(3)
+    return [
+        client.insert(first, {"replay": 0.5}),
+        client.insert(make_group(version=3, prompt_id="b"), {"replay": 0.25}),
+        client.insert(b"no group", {"replay": 0.0}, policy_version=3),
+    ]
+
+
+def read_rows(path):
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    from pyarrow import parquet
+
+    return parquet.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+def test_an_exported_table_can_be_plotted_and_imported_into_another_server(replay, client, keys, tmp_path, name):
+    file = tmp_path / name
+    exported = replay("export", "replay", str(file), "--json")
+    assert json.loads(exported.stdout)["items"] == 3, exported.stderr
+    first, second, other = read_rows(file)
+    assert [row["key"] for row in (first, second, other)] == [str(key) for key in keys]
+    assert (first["rewards"], first["reward_mean"], first["staleness"]) == ([1.0, 0.0], 0.5, 1)
+    assert (first["completion_tokens"], first["mean_logprobs"]) == ([1, 2], [-1.0, None])
+    assert (first["prompt_id"], first["finish_reasons"]) == ("a", ["stop", "length"])
+    assert (second["group_size"], second["staleness"]) == (3, 0)
+    assert (other["rewards"], other["bytes"]) == (None, 8)
+    assert client.server_info().tables["replay"].samples == 0
+
+    pool = TableConfig(name="elsewhere")
+    with ReplayServer(tables=[pool], port=0) as target, ReplayClient(target.address) as there:
+        for _ in range(2):  # the second time changes nothing
+            imported = run_replay("import", str(file), "--table", "elsewhere", address=target.address)
+            assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr
+        assert there.server_info().tables["elsewhere"].size == 3
+        items = {item.key: item for item in there.list_items("elsewhere")}
+        assert [items[key].priority for key in keys] == [0.5, 0.25, 0.0]
+        assert [items[key].policy_version for key in keys] == [2, 3, 3]
+        for mine, theirs in zip(client.get(keys), there.get(keys), strict=True):
+            assert bytes(mine.payload) == bytes(theirs.payload)
+
+
+def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    prompt, answer = tokenizer("1+1=").input_ids, tokenizer("2").input_ids
+    client.insert(make_group(prompt=prompt, completions=[answer, answer]), {"replay": 1.0})
+    file = tmp_path / "x.jsonl"
+    made = replay("export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"), "--no-payloads")
+    assert made.returncode == 0, made.stderr
+    (row,) = read_rows(file)
+    assert (row["prompt"], row["completions"]) == ("1+1=", ["2", "2"])
+    assert "payload" not in row
+    refused = replay("import", str(file))
+    assert (refused.returncode, refused.stderr) == (1, "replay: a row has no payload; export it with payloads\n")
+
+
+def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
+    client.update_table("replay", max_size=100)
+    with client.writer() as writer:
+        keys = [writer.insert(make_group(seed=n), {"replay": 1.0}) for n in range(70)]
+    file = tmp_path / "x.jsonl"
+    assert replay("export", "replay", str(file)).returncode == 0
+    assert [row["key"] for row in read_rows(file)] == [str(key) for key in keys]
+    assert replay("export", "replay", str(file), "--limit", "40").stdout == f"40 items of replay written to {file}\n"
+    assert len(read_rows(file)) == 40
+
+
+def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_file(replay, tmp_path):
+    for arguments, words in (
+        (("export", "replay", str(tmp_path / "x.csv")), "must end with .jsonl or .parquet"),
+        (("export", "nope", str(tmp_path / "x.jsonl")), "no table 'nope'"),
+        (("import", str(tmp_path / "absent.jsonl")), "No such file"),
+    ):
+        result = replay(*arguments)
+        assert result.returncode in (1, 2)
+        assert result.stderr.count("\n") == 1
+        assert words in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\nnot json\n")
+    assert "a row has no key, table, priority, policy_version, payload" in replay("import", str(bad)).stderr
+    bad.write_text("not json\n")
+    assert f"{bad}:1: not JSON" in replay("import", str(bad)).stderr
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    assert "not a parquet file" in replay("import", str(tmp_path / "bad.parquet")).stderr
+
+
+def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
+    group = make_group(rewards=[0.0, 0.0])
+    group.rollout_logprobs[:] = math.nan
+    client.insert(group, {"replay": 1.0})
+    file = tmp_path / "x.jsonl"
+    replay("export", "replay", str(file))
+    assert read_rows(file)[0]["mean_logprobs"] == [None, None]

@@ -1,0 +1,219 @@
+"""Publication beside the training loop: what is written, when, and what happens if it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport, publication
+from replay_trainer.background import BackgroundTask, HostCopy
+from replay_trainer.weights import publish_weights, published, saved
+from tests.trainer.factories import FakeClient, make_batches, make_model
+
+
+class OnStep(Callback):
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self.function = function
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        self.function(int(report.metrics["step"]))
+
+
+def train(client: FakeClient, output_dir: Path, *, on_step: Any = None, tied: bool = False, **options: Any) -> Any:
+    few = {"max_steps": 3, "learning_rate": 1e-2, "progress": False, "report_to": ()}
+    config = GRPOConfig(output_dir=output_dir, **(few | options))
+    callbacks = [] if on_step is None else [OnStep(on_step)]
+    trainer = GRPOTrainer(make_model(tied=tied), client, config, callbacks=callbacks)  # type: ignore[arg-type]
+    trainer.train()
+    return trainer.model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return loaded
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def held(monkeypatch: pytest.MonkeyPatch, version: int) -> tuple[threading.Event, threading.Event, list[int]]:
+    """Hold the write of a version until the second event is set; the list has the versions that are being written."""
+    begun, release, writing = threading.Event(), threading.Event(), list[int]()
+
+    def write(*args: Any, **options: Any) -> Path:
+        writing.append(options["version"])
+        assert len(writing) == 1  # one at a time
+        if options["version"] == version:
+            begun.set()
+            assert release.wait(60)
+        folder = publish_weights(*args, **options)
+        writing.remove(options["version"])
+        return folder
+
+    monkeypatch.setattr(publication, "publish_weights", write)
+    return begun, release, writing
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    train(FakeClient(make_batches(3)), tmp_path / "front", tied=tied, publish_in_background=False)
+    begun, release, writing = held(monkeypatch, version=1)
+    client = FakeClient(make_batches(3))
+    seen = []
+
+    def on_step(step: int) -> None:
+        if step == 2:  # its update is done
+            assert begun.wait(60)
+            seen.append((client.version, list(writing)))
+            release.set()
+
+    model = train(client, tmp_path / "back", on_step=on_step, tied=tied, keep_weights=9)
+    assert seen == [(0, [1])]
+    assert client.version == 3
+    assert [folder.name for folder in published(tmp_path / "back")] == ["step-0", "step-1", "step-2", "step-3"]
+    for step in (1, 2, 3):
+        assert_same(weights(tmp_path / f"front/step-{step}"), weights(tmp_path / f"back/step-{step}"))
+    model.save_pretrained(tmp_path / "plain")
+    sizes = {(tmp_path / folder / "model.safetensors").stat().st_size for folder in ("plain", "back/step-3")}
+    assert len(sizes) == 1  # tied weights are in the file once
+
+
+def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, release, writing = held(monkeypatch, version=1)
+    client = FakeClient(make_batches(4))
+    begun_3 = threading.Event()
+    seen = []
+
+    def release_later() -> None:
+        # Step 3 cannot end before version 1 is released, because version 2 waits for it.
+        seen.append((begun_3.wait(1.0), list(writing)))
+        release.set()
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            threading.Thread(target=release_later).start()
+        if step == 3:
+            begun_3.set()
+
+    train(client, tmp_path, on_step=on_step, max_steps=4)
+    assert seen == [(False, [1])]
+    assert client.version == 4
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_write_that_fails_stops_the_run_with_the_reason_and_a_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def write(*args: Any, **options: Any) -> Path:
+        if options["version"] == 2:
+            raise OSError(28, "No space left on device")
+        return publish_weights(*args, **options)
+
+    whole = train(FakeClient(make_batches(4)), tmp_path / "whole", max_steps=4)
+    options = {"max_steps": 4, "publish_in_background": background}
+    client = FakeClient(make_batches(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(publication, "publish_weights", write)
+        words = r"a version could not be published: OSError: .* No space left .* continue with resume=True"
+        with pytest.raises(RuntimeError, match=words):
+            train(client, tmp_path / "run", **options)
+    assert client.version == 1
+    assert [folder.name for folder in saved(tmp_path / "run")] == ["step-0", "step-1"]
+    resumed = train(client, tmp_path / "run", resume=True, **options)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4]
+    assert_same(resumed.state_dict(), whole.state_dict())
+
+
+def test_an_error_of_the_run_waits_for_the_write_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release, _ = held(monkeypatch, version=1)
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            assert begun.wait(60)
+            threading.Timer(0.2, release.set).start()
+            raise KeyboardInterrupt
+
+    client = FakeClient(make_batches(3))
+    with pytest.raises(KeyboardInterrupt):
+        train(client, tmp_path, on_step=on_step)
+    assert client.version == 1
+    assert [folder.name for folder in saved(tmp_path)] == ["step-0", "step-1"]
+
+
+def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path: Path) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    options = {"max_steps": 6, "save_every": 2, "keep_weights": 2, "weights_dir": memory}
+    whole = train(FakeClient(make_batches(6)), tmp_path / "whole", max_steps=6)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    client = FakeClient(make_batches(6))
+    with pytest.raises(KeyboardInterrupt):
+        train(client, run, on_step=die, **options)
+    assert Path(client.weights) == memory.resolve() / "step-4"
+    assert [folder.name for folder in published(memory)] == ["step-3", "step-4"]
+    assert saved(memory) == []
+    assert saved(run)[-1].name == "step-4"
+    shutil.rmtree(memory)  # as a reboot does
+    resumed = train(client, run, resume=True, **options)
+    assert_same(resumed.state_dict(), whole.state_dict())
+    assert Path(client.weights) == memory.resolve() / "step-6"
+    assert_same(weights(memory / "step-6"), whole.state_dict())
+    with pytest.raises(FileExistsError, match=r"memory holds step-\d of an earlier run: set resume=True"):
+        train(FakeClient(make_batches(6)), tmp_path / "other", **options)
+
+
+def test_a_resume_removes_later_versions_from_memory(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    options = {"max_steps": 4, "save_every": 2, "weights_dir": memory, "keep_weights": 9}
+
+    def die(step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    client = FakeClient(make_batches(4))
+    with pytest.raises(KeyboardInterrupt):
+        train(client, tmp_path / "run", on_step=die, **options)
+    assert [folder.name for folder in published(memory)] == ["step-0", "step-1", "step-2", "step-3"]
+    train(client, tmp_path / "run", resume=True, **options)
+    assert client.version == 4
+
+
+def test_a_host_copy_keeps_its_values_and_what_is_tied() -> None:
+    a, b = torch.arange(4.0), torch.ones(2, 3)
+    tree = {"a": a, "tied": a, "list": [b, 7, None], "empty": torch.zeros(0)}
+    copy = HostCopy()
+    first = copy.take(tree)
+    copy.wait()
+    a.zero_()
+    assert first["a"].tolist() == [0, 1, 2, 3]
+    assert first["tied"] is first["a"]
+    assert first["list"][1:] == [7, None]
+    assert first["list"][0].data_ptr() != b.data_ptr()
+    again = copy.take(tree)
+    assert again["a"].data_ptr() == first["a"].data_ptr()  # no second allocation
+    assert again["a"].tolist() == [0] * 4
+
+
+def test_the_error_of_a_task_is_told_once() -> None:
+    task = BackgroundTask("test")
+    task.start(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    task.wait()
+    assert isinstance(task.take_error(), ZeroDivisionError)
+    assert task.take_error() is None
