@@ -31,6 +31,8 @@ class Arm:
     max_staleness: int = 20
     remover: Literal["min_heap", "fifo"] = "min_heap"
     prompts: Literal["epochs", "thompson", "skip"] = "epochs"
+    start: int = 0
+    """Steps before the pool is used."""
     lag: int = 0
     """Policy versions that the generator is behind the trainer."""
     correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(clip_max=2.0))
@@ -63,6 +65,10 @@ ARMS = {
         share("s50-t0", 8, max_times_sampled=0),
         share("s50-t0-ageless", 8, max_times_sampled=0, half_life=None),
         share("s50-t0-filler", 8, max_times_sampled=0, zero_variance="keep"),
+        share("s50-t0-bypass", 8, max_times_sampled=0, correction=CorrectionConfig(objective="bypass")),
+        share("s50-t8-h3", 8, max_times_sampled=8, half_life=3.0),
+        share("s25-t0-filler", 4, max_times_sampled=0, zero_variance="keep"),
+        share("s75-t0-filler", 12, max_times_sampled=0, zero_variance="keep"),
         share("s50-filler", 8, zero_variance="keep"),
         share("s50-t0-h2", 8, max_times_sampled=0, half_life=2.0),
         share("share50-ageless", 8, half_life=None),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,17 @@ from benchmarks.learning.model import sample_groups, solve_rate, supervised_batc
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import Row, load_task
 from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.errors import DeadlineExceededError
 from replay_client.generator.priorities import load_priority
-from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.losses import corrected_policy_loss
+from replay_trainer.losses import LossConfig, corrected_policy_loss
+from replay_trainer.ranks import Ranks
+from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 
-EVALUATIONS = 20
+LOSS = LossConfig(epsilon=0.2, epsilon_high=0.28)
+EVALUATIONS = 16
 """Points of a curve after its start."""
 
 
@@ -118,7 +120,7 @@ class _Steps:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, fused=True)
         self.prompts = prompt_choice(arm.prompts, len(rows), settings.seed)
         self.random = torch.Generator().manual_seed(settings.seed)
-        self.replacer = ZeroVarianceReplacer(client, "replay")
+        self.source = self._source()
         self.version = self.generated_tokens = self.trained_tokens = 0
         self.facts: dict[str, list[float]] = {}
         self._sampler = model
@@ -128,31 +130,31 @@ class _Steps:
 
     def step(self) -> None:
         """Generates, draws, trains, and makes the next policy version."""
-        arm = self.arm
-        fresh = self._generate(arm.fresh)
-        if arm.zero_variance == "dynamic":
-            batches = 1
-            kept = [sample for sample in fresh if not is_zero_variance(sample.group.rewards)]
-            while len(kept) < arm.fresh and batches < 10:
-                kept += [s for s in self._generate(arm.fresh) if not is_zero_variance(s.group.rewards)]
-                batches += 1
-            fresh = kept[: arm.fresh]
-        scope = f"step-{self.version}"
-        taken = list(fresh)
-        if arm.zero_variance == "replace":
-            taken = self.replacer.replace(fresh, scope=scope).samples
-        taken += self._draw(arm.replay, {sample.info.key for sample in [*fresh, *taken]}, scope)
-        self._note(
-            "zero_variance", float(np.mean([is_zero_variance(s.group.rewards) for s in fresh])) if fresh else 1.0
-        )
-        generated = {sample.info.key for sample in fresh}
-        replayed = [sample for sample in taken if sample.info.key not in generated]
-        self._note("replayed", len(replayed))
-        if replayed:
-            self._note("staleness", float(np.mean([sample.info.staleness for sample in replayed])))
-        self._train([sample.group for sample in taken])
+        taken = self.source.next(self.version + 1)
+        self._note("zero_variance", taken.counts["groups_zero_variance"] / max(1, len(taken.fresh)))
+        self._note("replayed", len(taken.replaced))
+        if taken.replaced:
+            self._note("staleness", taken.stats["staleness_mean"])
+        self._train(taken.groups)
         self.version += 1
         self.client.set_policy_version(self.version)
+
+    def _source(self) -> GroupSource:
+        """As GRPOTrainer makes it from `zero_variance` and `replay_share`."""
+        arm, ranks, batches = self.arm, Ranks("cpu"), self._batches()
+        replacer = ZeroVarianceReplacer(self.client, "replay")
+        source: GroupSource
+        if arm.zero_variance == "replace":
+            source = ReplacingSource(batches, replacer, ranks, "run", arm.start)
+        elif arm.zero_variance == "dynamic":
+            source = DynamicSource(batches, arm.fresh, max_batches=10)
+        else:
+            source = KeepingSource(batches)
+        return SharingSource(source, replacer, ranks, arm.replay, "run", arm.start) if arm.replay else source
+
+    def _batches(self) -> Iterator[list[Sample]]:
+        while True:
+            yield self._generate(self.arm.fresh)
 
     def _generate(self, count: int) -> list[Sample]:
         lag = min(self.arm.lag, self.version)
@@ -177,14 +179,6 @@ class _Steps:
             return 0.0
         return load_priority(self.arm.priority)(group)
 
-    def _draw(self, count: int, exclude: set[int], scope: str) -> list[Sample]:
-        if not count:
-            return []
-        try:
-            return self.client.sample("replay", count, min_samples=1, timeout=0.0, scope=scope, exclude=sorted(exclude))
-        except DeadlineExceededError:
-            return []  # the pool is still empty
-
     def _train(self, groups: list[RolloutGroup]) -> None:
         if not groups:
             return
@@ -197,7 +191,7 @@ class _Steps:
             batch.advantages_B,
             batch.mask_BT,
             self.arm.correction,
-            epsilon_high=0.28,
+            LOSS,
         )
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)

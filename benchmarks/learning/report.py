@@ -1,0 +1,140 @@
+"""Records to one table, one picture and the raw results.
+
+python -m benchmarks.learning.report runs/learning/runs.jsonl --picture docs/images/learning.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.learning import statistics as s
+from benchmarks.learning.run import read_records
+
+GENERATED_ONLY = (1.0, 0.0, 0.0, 0.0, 0.0)
+COSTS = {"3:1": (3.0, 1.0, 0.0, 0.0, 0.0), "10:1": (10.0, 1.0, 0.0, 0.0, 0.0)}
+"""Cost of a generated token against a trained one."""
+Records = dict[int, dict[str, Any]]
+"""By seed."""
+
+
+def by_setting(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Records]]:
+    """task, regime -> arm -> seed -> record."""
+    settings: dict[tuple[str, str], dict[str, Records]] = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        settings[record["task"], record["regime"]][record["arm"]][record["seed"]] = record
+    return settings
+
+
+def compare(arm: Records, baseline: Records, weights: tuple[float, ...]) -> s.Interval:
+    """The paired cost ratio over the seeds that both have."""
+    seeds = sorted(arm.keys() & baseline.keys())
+    return s.interval([s.ratio_to(arm[seed], baseline[seed], weights) for seed in seeds])
+
+
+def table(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown, a row an arm and setting."""
+    lines = [
+        "| task, start | arm | seeds | start → end | mean over the run, less plain's | tokens / plain's | "
+        "tokens / half batch's | cost / plain's at 3:1 | at 10:1 | worse than its start |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (task, regime), arms in sorted(by_setting(records).items()):
+        plain, half = arms.get("plain", {}), arms.get("half", {})
+        for name, arm in arms.items():
+            seeds = sorted(arm.keys() & plain.keys())
+            gain = s.mean_interval([s.area(arm[seed]) - s.area(plain[seed]) for seed in seeds]) if seeds else None
+            starts = np.mean([record["curve"][0][s.SOLVE_RATE] for record in arm.values()])
+            ends = np.mean([s.end(record) for record in arm.values()])
+            cells = [
+                f"{task}, {regime}",
+                name,
+                str(len(arm)),
+                f"{starts:.3f} → {ends:.3f}",
+                "" if gain is None or name == "plain" else shown(gain, "+.3f"),
+                "" if name == "plain" else shown(compare(arm, plain, GENERATED_ONLY)),
+                "" if name == "half" else shown(compare(arm, half, GENERATED_ONLY)),
+                *("" if name == "plain" else shown(compare(arm, plain, weights)) for weights in COSTS.values()),
+                f"{sum(map(s.collapsed, arm.values()))} of {len(arm)}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def shown(interval: s.Interval, style: str = ".2f") -> str:
+    """median [low, high]; "never" for infinity."""
+    if math.isnan(interval.median):
+        return ""
+    median, low, high = ("never" if math.isinf(x) else f"{x:{style}}" for x in vars(interval).values())
+    return f"**{median}** [{low}, {high}]"
+
+
+def draw(records: Iterable[dict[str, Any]], arms: list[str], path: Path) -> None:
+    """A panel a setting: the mean over seeds of each arm's solve rate, with its standard error, by generated tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = {key: value for key, value in sorted(by_setting(records).items()) if any(arm in value for arm in arms)}
+    columns = min(3, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False)
+    for axis, ((task, regime), found) in zip(axes.flat, settings.items(), strict=False):
+        for number, arm in enumerate(arms):
+            if arm not in found:
+                continue
+            curves = [s.curve_of(record) for record in found[arm].values()]
+            grid = np.linspace(0, min(curve[-1, s.GENERATED] for curve in curves), 40)
+            rates = np.array([np.interp(grid, curve[:, s.GENERATED], curve[:, s.SOLVE_RATE]) for curve in curves])
+            error = rates.std(axis=0, ddof=1) / math.sqrt(len(rates)) if len(rates) > 1 else 0 * rates[0]
+            axis.plot(grid / 1000, rates.mean(axis=0), color=f"C{number}", label=f"{arm} ({len(rates)})")
+            axis.fill_between(
+                grid / 1000, rates.mean(axis=0) - error, rates.mean(axis=0) + error, color=f"C{number}", alpha=0.15
+            )
+        axis.set_title(f"{task}, {regime}", fontsize=10)
+        axis.set_xlabel("thousand generated tokens")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("held-out solve rate")
+    for axis in list(axes.flat)[len(settings) :]:
+        axis.remove()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--arms", nargs="+", default=["plain", "half", "share50"], help="of the picture")
+    parser.add_argument("--json", type=Path, help="where the raw results go, without what differs between machines")
+    arguments = parser.parse_args()
+    records = [record for path in arguments.records for record in read_records(path)]
+    print("\n".join(table(records)))
+    if arguments.picture is not None:
+        draw(records, arguments.arms, arguments.picture)
+    if arguments.json is not None:
+        arguments.json.write_text("[\n" + ",\n".join(json.dumps(rounded(record)) for record in records) + "\n]\n")
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five significant digits, for a file that people may want to read."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return {name: rounded(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    main()
