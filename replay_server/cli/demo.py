@@ -16,16 +16,20 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
+    ] = False,
 ) -> None:
     """Train a tiny model to add, with server, generator and trainer as processes."""
     # matplotlib draws the picture at the end: better to know now that it is missing.
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
+    from replay_trainer.demo.compare import compare as run_both
     from replay_trainer.demo.run import DemoError, run
 
     try:
-        run(out, steps, seed, engine)
+        (run_both if compare else run)(out, steps, seed, engine)
     except DemoError as error:
         fail(error)
     except KeyboardInterrupt:

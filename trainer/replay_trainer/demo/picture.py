@@ -40,6 +40,25 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_comparison(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
+    """Writes a PNG with the fresh reward of each variant by generated tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.5))
+    for name, (tokens, rewards) in curves.items():
+        axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
+    axis.set_xlabel("thousand generated tokens")
+    axis.set_ylabel("mean reward of the groups generated now")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def running_mean(values: list[float], width: int) -> list[float]:
     """The mean of the last `width` values at each place."""
     return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]

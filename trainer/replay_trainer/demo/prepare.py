@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from replay_trainer.demo import task
-from replay_trainer.demo.run import TRAIN_CONFIG
+from replay_trainer.demo.run import DEMO
 
 READY = "ready"
 """Written last: what lies beside it is complete."""
@@ -25,7 +25,7 @@ def prepare(folder: Path, seed: int = 0, target_solve_rate: float = 0.4) -> bool
     for name in ("model", "warm"):
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.toml").write_text(TRAIN_CONFIG)
+    (folder / "train.toml").write_text(DEMO.train_config)
     task.main("make", folder, seed, target_solve_rate)
     task.main("warm-up", folder, seed, target_solve_rate)
     (folder / READY).touch()

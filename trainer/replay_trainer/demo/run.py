@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -32,14 +33,14 @@ GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 MARKER = "demo.json"
 
-SERVER_CONFIG = f"""\
+SERVER_CONFIG = """\
 [admission]
-groups_per_step = {GROUPS_PER_STEP}
+groups_per_step = {fresh}
 max_staleness = 2
 
 [[tables]]
 name = "rollouts"
-rate_limiter = {{ type = "queue", max_size = {4 * GROUPS_PER_STEP} }}
+rate_limiter = {{ type = "queue", max_size = {queue} }}
 max_staleness = 8
 forward_to = "replay"
 
@@ -60,12 +61,37 @@ weight_decay = 0.01
 max_grad_norm = 1.0
 loss_type = "dapo"
 sample_timeout = 120.0
-
+{{replay}}
 [correction]
 level = "token"
 action = "truncate"
 clip_max = 2.0
 """
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a demo fills its training steps."""
+
+    fresh: int = GROUPS_PER_STEP
+    """Groups that are generated for each step."""
+    replay: str = ""
+    """Lines of TRAIN_CONFIG about the pool."""
+
+    @property
+    def server_config(self) -> str:
+        """The server's configuration, as TOML."""
+        return SERVER_CONFIG.format(fresh=self.fresh, queue=4 * self.fresh)
+
+    @property
+    def train_config(self) -> str:
+        """The trainer's configuration, as TOML."""
+        return TRAIN_CONFIG.format(replay=self.replay)
+
+
+DEMO = Variant()
+WITHOUT_POOL = Variant(replay='zero_variance = "none"')
+SHARING = Variant(fresh=GROUPS_PER_STEP // 2, replay="replay_share = 0.5")
 
 
 class DemoError(Exception):
@@ -126,7 +152,7 @@ class Part:
 class Display:
     """A bar a part; plain lines where the output is not a terminal."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, fresh: int) -> None:
         self.console = Console()
         self._live = self.console.is_terminal
         self.progress = Progress(
@@ -137,7 +163,7 @@ class Display:
             console=self.console,
             disable=not self._live,
         )
-        totals = {"warm-up": 1.0, "server": None, "generator": float(steps * GROUPS_PER_STEP), "trainer": float(steps)}
+        totals = {"warm-up": 1.0, "server": None, "generator": float(steps * fresh), "trainer": float(steps)}
         self._tasks: dict[str, TaskID] = {
             name: self.progress.add_task(name, total=total, text="waiting") for name, total in totals.items()
         }
@@ -154,10 +180,25 @@ class Display:
             self.console.print(" | ".join(f"{name}: {text}" for name, text in self._texts.items()), soft_wrap=True)
 
 
-def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float = 0.4) -> None:
-    """Runs the demo; returns when the trainer has done its steps. Raises DemoError."""
-    prepare(out, seed)
-    display = Display(steps)
+def run(
+    out: Path,
+    steps: int,
+    seed: int,
+    engine: str,
+    target_solve_rate: float = 0.4,
+    variant: Variant = DEMO,
+    warm: Path | None = None,
+) -> None:
+    """Runs the demo; returns when the trainer has done its steps. Raises DemoError.
+
+    `warm`: the folder of an earlier demo, whose model after its warm-up this one begins with.
+    """
+    prepare(out, seed, variant)
+    if warm is not None:
+        for name in ("model", "warm"):
+            shutil.copytree(warm / name, out / name)
+        shutil.copyfile(warm / "prompts.jsonl", out / "prompts.jsonl")
+    display = Display(steps, variant.fresh)
     parts: list[Part] = []
     with sigterm_as_interrupt():
         try:
@@ -178,19 +219,25 @@ def run(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float 
     )
 
 
-def prepare(out: Path, seed: int) -> None:
+def check_folder(out: Path) -> None:
+    """Makes the folder and marks it as a demo's. Raises DemoError if it holds anything else."""
+    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise DemoError(f"{out} holds something that is not a demo's: name another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
+
+
+def prepare(out: Path, seed: int, variant: Variant) -> None:
     """An empty folder; what an earlier demo left in it is removed, anything else is not touched."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).exists():
-            raise DemoError(f"{out} holds something that is not a demo's: name another folder with --out")
-        for name in ("logs", "model", "warm", "train"):
-            shutil.rmtree(out / name, ignore_errors=True)
-        for name in ("prompts.jsonl", "replay.toml", "train.toml", "metrics.jsonl", "curves.png"):
-            (out / name).unlink(missing_ok=True)
-    (out / "logs").mkdir(parents=True)
+    check_folder(out)
+    for name in ("logs", "model", "warm", "train"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("prompts.jsonl", "replay.toml", "train.toml", "metrics.jsonl", "curves.png"):
+        (out / name).unlink(missing_ok=True)
+    (out / "logs").mkdir()
     (out / MARKER).write_text(json.dumps({"seed": seed}))
-    (out / "replay.toml").write_text(SERVER_CONFIG)
-    (out / "train.toml").write_text(TRAIN_CONFIG)
+    (out / "replay.toml").write_text(variant.server_config)
+    (out / "train.toml").write_text(variant.train_config)
 
 
 def run_parts(
@@ -215,7 +262,9 @@ def run_parts(
                 return
             time.sleep(0.25)
 
-    until(start("model", [*task, "make", str(out), str(seed), str(target)]).check)
+    warm = (out / "warm").exists()
+    if not warm:
+        until(start("model", [*task, "make", str(out), str(seed), str(target)]).check)
 
     server = start("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
 
@@ -235,22 +284,21 @@ def run_parts(
     display.show("generator", f"loading {engine}")
     start("generator", [*replay, *generate])
 
-    warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target)])
-
-    def show_warm_up() -> None:
-        for stats in warm_up.lines()[-1:]:
-            rate = stats["solve_rate"]
-            display.show(
-                "warm-up", f"step {stats['steps']:.0f}, solves {rate:.2f} of {target}", min(1.0, rate / target)
-            )
-
-    until(warm_up.check, show_warm_up)
+    if not warm:
+        warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target)])
+        until(warm_up.check, lambda: show_warm_up(display, warm_up, target))
 
     train = ["train", "--address", address, "--model", str(out / "warm"), "--config", str(out / "train.toml")]
     train += ["--output-dir", str(out / "train"), "--steps", str(steps), "--seed", str(seed), "--quiet"]
     trainer = start("trainer", [*replay, *train])
     with ReplayClient(address, timeout=5.0) as client:
         until(trainer.check, lambda: show_training(display, client, out, steps, parts))
+
+
+def show_warm_up(display: Display, warm_up: Part, target: float) -> None:
+    for stats in warm_up.lines()[-1:]:
+        rate = stats["solve_rate"]
+        display.show("warm-up", f"step {stats['steps']:.0f}, solves {rate:.2f} of {target}", min(1.0, rate / target))
 
 
 def show_training(display: Display, client: ReplayClient, out: Path, steps: int, parts: list[Part]) -> None:
