@@ -69,8 +69,7 @@ def summary(curves: dict[str, tuple[list[float], list[float]]]) -> Iterator[str]
     yield ""
     for name, (tokens, rewards) in curves.items():
         yield f"{name:<8} the pool: fresh reward {rewards[-1]:.3f} after {tokens[-1]:.0f} generated tokens"
-    (tokens_without, rewards_without), (tokens_with, rewards_with) = curves["without"], curves["with"]
-    level = max(rewards_without)
+    level = max(curves["without"][1])
     reached_at = {
         name: next((at for at, reward in zip(*curve, strict=True) if reward >= level), None)
         for name, curve in curves.items()
