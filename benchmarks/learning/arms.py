@@ -43,13 +43,16 @@ class Arm:
         return self.replay > 0 or self.zero_variance == "replace"
 
 
+BYPASS = CorrectionConfig(objective="bypass")
+"""The clipped ratio goes to the policy that wrote the tokens: a token that has already moved that far gets no gradient."""
+
+
 def share(name: str, replayed: int, **options: object) -> Arm:
-    """`replayed` of the step's groups come from the pool, and zero-variance ones are replaced from it too."""
-    arm = Arm(name, fresh=GROUPS_PER_STEP - replayed, replay=replayed, zero_variance="replace")
-    return replace(arm, **options)  # type: ignore[arg-type]
+    """`replayed` of the step's groups come from the pool, as often as its draws fall on them."""
+    defaults: dict[str, object] = {"max_times_sampled": 0, "correction": BYPASS}
+    arm = Arm(name, fresh=GROUPS_PER_STEP - replayed, replay=replayed)
+    return replace(arm, **(defaults | options))  # type: ignore[arg-type]
 
-
-_OLD_POOL = {"half_life": None, "exponent": 1.0, "priority": "advantage", "pool_size": 512, "max_times_sampled": 4}
 
 ARMS = {
     arm.name: arm
@@ -57,31 +60,28 @@ ARMS = {
         Arm("plain"),
         Arm("half", fresh=8),
         Arm("quarter", fresh=4),
-        replace(Arm("replace", zero_variance="replace"), **_OLD_POOL),  # type: ignore[arg-type]
-        Arm("replace-fresh", zero_variance="replace"),
+        Arm(
+            "replace",
+            zero_variance="replace",
+            half_life=None,
+            exponent=1.0,
+            priority="advantage",
+            pool_size=512,
+            max_times_sampled=4,
+        ),
         share("share25", 4),
         share("share50", 8),
         share("share75", 12),
-        share("s50-t0", 8, max_times_sampled=0),
-        share("s50-t0-ageless", 8, max_times_sampled=0, half_life=None),
-        share("s50-t0-filler", 8, max_times_sampled=0, zero_variance="keep"),
-        share("s50-t0-bypass", 8, max_times_sampled=0, correction=CorrectionConfig(objective="bypass")),
-        share("s50-t8-h3", 8, max_times_sampled=8, half_life=3.0),
-        share("s25-t0-filler", 4, max_times_sampled=0, zero_variance="keep"),
-        share("s75-t0-filler", 12, max_times_sampled=0, zero_variance="keep"),
-        share("s50-filler", 8, zero_variance="keep"),
-        share("s50-t0-h2", 8, max_times_sampled=0, half_life=2.0),
         share("share50-ageless", 8, half_life=None),
-        share("share50-fifo", 8, remover="fifo"),
-        share("share50-once", 8, max_times_sampled=1),
+        share("share50-truncate", 8, correction=CorrectionConfig()),
+        share("share50-3-times", 8, max_times_sampled=3),
         share("share50-advantage", 8, priority="advantage", exponent=1.0),
-        share("share50-filler", 8, zero_variance="keep"),
+        share("share50-replace", 8, zero_variance="replace"),
         Arm("dynamic", zero_variance="dynamic"),
         Arm("half-dynamic", fresh=8, zero_variance="dynamic"),
         Arm("thompson", prompts="thompson"),
         Arm("half-thompson", fresh=8, prompts="thompson"),
         Arm("half-skip", fresh=8, prompts="skip"),
-        share("share50-thompson", 8, prompts="thompson"),
         Arm("stale16-truncate", lag=16),
         Arm("stale16-mask", lag=16, correction=CorrectionConfig(action="mask", clip_min=0.5, clip_max=2.0)),
         Arm("stale16-off", lag=16, correction=CorrectionConfig(clip_min=1.0, clip_max=1.0)),

@@ -36,6 +36,7 @@ from replay_trainer.losses import LossConfig, corrected_policy_loss
 from replay_trainer.ranks import Ranks
 from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 
+IN_PROCESS = "in-process"
 LOSS = LossConfig(epsilon=0.2, epsilon_high=0.28)
 EVALUATIONS = 12
 """Points of a curve after its start."""
@@ -72,7 +73,7 @@ def run(arm: Arm, settings: Settings, warm_starts: Path) -> dict[str, Any]:
     held_out = supervised_batch(problems.held_out)
     torch.manual_seed(settings.seed)
     start = solve_rate(model, *held_out)
-    with ReplayServer(_tables(arm, settings.seed), port=0) as server, ReplayClient(server.address) as client:
+    with ReplayServer(tables(arm, settings.seed), port=0) as server, ReplayClient(server.address) as client:
         steps = _Steps(arm, settings, model, problems.train, task.max_tokens, client)
         curve = [Point(0, 0, 0, 0.0, 0.0, start)]
         wall = cpu = 0.0
@@ -87,13 +88,14 @@ def run(arm: Arm, settings: Settings, warm_starts: Path) -> dict[str, Any]:
     return {
         "arm": arm.name,
         **asdict(settings),
-        "engine": "in-process",
+        "engine": IN_PROCESS,
         "curve": [list(asdict(point).values()) for point in curve],
         "means": {name: float(np.mean(values)) for name, values in steps.facts.items()},
     }
 
 
-def _tables(arm: Arm, seed: int) -> list[TableConfig]:
+def tables(arm: Arm, seed: int) -> list[TableConfig]:
+    """A queue of fresh groups that feeds the pool of `arm`."""
     sampler: dict[str, Any] = {"type": "prioritized", "exponent": arm.exponent}
     if arm.pools and arm.half_life is not None:
         sampler["half_life"] = arm.half_life

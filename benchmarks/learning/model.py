@@ -20,7 +20,7 @@ from replay_trainer.demo import task as demo
 
 PAD, EOS = 0, 1
 _IDS = {character: index + 3 for index, character in enumerate(demo.CHARACTERS)}
-REGIMES = {"rare": 0.06, "fair": 0.30, "late": 0.60}
+REGIMES = {"scarce": 0.02, "rare": 0.06, "fair": 0.30, "late": 0.60}
 """The exact held-out solve rate at which the warm-up of a regime ends."""
 WARM_UP_STEPS = 3000
 """A warm-up that has not reached its solve rate after these many steps has failed."""
@@ -60,14 +60,15 @@ def solve_rate(model: Any, ids: Tensor, labels: Tensor) -> float:
 def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, Problems]:
     """The model of a task and seed at the solve rate of a regime, with its problems.
 
-    All regimes of a seed come from one supervised warm-up and stay in `folder` for later calls.
+    All regimes of a seed come from one supervised warm-up. It stops at `regime`, and what it passed stays in `folder`.
     Raises RuntimeError if the warm-up never reached that solve rate.
     """
     problems = make_problems(task, seed)
     model = demo.make_model(seed)
     name = task.name.replace(":", "_")
-    paths = {each: folder / f"{name}-{each}-{seed}.pt" for each in REGIMES}
-    if not all(path.exists() for path in paths.values()):
+    passed = [each for each in REGIMES if REGIMES[each] <= REGIMES[regime]]
+    paths = {each: folder / f"{name}-{each}-{seed}.pt" for each in passed}
+    if not paths[regime].exists():
         folder.mkdir(parents=True, exist_ok=True)
         _warm_up(model, problems, paths, seed)
     if not paths[regime].exists():
@@ -82,7 +83,7 @@ def _warm_up(model: Any, problems: Problems, paths: dict[str, Path], seed: int) 
     ids, labels = supervised_batch(problems.warm_up)
     checked = supervised_batch(problems.held_out[:200])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    waiting = sorted(REGIMES, key=lambda regime: REGIMES[regime])
+    waiting = list(paths)
     for step in range(1, WARM_UP_STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, step / 20)

@@ -57,22 +57,25 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def work(job: Job, warm_starts: Path) -> dict[str, Any]:
+def work(job: Job, warm_starts: Path, engine: str) -> dict[str, Any]:
     """One run, in a process of its own."""
     import torch
 
-    from benchmarks.learning.loop import Settings, run
+    from benchmarks.learning import loop, system
 
     torch.set_num_threads(1)
-    arm, *settings = job
-    return run(ARMS[arm], Settings(*settings), warm_starts)
+    arm, *rest = job
+    settings = loop.Settings(*rest)
+    if engine == loop.IN_PROCESS:
+        return loop.run(ARMS[arm], settings, warm_starts)
+    return system.run(ARMS[arm], settings, warm_starts, engine)
 
 
-def run_all(wanted: Sequence[Job], out: Path, warm_starts: Path, processes: int, seconds: float) -> None:
+def run_all(wanted: Sequence[Job], engine: str, out: Path, warm_starts: Path, processes: int, seconds: float) -> None:
     """Runs what `out` lacks and appends each record to it; begins nothing after `seconds`."""
     begin = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = {identity(record) for record in read_records(out)}
+    done = {identity(record) for record in read_records(out) if record["engine"] == engine}
     left = [job for job in wanted if job not in done]
     print(f"{len(left)} of {len(wanted)} runs to do", flush=True)
     # One thread a process: with more, processes on the same cores slow each other down several times over.
@@ -81,7 +84,7 @@ def run_all(wanted: Sequence[Job], out: Path, warm_starts: Path, processes: int,
         running: dict[Future[dict[str, Any]], Job] = {}
         while left or running:
             while left and len(running) < processes and time.monotonic() - begin < seconds:
-                running[pool.submit(work, left[0], warm_starts)] = left.pop(0)
+                running[pool.submit(work, left[0], warm_starts, engine)] = left.pop(0)
             if not running:
                 print(f"time is up; {len(left)} runs are left", flush=True)
                 return
@@ -111,6 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="instead of the tuned one")
     parser.add_argument("--budget", type=int, help="generated tokens of each run, instead of the task's")
     parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--engine", default="in-process", choices=["in-process", "transformers", "vllm"])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE / "runs.jsonl")
     parser.add_argument("--warm-starts", type=Path, default=HERE / "warm")
@@ -122,4 +126,4 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse()
-    run_all(list(jobs(given)), given.out, given.warm_starts, given.processes, 3600 * given.hours)
+    run_all(list(jobs(given)), given.engine, given.out, given.warm_starts, given.processes, 3600 * given.hours)

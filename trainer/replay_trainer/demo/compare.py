@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from replay_trainer.demo.picture import draw_comparison, read_metrics, running_mean
+from replay_trainer.demo.picture import draw_comparison, running_mean
 from replay_trainer.demo.run import (
     GROUP_SIZE,
     GROUPS_PER_STEP,
@@ -27,6 +27,7 @@ from replay_trainer.demo.run import (
     check_folder,
     run,
 )
+from replay_trainer.summary import read_metrics
 
 RARE = 0.08
 """Solve rate at which the warm-up ends."""
