@@ -44,12 +44,15 @@ class Arm:
 
 
 BYPASS = CorrectionConfig(objective="bypass")
-"""The clipped ratio goes to the policy that wrote the tokens: a token that has already moved that far gets no gradient."""
+"""The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
 
 def share(name: str, replayed: int, **options: object) -> Arm:
-    """`replayed` of the step's groups come from the pool, as often as its draws fall on them."""
-    defaults: dict[str, object] = {"max_times_sampled": 0, "correction": BYPASS}
+    """`replayed` of the step's groups come from the pool, and replacements of zero-variance groups too.
+
+    The pool gives a group as often as its draws fall on it.
+    """
+    defaults: dict[str, object] = {"zero_variance": "replace", "max_times_sampled": 0, "correction": BYPASS}
     arm = Arm(name, fresh=GROUPS_PER_STEP - replayed, replay=replayed)
     return replace(arm, **(defaults | options))  # type: ignore[arg-type]
 
@@ -76,7 +79,7 @@ ARMS = {
         share("share50-truncate", 8, correction=CorrectionConfig()),
         share("share50-3-times", 8, max_times_sampled=3),
         share("share50-advantage", 8, priority="advantage", exponent=1.0),
-        share("share50-replace", 8, zero_variance="replace"),
+        share("share50-keep", 8, zero_variance="keep"),
         Arm("dynamic", zero_variance="dynamic"),
         Arm("half-dynamic", fresh=8, zero_variance="dynamic"),
         Arm("thompson", prompts="thompson"),

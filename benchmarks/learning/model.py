@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,9 +69,11 @@ def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, P
     name = task.name.replace(":", "_")
     passed = [each for each in REGIMES if REGIMES[each] <= REGIMES[regime]]
     paths = {each: folder / f"{name}-{each}-{seed}.pt" for each in passed}
-    if not paths[regime].exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _warm_up(model, problems, paths, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}-{seed}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # runs of several arms begin with the same warm start
+        if not paths[regime].exists():
+            _warm_up(model, problems, paths, seed)
     if not paths[regime].exists():
         raise RuntimeError(f"the warm-up of {task.name}, seed {seed}, did not reach a solve rate of {REGIMES[regime]}")
     model.load_state_dict(torch.load(paths[regime]))

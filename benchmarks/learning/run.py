@@ -84,7 +84,8 @@ def run_all(wanted: Sequence[Job], engine: str, out: Path, warm_starts: Path, pr
         running: dict[Future[dict[str, Any]], Job] = {}
         while left or running:
             while left and len(running) < processes and time.monotonic() - begin < seconds:
-                running[pool.submit(work, left[0], warm_starts, engine)] = left.pop(0)
+                job = left.pop(0)
+                running[pool.submit(work, job, warm_starts, engine)] = job
             if not running:
                 print(f"time is up; {len(left)} runs are left", flush=True)
                 return

@@ -60,6 +60,36 @@ def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.timeout(400)
+def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_both(tmp_path):
+    out = tmp_path / "demo"
+    code = CODE.replace("demo.run import DemoError, run", "demo.compare import DemoError, compare as run")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out), "3"], capture_output=True, text=True, timeout=380, check=False
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    lines = {
+        name: [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("without", "with")
+    }
+    assert {name: sum(line["fresh/groups"] for line in each) for name, each in lines.items()} == {
+        "without": 48,
+        "with": 48,
+    }
+    assert {name: {line["fresh/groups"] for line in each} for name, each in lines.items()} == {
+        "without": {16},
+        "with": {8},
+    }
+    assert "replay_share" in (out / "with" / "train.toml").read_text()
+    assert "without the pool: fresh reward" in said
+    assert "with     the pool: fresh reward" in said
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "without" / "warm" / "model.safetensors").read_bytes() == (
+        out / "with" / "warm" / "model.safetensors"
+    ).read_bytes()
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["generate", "serve"])
 def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, victim):
