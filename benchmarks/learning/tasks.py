@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replay_trainer.demo import task as demo
+from replay_trainer.demo.task import a_sum, two_steps
 
 Row = dict[str, str]
 
@@ -39,26 +39,12 @@ class Problems:
     held_out: list[Row]
 
 
-def _sum(rng: random.Random) -> tuple[str, str]:
-    sizes, shares = list(demo.SIZES), list(demo.SIZES.values())
-    first, second = (
-        rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for digits in rng.choices(sizes, shares)[0]
-    )
-    return f"{first}+{second}=", str(first + second)[::-1]
-
-
-def _steps(rng: random.Random) -> tuple[str, str]:
-    first, second, third = rng.randrange(10, 100), rng.randrange(1, 10), rng.randrange(1, 10)
-    middle = first + second
-    return f"{first}+{second}+{third}=", f"{str(middle)[::-1]} {str(middle + third)[::-1]}"
-
-
 def _sort(rng: random.Random) -> tuple[str, str]:
     digits = [str(rng.randrange(10)) for _ in range(rng.choice((4, 5, 6)))]
     return "".join(digits) + "?", "".join(sorted(digits))
 
 
-TASKS = {task.name: task for task in (Task("sums", _sum, 6), Task("steps", _steps, 9), Task("sort", _sort, 8))}
+TASKS = {task.name: task for task in (Task("sums", a_sum, 6), Task("steps", two_steps, 9), Task("sort", _sort, 8))}
 HELD_OUT_TASK = "sort"
 WARM_UP_ROWS, TRAIN_ROWS, HELD_OUT_ROWS = 3000, 512, 512
 

@@ -46,27 +46,32 @@ forward_to = "replay"
 
 [[tables]]
 name = "replay"
-sampler = "prioritized"
+{pool}
 remover = "min_heap"
-max_size = 512
 max_staleness = 20
-max_times_sampled = 4
 seed = 0
 """
 
 TRAIN_CONFIG = f"""\
 groups_per_step = {GROUPS_PER_STEP}
-learning_rate = 2e-4
+learning_rate = {{learning_rate:g}}
 weight_decay = 0.01
 max_grad_norm = 1.0
 loss_type = "dapo"
 sample_timeout = 120.0
 {{replay}}
 [correction]
-level = "token"
-action = "truncate"
-clip_max = 2.0
+{{correction}}
 """
+
+TRUNCATE = """level = "token"
+action = "truncate"
+clip_max = 2.0"""
+REPLACING_POOL = """sampler = "prioritized"
+max_size = 512
+max_times_sampled = 4"""
+SHARING_POOL = """sampler = { type = "prioritized", exponent = 0.6, half_life = 5 }
+max_size = 256"""
 
 
 @dataclass(frozen=True)
@@ -77,21 +82,40 @@ class Variant:
     """Groups that are generated for each step."""
     replay: str = ""
     """Lines of TRAIN_CONFIG about the pool."""
+    correction: str = TRUNCATE
+    """Lines of its [correction]."""
+    pool: str = REPLACING_POOL
+    """Lines of SERVER_CONFIG about the pool."""
+    learning_rate: float = 2e-4
+    priority: str = "advantage"
+    task: str = "sums"
+    """One of task.PROBLEMS."""
+    max_tokens: int = 6
+    """The longest completion of that task."""
 
     @property
     def server_config(self) -> str:
         """The server's configuration, as TOML."""
-        return SERVER_CONFIG.format(fresh=self.fresh, queue=4 * self.fresh)
+        return SERVER_CONFIG.format(fresh=self.fresh, queue=4 * self.fresh, pool=self.pool)
 
     @property
     def train_config(self) -> str:
         """The trainer's configuration, as TOML."""
-        return TRAIN_CONFIG.format(replay=self.replay)
+        return TRAIN_CONFIG.format(replay=self.replay, correction=self.correction, learning_rate=self.learning_rate)
 
 
 DEMO = Variant()
-WITHOUT_POOL = Variant(replay='zero_variance = "none"')
-SHARING = Variant(fresh=GROUPS_PER_STEP // 2, replay="replay_share = 0.5")
+WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
+SHARING = Variant(
+    fresh=GROUPS_PER_STEP // 2,
+    replay="replay_share = 0.5",
+    correction='objective = "bypass"',
+    pool=SHARING_POOL,
+    learning_rate=1e-4,
+    priority="learnability",
+    task="steps",
+    max_tokens=9,
+)
 
 
 class DemoError(Exception):
@@ -203,7 +227,7 @@ def run(
     with sigterm_as_interrupt():
         try:
             with display.progress:
-                run_parts(out, steps, seed, engine, target_solve_rate, display, parts)
+                run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
             for part in reversed(parts):
@@ -241,7 +265,14 @@ def prepare(out: Path, seed: int, variant: Variant) -> None:
 
 
 def run_parts(
-    out: Path, steps: int, seed: int, engine: str, target: float, display: Display, parts: list[Part]
+    out: Path,
+    steps: int,
+    seed: int,
+    engine: str,
+    target: float,
+    variant: Variant,
+    display: Display,
+    parts: list[Part],
 ) -> None:
     replay = [sys.executable, "-m", "replay_server.cli"]
     task = [sys.executable, "-m", "replay_trainer.demo.task"]
@@ -264,7 +295,7 @@ def run_parts(
 
     warm = (out / "warm").exists()
     if not warm:
-        until(start("model", [*task, "make", str(out), str(seed), str(target)]).check)
+        until(start("model", [*task, "make", str(out), str(seed), str(target), variant.task]).check)
 
     server = start("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
 
@@ -280,12 +311,13 @@ def run_parts(
 
     generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
     generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", "exact_match", "--wait-for-policy"]
-    generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", "6", "--seed", str(seed), "--json"]
+    generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
+    generate += ["--priority", variant.priority, "--json"]
     display.show("generator", f"loading {engine}")
     start("generator", [*replay, *generate])
 
     if not warm:
-        warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target)])
+        warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target), variant.task])
         until(warm_up.check, lambda: show_warm_up(display, warm_up, target))
 
     train = ["train", "--address", address, "--model", str(out / "warm"), "--config", str(out / "train.toml")]

@@ -31,7 +31,8 @@ Progress = Callable[[dict[str, float]], None]
 
 CHARACTERS = "0123456789+-=*? abcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-MAX_NEW_TOKENS = 6
+MAX_NEW_TOKENS = 9
+"""The longest answer of any kind of problem, with its end-of-sequence token."""
 
 # (digits of the first operand, digits of the second) -> share of the problems.  A second operand of
 # one digit is learnt first; 2+2 digits stays hard and keeps some groups all wrong for long.
@@ -72,17 +73,32 @@ def make_model(seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def problems(seed: int, count: int) -> list[Row]:
-    """`count` distinct problems with operand sizes drawn from SIZES."""
-    rng = random.Random(seed)
+def a_sum(rng: random.Random) -> tuple[str, str]:
+    """A prompt and its answer; operand sizes are drawn from SIZES."""
     sizes, shares = list(SIZES), list(SIZES.values())
+    first, second = (
+        rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for digits in rng.choices(sizes, shares)[0]
+    )
+    return f"{first}+{second}=", str(first + second)[::-1]
+
+
+def two_steps(rng: random.Random) -> tuple[str, str]:
+    """A prompt with three operands and its answer, the sums on the way: "38+5+9=" and "34 25" (43 and 52)."""
+    first, second, third = rng.randrange(10, 100), rng.randrange(1, 10), rng.randrange(1, 10)
+    middle = first + second
+    return f"{first}+{second}+{third}=", f"{str(middle)[::-1]} {str(middle + third)[::-1]}"
+
+
+PROBLEMS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"sums": a_sum, "steps": two_steps}
+
+
+def problems(seed: int, count: int, kind: str = "sums") -> list[Row]:
+    """`count` distinct problems of one of PROBLEMS."""
+    rng = random.Random(seed)
     rows: dict[str, str] = {}
     while len(rows) < count:
-        first, second = (
-            rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-            for digits in rng.choices(sizes, shares)[0]
-        )
-        rows[f"{first}+{second}="] = str(first + second)[::-1]
+        prompt, answer = PROBLEMS[kind](rng)
+        rows[prompt] = answer
     return [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
 
 
@@ -204,9 +220,9 @@ def warm_up(
     return stats
 
 
-def main(command: str, folder: Path, seed: int, target_solve_rate: float) -> None:
+def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: str = "sums") -> None:
     """Does one of the two commands above; prints progress as JSON lines."""
-    tokenizer, rows = make_tokenizer(), problems(seed, 3000)
+    tokenizer, rows = make_tokenizer(), problems(seed, 3000, kind)
     logging.disable_progress_bar()
     if command == "make":
         make_model(seed).save_pretrained(folder / "model")
@@ -234,4 +250,4 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
