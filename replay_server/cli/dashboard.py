@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import connect, with_access
+from replay_server.cli.connection import with_access
 from replay_server.cli.output import fail, say
 
 
@@ -37,11 +37,11 @@ def dashboard(
     import os
     import secrets
     import socket
+    import sys
     import webbrowser
 
     from replay_protos.transport import is_loopback
 
-    connect(access, 5.0).close()  # says at once what is wrong with the options
     if runs is not None and not runs.is_dir():
         fail(f"--runs: there is no folder {runs}")
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
@@ -55,7 +55,7 @@ def dashboard(
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
     say(f"dashboard at {url}")
-    if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.name != "posix"):
+    if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)
     os.nice(5)  # on a machine that they share the server goes first
     server.run(sockets=[listener])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,13 +16,13 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from replay_client.access import Access
 from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.catalog import Catalog
@@ -37,12 +38,13 @@ from replay_client.dashboard.training import Runs
 from replay_client.errors import ReplayError
 from replay_client.records import StoredItem
 
+logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOKING, READING = 0.005, 0.015
 """Shares of time in which the server may work for the poller, and for lists and groups."""
 CURVES = {"entropy": "train/entropy", "reward": "fresh/reward_mean", "ess": "correction/ess"}
 """Metrics of the newest run that every look tells."""
-KEPT_ITEMS, KEPT_BYTES = 16, 256 << 20
+KEPT_BYTES = 256 << 20
 """Groups that were looked at last, which can be seen after they have left the server."""
 MOST_ROWS = 500
 """Rows of one answer."""
@@ -66,6 +68,7 @@ class Dashboard:
     """Everything behind the routes. Made on the event loop that it belongs to."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.text = TokenText(settings.tokenizer)
         self.runs = Runs(settings.runs)
         self.prompts = PromptLog(settings.solved_above)
@@ -77,9 +80,9 @@ class Dashboard:
         self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     async def run(self) -> None:
-        await asyncio.gather(
-            self.live.run(), self.catalog.run(self.live.tables, self.live.watched), self._follow_files()
-        )
+        """Looks, lists and reads for ever."""
+        sweeps = self.catalog.run(self.live.tables, self.live.watched)
+        await asyncio.gather(self.live.run(), sweeps, self._follow_files())
 
     async def _follow_files(self) -> None:
         while True:
@@ -94,11 +97,9 @@ class Dashboard:
         versions, newest, lists = self.prompts.by_version(), self.runs.newest(), {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
-            shown = ("staleness", "priority", "reward_mean")
-            make = partial(view.histograms, view.everything(), shown)
+            make = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
             histograms = self._cached((snapshot.id, view.read), make)
-            counts = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read}
-            lists[name] = counts | {"histograms": histograms}
+            lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
         return {
             "lists": lists,
             "lists_problem": self.catalog.problem,
@@ -126,19 +127,16 @@ class Dashboard:
                 if key not in self._items:
                     raise
                 return self._items[key]
-            if found:
-                self._items[key] = found[0]
-            elif key in self._items:
-                self._items[key] = replace(self._items[key], tables={})
-        while len(self._items) > KEPT_ITEMS or sum(len(item.payload) for item in self._items.values()) > KEPT_BYTES:
-            oldest = next(iter(self._items))
-            if oldest == key:
-                break
-            del self._items[oldest]
+            if found or key in self._items:
+                self._items[key] = found[0] if found else replace(self._items[key], tables={})
+                self._items.move_to_end(key)
+        while len(self._items) > 1 and sum(len(item.payload) + 65536 for item in self._items.values()) > KEPT_BYTES:
+            self._items.popitem(last=False)
         return self._items.get(key)
 
-    async def groups(self, given: QueryParams) -> dict[str, Any]:
-        """A window of the list. Raises ValueError for what cannot be asked."""
+    async def groups(self, request: Request) -> Any:
+        """A window of the list."""
+        given = request.query_params
         text, prompt = given.get("text", "").lower(), given.get("prompt", "").lower()
         bounds, flags = tuple(given.getlist("bound")), tuple(given.getlist("flag"))
         query = Query(given.get("sort", "age"), given.get("descending") == "1", bounds, flags, prompt, text)
@@ -154,14 +152,69 @@ class Dashboard:
         rows, summary = self._cache[key]
         shown = rows[offset : offset + limit].tolist()
         self.catalog.want(snapshot.keys[shown].tolist())
-        return {
-            "snapshot": snapshot.id,
-            "matching": len(rows),
-            "total": len(snapshot.keys),
-            "read": view.read,
-            "rows": [view.row(row) for row in shown],
-            **summary,
-        }
+        counts = {"snapshot": snapshot.id, "matching": len(rows), "total": len(snapshot.keys), "read": view.read}
+        return {**counts, **summary, "rows": [view.row(row) for row in shown]}
+
+    async def group(self, request: Request) -> Any:
+        """One group; None if the server does not have it."""
+        whole = request.query_params.get("whole") == "1"
+        item = await self.item(request.path_params["key"], again=not whole)
+        return item and await asyncio.to_thread(item_document, item, self.text, whole)
+
+    async def tokens(self, request: Request) -> Any:
+        """More tokens of one completion."""
+        row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
+        item = await self.item(request.path_params["key"])
+        return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
+
+    async def training(self, request: Request) -> Any:
+        """Curves of runs."""
+        return await asyncio.to_thread(self.runs.document, request.query_params.getlist("run"))
+
+    async def solve_rates(self, request: Request) -> Any:
+        """Prompts."""
+        given = request.query_params
+        limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
+        return self.prompts.document(given.get("search", ""), given.get("sort", ""), descending, max(0, limit))
+
+    async def login(self, request: Request) -> Response:
+        """Turns the token into a cookie."""
+        try:
+            token = str(json.loads((await request.body())[:4096])["token"])
+        except (ValueError, KeyError, TypeError):
+            token = ""
+        if not accepts(self.settings.token, token):
+            return _json({"problem": "that is not the token of this page"}, 401)
+        response = Response(status_code=204)
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        return response
+
+    async def events(self, request: Request) -> Response:
+        """The stream of one viewer."""
+        if self.live.viewers >= MOST_VIEWERS:
+            return _json({"problem": f"{MOST_VIEWERS} viewers look already"}, 503)
+        return StreamingResponse(self.live.events(), media_type="text/event-stream")
+
+
+def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """The JSON of what a method returns; errors of the server and of the request as `problem`."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            found = await method(request.app.state.dashboard, request)
+        except ReplayError as error:
+            return _json({"problem": str(error)}, 502)
+        except ValueError as error:
+            return _json({"problem": str(error)}, 400)
+        if found is None:
+            return _json({"problem": "the server holds no such group: it was consumed, evicted or dropped"}, 404)
+        return found if isinstance(found, Response) else await asyncio.to_thread(_json, found)
+
+    return respond
+
+
+def _json(document: object, status: int = 200) -> Response:
+    return Response(dumps(document), status, media_type="application/json")
 
 
 class PageServer(uvicorn.Server):
@@ -169,22 +222,32 @@ class PageServer(uvicorn.Server):
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for settings that cannot be used."""
-        self.app = create_app(settings)
+        Access.find(**settings.access)
+        TokenText(settings.tokenizer)
+        self._settings = settings
+        routes = [
+            Route("/api/login", answer(Dashboard.login), methods=["POST"]),
+            Route("/api/live", answer(Dashboard.events)),
+            Route("/api/groups", answer(Dashboard.groups)),
+            Route("/api/groups/{key:int}", answer(Dashboard.group)),
+            Route("/api/groups/{key:int}/tokens", answer(Dashboard.tokens)),
+            Route("/api/training", answer(Dashboard.training)),
+            Route("/api/prompts", answer(Dashboard.solve_rates)),
+            Mount("/", StaticFiles(directory=PAGE, html=True)),
+        ]
+        guard = Middleware(Guard, token=settings.token, names=settings.allow_hosts)
+        self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
         super().__init__(uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=3))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.app.state.dashboard.live.close()
         await super().shutdown(sockets)
 
-
-def create_app(settings: Settings) -> Starlette:
-    """The page and what it asks for. Raises ValueError for settings that cannot be used."""
-    TokenText(settings.tokenizer)
-
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.dashboard = dashboard = Dashboard(settings)
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        app.state.dashboard = dashboard = Dashboard(self._settings)
         work = asyncio.create_task(dashboard.run())
+        work.add_done_callback(self._end_on_fault)
         try:
             yield
         finally:
@@ -193,68 +256,8 @@ def create_app(settings: Settings) -> Starlette:
                 await work
             await dashboard.client.close()
 
-    async def answer(make: Any, request: Request) -> Response:
-        """JSON of what `make` returns; errors of the server and of the request as `problem`."""
-        status = 200
-        try:
-            found = await make(request.app.state.dashboard, request)
-            if found is None:
-                found, status = {"problem": "the server holds no such group: it was consumed, evicted or dropped"}, 404
-        except ReplayError as error:
-            found, status = {"problem": str(error)}, 502
-        except ValueError as error:
-            found, status = {"problem": str(error)}, 400
-        return Response(await asyncio.to_thread(dumps, found), status, media_type="application/json")
-
-    async def login(request: Request) -> Response:
-        try:
-            token = str(json.loads((await request.body())[:4096])["token"])
-        except (ValueError, KeyError, TypeError):
-            token = ""
-        if not accepts(settings.token, token):
-            return Response(dumps({"problem": "that is not the token of this page"}), 401)
-        response = Response(status_code=204)
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
-        return response
-
-    async def live(request: Request) -> Response:
-        looks = request.app.state.dashboard.live
-        if looks.viewers >= MOST_VIEWERS:
-            return Response(dumps({"problem": f"{MOST_VIEWERS} viewers look already"}), 503)
-        return StreamingResponse(looks.events(), media_type="text/event-stream")
-
-    async def groups(d: Dashboard, request: Request) -> Any:
-        return await d.groups(request.query_params)
-
-    async def group(d: Dashboard, request: Request) -> Any:
-        whole = request.query_params.get("whole") == "1"
-        item = await d.item(request.path_params["key"], again=not whole)
-        return item and await asyncio.to_thread(item_document, item, d.text, whole)
-
-    async def tokens(d: Dashboard, request: Request) -> Any:
-        row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
-        item = await d.item(request.path_params["key"])
-        return item and await asyncio.to_thread(window, item.group, row, start, stop, d.text)
-
-    async def training(d: Dashboard, request: Request) -> Any:
-        return await asyncio.to_thread(d.runs.document, request.query_params.getlist("run"))
-
-    async def prompts(d: Dashboard, request: Request) -> Any:
-        given = request.query_params
-        limit = min(2 * MOST_ROWS, int(given.get("limit", 100)))
-        return d.prompts.document(
-            given.get("search", ""), given.get("sort", ""), given.get("descending") == "1", max(0, limit)
-        )
-
-    routes = [
-        Route("/api/login", login, methods=["POST"]),
-        Route("/api/live", live),
-        Route("/api/groups", partial(answer, groups)),
-        Route("/api/groups/{key:int}", partial(answer, group)),
-        Route("/api/groups/{key:int}/tokens", partial(answer, tokens)),
-        Route("/api/training", partial(answer, training)),
-        Route("/api/prompts", partial(answer, prompts)),
-        Mount("/", StaticFiles(directory=PAGE, html=True)),
-    ]
-    guard = Middleware(Guard, token=settings.token, names=settings.allow_hosts)
-    return Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
+    def _end_on_fault(self, work: asyncio.Task[None]) -> None:
+        """A page that no longer looks must not seem to: it ends, and its viewers are told."""
+        if not work.cancelled() and (fault := work.exception()) is not None:
+            logger.critical("the page ends after a fault of its own", exc_info=fault)
+            self.should_exit = True

@@ -26,7 +26,8 @@ KEYS_PER_GET = 256
 BYTES_PER_GET = 4 << 20
 SECONDS_PER_SWEEP = 2.0
 """Least time from one list of all tables to the next."""
-HELD_SNAPSHOTS = 12
+HELD_ROWS = 2_000_000
+"""Rows of all snapshots together that are kept for viewers who hold them."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list tells, without its payload."""
 _ids = itertools.count(1)
@@ -78,7 +79,7 @@ class Catalog:
         if snapshot is not None:
             self._shown[snapshot.id] = snapshot
             self._shown.move_to_end(snapshot.id)
-            if len(self._shown) > HELD_SNAPSHOTS:
+            while sum(1000 + len(each.keys) for each in self._shown.values()) > HELD_ROWS:
                 self._shown.popitem(last=False)
         return snapshot
 

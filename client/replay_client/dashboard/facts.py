@@ -63,7 +63,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
     }
     prompt = text.text(group.prompt_ids[:4096].tolist())
     words = [prompt]
-    for ids in group.completions() if text.known else ():
+    for ids in group.completions() if text.source else ():
         if (left := SEARCHED - sum(map(len, words))) > 0:
             words.append(text.text(ids[:left].tolist()))
     return Facts(

@@ -26,8 +26,8 @@ class Prompt:
     versions: dict[int, Tally] = field(default_factory=dict)
 
     def row(self, name: str) -> dict[str, Any]:
-        tallies = [tally for _, tally in sorted(self.versions.items())]
-        middle = len(tallies) // 2
+        versions = sorted(self.versions.items())
+        tallies, middle = [tally for _, tally in versions], len(versions) // 2
         return {
             "prompt": name,
             "text": self.text,
@@ -35,9 +35,7 @@ class Prompt:
             # The newer half of the versions less the older half.
             "change": _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle]) if middle else 0.0,
             "groups": sum(tally[0] for tally in tallies),
-            "versions": [
-                [version, _solve_rate([tally]), tally[0]] for version, tally in sorted(self.versions.items())[-200:]
-            ],
+            "versions": [[version, _solve_rate([tally]), tally[0]] for version, tally in versions[-200:]],
         }
 
 
@@ -76,10 +74,9 @@ class PromptLog:
         rows = []
         for version, tally in sorted(self._versions.items()):
             sums = dict(zip(SUMS, tally.tolist(), strict=True))
-            means = {name: sums[name] / sums["groups"] for name in ("reward", "length", "no_variance")}
-            logprob = sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None
-            counts = {"version": version, "groups": sums["groups"], "solved": _solve_rate([tally])}
-            rows.append(counts | means | {"logprob": logprob})
+            row = {name: sums[name] / sums["groups"] for name in ("reward", "length", "no_variance")}
+            row |= {"version": version, "groups": sums["groups"], "solved": _solve_rate([tally])}
+            rows.append(row | {"logprob": sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None})
         return rows
 
     def document(self, search: str, sort: str, descending: bool, limit: int) -> dict[str, Any]:

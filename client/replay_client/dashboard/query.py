@@ -58,10 +58,6 @@ class View:
         self.read = int(self._is_read.sum())
         """Groups whose payload has been read."""
 
-    def everything(self) -> Rows:
-        """All rows, as they were listed."""
-        return np.arange(len(self._slots))
-
     def column(self, name: str) -> Floats:
         """(N,) NaN where it is not known."""
         if name not in self._columns:
@@ -102,7 +98,7 @@ class View:
         has: npt.NDArray[np.bool_] = self._is_read & ((self._flags[self._slots] >> bit & 1) == 1)
         return has
 
-    def histograms(self, rows: Rows, names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
+    def histograms(self, rows: Rows | slice = slice(None), names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
         """Of each column: edges, and counts of all items and of `rows`."""
         result = {}
         for name in names:

@@ -20,10 +20,6 @@ class TokenText:
         if path is not None:
             self.load(path)
 
-    @property
-    def known(self) -> bool:
-        return self._tokenizer is not None
-
     def load(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
@@ -40,12 +36,12 @@ class TokenText:
 
     def find(self, weights: str) -> None:
         """Takes the tokenizer of a published weights folder, if it has one and none is known yet."""
-        if not self.known and weights and (Path(weights) / "tokenizer.json").is_file():
+        if not self.source and weights and (Path(weights) / "tokenizer.json").is_file():
             self.load(Path(weights))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of all ids; empty without a tokenizer."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if self.known else ""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if self.source else ""
 
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
         """The text of each token from `start` to `stop`; None without a tokenizer.
@@ -53,7 +49,7 @@ class TokenText:
         Together they are the text. A token that ends within a character has the empty piece; the character comes with
         the token that completes it.
         """
-        if not self.known:
+        if not self.source:
             return None
         from tokenizers.decoders import DecodeStream
 

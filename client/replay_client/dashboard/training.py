@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ MOST_POINTS = 500
 """Points of a curve that are sent; longer ones are thinned out."""
 MOST_RUNS = 200
 MOST_STEPS = 200_000
-BYTES_PER_READ = 16 << 20
+BYTES_PER_READ = 2 << 20
 
 
 @dataclass
@@ -24,12 +25,14 @@ class Run:
     offset: int = 0
     lines: int = 0
     damaged: int = 0
+    written: float = 0.0
+    """When, in seconds since the epoch."""
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def read(self) -> bool:
         """Reads what was appended. A file that became shorter was begun anew. Returns whether there was something."""
         try:
-            size = self.path.stat().st_size
+            size, self.written = self.path.stat().st_size, self.path.stat().st_mtime
             if size < self.offset:  # a run that resumes cuts off the steps that it will do again
                 self.offset, self.lines, self.damaged, self.columns = 0, 0, 0, {}
             if size == self.offset or self.lines >= MOST_STEPS:
@@ -65,6 +68,7 @@ class Runs:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._runs: dict[Path, Run] = {}
+        self._lock = threading.Lock()  # between the thread that reads and those that answer
         self.version = 0
         """Grows whenever a file has."""
         self.meanings = meanings(_metrics_page())
@@ -77,37 +81,34 @@ class Runs:
         paths = [path for pattern in patterns for path in self._folder.glob(pattern)][:MOST_RUNS]
         for path in paths:
             name = str(path.parent.relative_to(self._folder))
-            run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
-            self.version += run.read()
-        for path in self._runs.keys() - set(paths):
-            del self._runs[path]
-            self.version += 1
+            with self._lock:
+                run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
+                self.version += run.read()
+        with self._lock:
+            for path in self._runs.keys() - set(paths):
+                del self._runs[path]
+                self.version += 1
 
     def newest(self) -> dict[str, list[float | None]]:
         """The columns of the run that was written last."""
-        run = next(iter(self._ordered()), None)
-        return {} if run is None else run.columns
+        with self._lock:
+            return next((run.columns for run in self._ordered()), {})
 
     def document(self, names: list[str]) -> dict[str, Any]:
         """The curves of the runs with these names (none: of the newest), and which runs there are."""
-        runs = self._ordered()
-        chosen = [run for run in runs if run.name in names] or runs[:1]
-        return {
-            "version": self.version,
-            "folder": "" if self._folder is None else str(self._folder),
-            "runs": [{"name": run.name, "steps": run.lines, "damaged": run.damaged} for run in runs],
-            "curves": [{"run": run.name} | _thinned(run) for run in chosen],
-            "meanings": self.meanings,
-        }
+        with self._lock:
+            runs = self._ordered()
+            chosen = [run for run in runs if run.name in names] or runs[:1]
+            return {
+                "version": self.version,
+                "folder": str(self._folder or ""),
+                "runs": [{"name": run.name, "steps": run.lines, "damaged": run.damaged} for run in runs],
+                "curves": [{"run": run.name} | _thinned(run) for run in chosen],
+                "meanings": self.meanings,
+            }
 
     def _ordered(self) -> list[Run]:
-        def written(run: Run) -> float:
-            try:
-                return run.path.stat().st_mtime
-            except OSError:
-                return 0.0
-
-        return sorted(self._runs.values(), key=written, reverse=True)
+        return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
 
 
 def _thinned(run: Run) -> dict[str, Any]:

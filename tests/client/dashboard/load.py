@@ -237,7 +237,7 @@ def metrics_line(step: int, rng: np.random.Generator, collapse: float, stale: fl
         "replay/groups_missing": 0,
         "replay/staleness_mean": 4 + abs(noise(1)),
         "train/loss": noise(0.02),
-        "train/entropy": 0.5 * math.exp(-step / 400) * (1 - 0.97 * collapse) + abs(noise(0.01)),
+        "train/entropy": (0.25 + 0.25 * math.exp(-step / 200)) * (1 - 0.97 * collapse) + abs(noise(0.01)),
         "train/grad_norm": 0.4 + abs(noise(0.1)),
         "train/clip_high_fraction": abs(noise(0.01)),
         "train/tokens_per_second": 5400 + noise(200),

@@ -148,7 +148,7 @@ def test_more_viewers_than_allowed_are_told_so(url, monkeypatch):
         next(viewer)
     status, _, found = answer_of(url, "/api/live")
     assert status == 503
-    assert b"2 viewers" in found
+    assert "2 viewers" in found["problem"]
     for viewer in viewers:
         viewer.close()
     until(lambda: answer_is_a_stream(url))

@@ -307,7 +307,8 @@ def run_parts(
     until(lambda: bool(addresses()))
     address = addresses()[0]
     display.show("server", address)
-    display.console.print(f"look inside: replay tables --address {address}", highlight=False, soft_wrap=True)
+    look = f"replay dashboard --address {address} --runs {out}"
+    display.console.print(f"look inside: {look}", highlight=False, soft_wrap=True)
 
     generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
     generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", "exact_match", "--wait-for-policy"]

@@ -18,7 +18,8 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
     chart.plot.setData(time ? [data[0].map((t) => t - chart.now.at), ...data.slice(1)] : data);
     return;
   }
-  const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } };
+  const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("grid"), width: 1 },
+    ticks: { show: false } };
   const now = { at: time ? data[0].at(-1) : 0 };
   const tip = h("div", { class: "tip", hidden: true });
   const options = {
@@ -26,7 +27,8 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
     legend: { show: false }, padding: [8, 16, 0, 0],
     cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
     scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, zero) } },
-    axes: [{ ...axis, size: 24, space: 64, ...(time ? { values: (_, ticks) => ticks.map(ago), incrs: [5, 10, 30, 60, 120, 300, 600] } : {}) }, { ...axis, size: 46, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
+    axes: [{ ...axis, size: 24, space: 64, ...(time ? { values: (_, ticks) => ticks.map(ago), incrs: [5, 10, 30, 60, 120, 300, 600] }
+      : {}) }, { ...axis, size: 46, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
     series: [{}, ...series.map((each, index) => ({
       label: each.label, stroke: colour(seriesClass(each.index ?? index)), width: 1.6, spanGaps: false, points: { show: false },
       dash: each.dash, fill: each.fill ? `${colour(seriesClass(each.index ?? index))}22` : undefined,
@@ -37,7 +39,8 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
         tip.hidden = at === null || at === undefined;
         if (tip.hidden) return;
         const x = plot.data[0][at];
-        tip.textContent = [time ? clock(x + now.at) : number(x), ...series.map((each, i) => `${each.label} ${number(plot.data[i + 1][at])}`)].join("   ");
+        tip.textContent = [time ? clock(x + now.at) : number(x),
+          ...series.map((each, i) => `${each.label} ${number(plot.data[i + 1][at])}`)].join("   ");
       }],
     },
   };
@@ -66,8 +69,10 @@ export function histogram({ edges, all, matching }, { label, chosen = null, pick
   const tall = (count) => (count ? Math.max(2, (height * Math.sqrt(count)) / Math.sqrt(most)) : 0);
   const bars = all.map((count, i) => {
     const low = edges[i], high = edges[i + 1], within = chosen && low >= chosen[0] - 1e-9 && high <= chosen[1] + 1e-9;
-    const bar = (n, kind) => s("rect", { class: kind, x: (i * step + 0.5).toFixed(1), width: Math.max(1, step - 1).toFixed(1), y: (height - tall(n)).toFixed(1), height: tall(n).toFixed(1) });
-    return s("g", { class: `bin${within ? " chosen" : ""}${pick ? " pick" : ""}`, onclick: pick && ((event) => pick(low, high, event.shiftKey)) },
+    const bar = (n, kind) => s("rect", { class: kind, x: (i * step + 0.5).toFixed(1), width: Math.max(1, step - 1).toFixed(1),
+      y: (height - tall(n)).toFixed(1), height: tall(n).toFixed(1) });
+    return s("g", { class: `bin${within ? " chosen" : ""}${pick ? " pick" : ""}`,
+      onclick: pick && ((event) => pick(low, high, event.shiftKey)) },
       s("rect", { class: "hit", x: i * step, y: 0, width: step, height }),
       bar(count, "all"), matching ? bar(matching[i], "part") : null,
       s("title", null, `${number(low)} to ${number(high)}: ${count}`));
@@ -76,13 +81,15 @@ export function histogram({ edges, all, matching }, { label, chosen = null, pick
   const ends = whole ? [edges[0] + 0.5, edges[edges.length - 1] - 0.5] : [edges[0], edges[edges.length - 1]];
   return h("figure", { class: "histogram" },
     h("figcaption", null, label),
-    s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `${label}: ${all.reduce((a, b) => a + b, 0)} groups from ${number(ends[0])} to ${number(ends[1])}` }, bars),
+    s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
+      "aria-label": `${label}: ${all.reduce((a, b) => a + b, 0)} groups from ${number(ends[0])} to ${number(ends[1])}` }, bars),
     h("div", { class: "ends" }, h("span", null, number(ends[0])), h("span", null, ends[1] === ends[0] ? "" : number(ends[1]))));
 }
 
 // A bar that is `share` full.
 export const bar = (share) => s("svg", { class: "meter", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" },
-  s("rect", { class: "track", width: 100, height: 6 }), s("rect", { class: "level", width: (100 * Math.min(1, Math.max(0, share || 0))).toFixed(1), height: 6 }));
+  s("rect", { class: "track", width: 100, height: 6 }), s("rect",
+    { class: "level", width: (100 * Math.min(1, Math.max(0, share || 0))).toFixed(1), height: 6 }));
 
 // A small line without axes, with its last value in words.
 export function sparkline(values, { label, width = 150, height = 32, text = number, tone = "" }) {
@@ -91,6 +98,7 @@ export function sparkline(values, { label, width = 150, height = 32, text = numb
   const points = known.map(([i, value]) => `${((i / Math.max(1, values.length - 1)) * width).toFixed(1)},${(height - 2 - ((value - low) / (high - low)) * (height - 4)).toFixed(1)}`);
   return h("div", { class: `spark ${tone}` },
     h("span", { class: "label" }, label), h("b", null, text(ys[ys.length - 1])),
-    s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `${label}, now ${text(ys[ys.length - 1])}` },
+    s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
+      "aria-label": `${label}, now ${text(ys[ys.length - 1])}` },
       s("polyline", { points: points.join(" ") })));
 }

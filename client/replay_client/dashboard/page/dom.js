@@ -61,7 +61,8 @@ export const bytes = (n) => {
 };
 export const duration = (t) =>
   t < 10 ? `${t.toFixed(1)} s` : t < 60 ? `${t.toFixed(0)} s` : t < 3600 ? `${Math.floor(t / 60)} min ${Math.floor(t % 60)} s`
-    : t < 86400 ? `${Math.floor(t / 3600)} h ${Math.floor((t % 3600) / 60)} min` : `${Math.floor(t / 86400)} d ${Math.floor((t % 86400) / 3600)} h`;
+    : t < 86400 ? `${Math.floor(t / 3600)} h ${Math.floor((t % 3600) / 60)} min`
+      : `${Math.floor(t / 86400)} d ${Math.floor((t % 86400) / 3600)} h`;
 export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 export const shortKey = (key) => (key.length > 8 ? `…${key.slice(-6)}` : key);
 

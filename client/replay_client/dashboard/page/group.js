@@ -3,8 +3,11 @@ import { ask, bytes, duration, fill, h, number, percent, plural, show, visible }
 import { neighbours } from "./groups.js";
 
 const STEPS = 8, AT_ONCE = 16;
-const ORDERS = { reward: (a, b) => b.reward - a.reward || a.index - b.index, advantage: (a, b) => b.advantage - a.advantage, length: (a, b) => b.tokens - a.tokens, "log-prob": (a, b) => (a.mean_logprob ?? 0) - (b.mean_logprob ?? 0), number: (a, b) => a.index - b.index };
-let key = "", item = null, shade = "log-prob", order = "reward", compare = [null, null], many = AT_ONCE, address = "", problem = "", here = null, gone = false;
+const ORDERS = { reward: (a, b) => b.reward - a.reward || a.index - b.index, advantage: (a, b) => b.advantage - a.advantage,
+  length: (a, b) => b.tokens - a.tokens, "log-prob": (a, b) => (a.mean_logprob ?? 0) - (b.mean_logprob ?? 0),
+  number: (a, b) => a.index - b.index };
+let key = "", item = null, shade = "log-prob", order = "reward", compare = [null, null], many = AT_ONCE, address = "", problem = "",
+  here = null, gone = false;
 
 export function open(main, [wanted], state) {
   if (wanted !== key) (item = null), (compare = [null, null]), (many = AT_ONCE), (problem = ""), (gone = false);
@@ -33,34 +36,51 @@ function draw() {
   if (!here) return;
   const [before, after] = neighbours(key);
   const step = (to, label) => (to ? h("a", { class: "button", href: `#/group/${to}` }, label) : null);
-  const head = h("div", { class: "bar" }, h("a", { class: "button", href: "#/groups" }, "← List"), step(before, "↑ Previous"), step(after, "↓ Next"), h("h1", null, "Group ", h("code", null, key)));
-  if (!item) return fill(here, h("div", { class: "group" }, head, h("p", { class: problem ? "failure" : "quiet" }, problem || "Asking the server …")));
+  const head = h("div", { class: "bar" }, h("a", { class: "button", href: "#/groups" }, "← List"), step(before, "↑ Previous"),
+    step(after, "↓ Next"), h("h1", null, "Group ", h("code", null, key)));
+  if (!item) return fill(here, h("div", { class: "group" }, head,
+    h("p", { class: problem ? "failure" : "quiet" }, problem || "Asking the server …")));
   const group = item.group;
-  fill(here, h("div", { class: "group" }, head, about(), group ? [promptOf(group), tools(group), difference(group), completions(group)] : damaged(), h("div", { class: "inspector", "aria-live": "off" }, "Point at a token to see what is known of it.")));
+  fill(here, h("div", { class: "group" }, head, about(), group ? [promptOf(group), tools(group), difference(group), completions(group)]
+    : damaged(), h("div", { class: "inspector", "aria-live": "off" }, "Point at a token to see what is known of it.")));
 }
 
 function about() {
   const group = item.group, tables = Object.entries(item.tables);
-  const rows = [["in", tables.map(([name, held]) => `${name} (priority ${number(held.priority)}${held.effective_priority !== null && held.effective_priority !== held.priority ? `, now ${number(held.effective_priority)}` : ""}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
-    ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}` : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)]];
+  const rows = [["in", tables.map(([name,
+    held]) => `${name} (priority ${number(held.priority)}${held.effective_priority !== null && held.effective_priority !== held.priority ? `, now ${number(held.effective_priority)}` : ""}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
+    ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}`
+      : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)]];
   if (group) {
     const rewards = group.completions.map((each) => each.reward), mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
-    rows.unshift(["prompt", group.prompt_id || "without a name"], ["reward", `${number(mean)} mean of ${rewards.length}, ${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}`]);
-    for (const [name, value] of [...Object.entries(group.sampling), ...Object.entries(group.meta)]) rows.push([name, typeof value === "object" ? JSON.stringify(value) : value]);
+    rows.unshift(["prompt", group.prompt_id || "without a name"],
+      ["reward", `${number(mean)} mean of ${rewards.length}, ${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}`]);
+    for (const [name, value] of [...Object.entries(group.sampling), ...Object.entries(group.meta)]) rows.push([name,
+      typeof value === "object" ? JSON.stringify(value) : value]);
   }
-  return h("section", { class: "card about", "aria-label": "Facts" }, h("dl", { class: "facts" }, rows.map(([label, value]) => h("div", null, h("dt", null, visible(label).slice(0, 60)), h("dd", null, visible(value).slice(0, 300))))),
-    group?.extras.length > 0 && h("details", null, h("summary", null, plural(group.extras.length, "extra array")), h("dl", { class: "facts" }, group.extras.map((each) => h("div", null, h("dt", null, visible(each.name).slice(0, 60)), h("dd", null, `${each.dtype} [${each.shape.join(", ")}] ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
+  return h("section", { class: "card about", "aria-label": "Facts" },
+    h("dl", { class: "facts" }, rows.map(([label, value]) => h("div", null, h("dt", null, visible(label).slice(0, 60)),
+    h("dd", null, visible(value).slice(0, 300))))),
+    group?.extras.length > 0 && h("details", null, h("summary", null, plural(group.extras.length, "extra array")),
+      h("dl", { class: "facts" }, group.extras.map((each) => h("div", null, h("dt", null, visible(each.name).slice(0, 60)),
+      h("dd", null, `${each.dtype} [${each.shape.join(", ")}] ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
 }
 
-const damaged = () => h("section", { class: "card", "aria-label": "Payload" }, h("h2", null, item.problem.startsWith("not a rollout group") ? "Raw bytes, not a group" : "A damaged group"), h("p", { class: "failure" }, visible(item.problem)), h("pre", { tabindex: 0 }, item.head.join("\n")));
+const damaged = () => h("section", { class: "card", "aria-label": "Payload" },
+  h("h2", null, item.problem.startsWith("not a rollout group") ? "Raw bytes, not a group" : "A damaged group"),
+  h("p", { class: "failure" }, visible(item.problem)), h("pre", { tabindex: 0 }, item.head.join("\n")));
 
-const promptOf = (group) => h("section", { class: "card prompt", "aria-label": "Prompt" }, h("h2", null, "Prompt", h("small", null, plural(group.prompt.total, "token"))), h("div", { class: "text" }, tokens(group.prompt, null, -1)), rest(group.prompt, -1));
+const promptOf = (group) => h("section", { class: "card prompt", "aria-label": "Prompt" },
+  h("h2", null, "Prompt", h("small", null, plural(group.prompt.total, "token"))),
+  h("div", { class: "text" }, tokens(group.prompt, null, -1)), rest(group.prompt, -1));
 
 // ------------------------------------------------------------------------------------------------ tools
 
-const shades = (group) => ["log-prob", ...(group.masked ? ["mask"] : []), ...group.per_token.flatMap((name) => (/log_?prob/.test(name) ? [`ratio to ${name}`] : [name])), "nothing"];
+const shades = (group) => ["log-prob", ...(group.masked ? ["mask"] : []),
+  ...group.per_token.flatMap((name) => (/log_?prob/.test(name) ? [`ratio to ${name}`] : [name])), "nothing"];
 function select(label, options, value, use) {
-  return h("label", null, label, h("select", { onchange: (event) => (use(event.target.value), draw()) }, options.map((each) => h("option", { value: each, selected: String(each) === String(value) }, visible(each)))));
+  return h("label", null, label, h("select", { onchange: (event) => (use(event.target.value), draw()) },
+    options.map((each) => h("option", { value: each, selected: String(each) === String(value) }, visible(each)))));
 }
 function tools(group) {
   if (!shades(group).includes(shade)) shade = "log-prob";
@@ -68,40 +88,56 @@ function tools(group) {
   return h("div", { class: "tools" },
     select("Colour", shades(group), shade, (value) => (shade = value)), legend(),
     select("Order", Object.keys(ORDERS), order, (value) => (order = value)),
-    select("Compare", numbers, compare[0] ?? "–", (value) => (compare[0] = value === "–" ? null : +value)), select("with", numbers, compare[1] ?? "–", (value) => (compare[1] = value === "–" ? null : +value)),
-    h("span", { class: "push" }), h("button", { type: "button", onclick: copyJson }, "Copy as JSON"), h("button", { type: "button", onclick: copyPython }, "Copy as Python"), h("a", { class: "button", href: `api/groups/${key}?whole=1`, download: `group-${key}.json` }, "Download"));
+    select("Compare", numbers, compare[0] ?? "–", (value) => (compare[0] = value === "–" ? null : +value)),
+      select("with", numbers, compare[1] ?? "–", (value) => (compare[1] = value === "–" ? null : +value)),
+    h("span", { class: "push" }), h("button", { type: "button", onclick: copyJson }, "Copy as JSON"),
+      h("button", { type: "button", onclick: copyPython }, "Copy as Python"),
+      h("a", { class: "button", href: `api/groups/${key}?whole=1`, download: `group-${key}.json` }, "Download"));
 }
 function legend() {
-  const ends = shade === "log-prob" ? ["likely", "unlikely"] : shade.startsWith("ratio") ? ["less likely now", "more likely now"] : shade === "mask" ? ["trained on", "masked"] : shade === "nothing" ? null : ["low", "high"];
+  const ends = shade === "log-prob" ? ["likely", "unlikely"] : shade.startsWith("ratio") ? ["less likely now", "more likely now"]
+    : shade === "mask" ? ["trained on", "masked"] : shade === "nothing" ? null : ["low", "high"];
   const kind = shade.startsWith("ratio") ? "r" : "q";
-  return ends && h("span", { class: "scale", "aria-label": `from ${ends[0]} to ${ends[1]}`, role: "img" }, ends[0], Array.from({ length: STEPS }, (_, i) => h("i", { class: `${kind}${i}` })), ends[1]);
+  return ends && h("span", { class: "scale", "aria-label": `from ${ends[0]} to ${ends[1]}`, role: "img" }, ends[0],
+    Array.from({ length: STEPS }, (_, i) => h("i", { class: `${kind}${i}` })), ends[1]);
 }
 async function clip(text, what) {
   try {
     await navigator.clipboard.writeText(text);
     show(h("p", null, `${what} is in the clipboard.`));
   } catch { // only loopback and encrypted pages may
-    show(h("p", null, "This browser does not allow it here. Copy it yourself:"), h("textarea", { readonly: true, rows: 12, "aria-label": what }, text));
+    show(h("p", null, "This browser does not allow it here. Copy it yourself:"),
+      h("textarea", { readonly: true, rows: 12, "aria-label": what }, text));
   }
 }
-const copyJson = () => ask(`api/groups/${key}?whole=1`).then((whole) => clip(JSON.stringify(whole, null, 1), "The group as JSON"), (error) => show(h("p", { class: "failure" }, error.message)));
+const copyJson = () => ask(`api/groups/${key}?whole=1`).then((whole) => clip(JSON.stringify(whole, null, 1), "The group as JSON"),
+  (error) => show(h("p", { class: "failure" }, error.message)));
 const copyPython = () => clip(`from replay_client import ReplayClient\n\nwith ReplayClient.from_env(address=${JSON.stringify(address)}) as client:\n    [item] = client.get([${key}])\n    group = item.group\n`, "Python that loads the group");
 
 // ------------------------------------------------------------------------------------------------ completions
 
 function completions(group) {
-  const sorted = [...group.completions].sort(ORDERS[order]), mark = group.completions.map((each) => each.reward), most = Math.max(...mark), least = Math.min(...mark);
+  const sorted = [...group.completions].sort(ORDERS[order]), mark = group.completions.map((each) => each.reward), most = Math.max(...mark),
+    least = Math.min(...mark);
   return h("section", { class: "completions", "aria-label": "Completions", tabindex: 0 }, sorted.slice(0, many).map((each) =>
-    h("article", { class: `card completion ${most > least ? (each.reward === most ? "best" : each.reward === least ? "worst" : "") : ""}`, "data-row": each.index, "aria-label": `Completion ${each.index}` },
-      h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`), h("small", { class: each.advantage < 0 ? "minus" : "plus" }, `advantage ${each.advantage > 0 ? "+" : ""}${number(each.advantage)}`)),
-      h("p", { class: "quiet" }, [plural(each.tokens, "token"), each.finish_reason && `ended by ${visible(each.finish_reason)}`, each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
-        each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`, each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),
-      h("div", { class: "text" }, each.tokens ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")), rest(each.window, each.index))),
-    sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) }, `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
+    h("article", { class: `card completion ${most > least ? (each.reward === most ? "best" : each.reward === least ? "worst" : "") : ""}`,
+      "data-row": each.index, "aria-label": `Completion ${each.index}` },
+      h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
+        h("small", { class: each.advantage < 0 ? "minus" : "plus" },
+        `advantage ${each.advantage > 0 ? "+" : ""}${number(each.advantage)}`)),
+      h("p", { class: "quiet" }, [plural(each.tokens, "token"), each.finish_reason && `ended by ${visible(each.finish_reason)}`,
+        each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
+        each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
+          each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),
+      h("div", { class: "text" }, each.tokens ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
+        rest(each.window, each.index))),
+    sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) },
+      `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
 }
 function rest(window, row) {
   const left = window.total - window.ids.length;
-  return left > 0 ? h("button", { type: "button", class: "more", onclick: () => more(window, row) }, `Show the rest: ${plural(left, "token")}`) : null;
+  return left > 0 ? h("button", { type: "button", class: "more", onclick: () => more(window, row) },
+    `Show the rest: ${plural(left, "token")}`) : null;
 }
 async function more(window, row) {
   try {
@@ -126,21 +162,25 @@ function classOf(arrays, i, spread) {
   }
   const value = shade === "log-prob" ? arrays.logprob?.[i] : arrays[shade]?.[i];
   if (value === null || value === undefined) return "unknown";
-  return shade === "log-prob" ? `q${bin(Math.sqrt(Math.max(0, -value) / 8))}` : `q${bin((Number(value) - spread[0]) / (spread[1] - spread[0] || 1))}`;
+  return shade === "log-prob" ? `q${bin(Math.sqrt(Math.max(0, -value) / 8))}`
+    : `q${bin((Number(value) - spread[0]) / (spread[1] - spread[0] || 1))}`;
 }
 function tokens(window, group, row, marked = null) {
   const { ids, text, arrays } = window, values = (arrays[shade] ?? []).filter((x) => x !== null).map(Number);
   const spread = values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [0, 1];
   return h("span", { class: "tokens", onpointermove: (event) => inspect(event, window, row), onpointerleave: null }, ids.map((id, i) =>
-    h("span", { class: `t ${group && !marked ? classOf(arrays, i, spread) : ""} ${marked?.has(i) ? "differs" : ""} ${text ? "" : "id"}`, "data-i": i }, text ? visible(text[i]) : id)));
+    h("span", { class: `t ${group && !marked ? classOf(arrays, i, spread) : ""} ${marked?.has(i) ? "differs" : ""} ${text ? "" : "id"}`,
+      "data-i": i }, text ? visible(text[i]) : id)));
 }
 function inspect(event, window, row) {
   const i = event.target.dataset?.i, panel = document.querySelector(".inspector");
   if (i === undefined || !panel) return;
   const at = (name) => window.arrays[name]?.[i], logprob = at("logprob");
-  const parts = [row < 0 ? "prompt" : `#${row}`, `token ${i}`, `id ${window.ids[i]}`, window.text ? JSON.stringify(visible(window.text[i])) : null,
+  const parts = [row < 0 ? "prompt" : `#${row}`, `token ${i}`, `id ${window.ids[i]}`,
+    window.text ? JSON.stringify(visible(window.text[i])) : null,
     logprob === undefined ? null : logprob === null ? "log-prob unknown" : `log-prob ${number(logprob)} (${percent(Math.exp(logprob))})`,
-    ...Object.keys(window.arrays).filter((name) => !["logprob", "mask"].includes(name)).map((name) => `${name} ${number(Number(at(name)))}${/log_?prob/.test(name) && logprob !== null ? ` (ratio ${number(Math.exp(at(name) - logprob))})` : ""}`), at("mask") === false ? "masked: not trained on" : null];
+    ...Object.keys(window.arrays).filter((name) => !["logprob",
+      "mask"].includes(name)).map((name) => `${name} ${number(Number(at(name)))}${/log_?prob/.test(name) && logprob !== null ? ` (ratio ${number(Math.exp(at(name) - logprob))})` : ""}`), at("mask") === false ? "masked: not trained on" : null];
   fill(panel, parts.filter(Boolean).join("   "));
 }
 
@@ -153,10 +193,12 @@ function differing(a, b) {
   while (begin < a.length && begin < b.length && a[begin] === b[begin]) begin++;
   let end = 0;
   while (end < Math.min(a.length, b.length) - begin && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
-  const x = a.slice(begin, a.length - end), y = b.slice(begin, b.length - end), only = [new Set(x.map((_, i) => begin + i)), new Set(y.map((_, j) => begin + j))];
+  const x = a.slice(begin, a.length - end), y = b.slice(begin, b.length - end),
+    only = [new Set(x.map((_, i) => begin + i)), new Set(y.map((_, j) => begin + j))];
   if (x.length > LONGEST || y.length > LONGEST) return only;
   const width = y.length + 1, table = new Uint16Array((x.length + 1) * width);
-  for (let i = x.length - 1; i >= 0; i--) for (let j = y.length - 1; j >= 0; j--) table[i * width + j] = x[i] === y[j] ? table[(i + 1) * width + j + 1] + 1 : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
+  for (let i = x.length - 1; i >= 0; i--) for (let j = y.length - 1; j >= 0; j--) table[i * width + j] = x[i] === y[j]
+    ? table[(i + 1) * width + j + 1] + 1 : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
   for (let i = 0, j = 0; i < x.length && j < y.length; ) {
     if (x[i] === y[j]) only[0].delete(begin + i++), only[1].delete(begin + j++);
     else if (table[(i + 1) * width + j] >= table[i * width + j + 1]) i++;
@@ -170,7 +212,9 @@ function difference(group) {
   if (!both.every(Boolean)) return null;
   const only = differing(both[0].window.ids, both[1].window.ids), cut = both.some((each) => each.window.ids.length < each.tokens);
   return h("section", { class: "difference", "aria-label": "Differences" }, both.map((each, side) => h("article", { class: "card" },
-    h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`), h("small", null, `${plural(only[side].size, "token")} that #${both[1 - side].index} does not have${cut ? ", of those shown" : ""}`)), h("div", { class: `text side${side}` }, tokens(each.window, group, each.index, only[side])))));
+    h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
+      h("small", null, `${plural(only[side].size, "token")} that #${both[1 - side].index} does not have${cut ? ", of those shown" : ""}`)),
+      h("div", { class: `text side${side}` }, tokens(each.window, group, each.index, only[side])))));
 }
 
 export function keyPressed(event) {

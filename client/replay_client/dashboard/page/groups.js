@@ -4,20 +4,25 @@ import { ask, duration, fill, h, number, percent, plural, shortKey, visible } fr
 
 const BLOCK = 100, LIVE_SECONDS = 2;
 const COLUMNS = [
-  ["", "key", "key"], ["", "prompt", "prompt"], ["reward_mean", "reward", "reward"], ["reward_std", "spread", "num"], ["length_mean", "length", "num"], ["logprob_mean", "log-prob", "num"],
-  ["truncated_share", "ended by", "finish"], ["staleness", "stale", "num"], ["times_sampled", "used", "num"], ["priority", "priority", "num"], ["age", "age", "num"], ["odd", "notes", "notes"],
+  ["", "key", "key"], ["", "prompt", "prompt"], ["reward_mean", "reward", "reward"], ["reward_std", "spread", "num"],
+    ["length_mean", "length", "num"], ["logprob_mean", "log-prob", "num"],
+  ["truncated_share", "ended by", "finish"], ["staleness", "stale", "num"], ["times_sampled", "used", "num"],
+    ["priority", "priority", "num"], ["age", "age", "num"], ["odd", "notes", "notes"],
 ];
-const HISTOGRAMS = { reward_mean: "mean reward", reward_std: "spread of rewards", length_mean: "mean length", logprob_mean: "mean log-prob", staleness: "staleness", times_sampled: "times used", priority: "priority" };
+const HISTOGRAMS = { reward_mean: "mean reward", reward_std: "spread of rewards", length_mean: "mean length",
+  logprob_mean: "mean log-prob", staleness: "staleness", times_sampled: "times used", priority: "priority" };
 const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", flags: [], bounds: {} });
 
-let table = "", filter = fresh(), held = false, snapshot = null, blocks = new Map(), found = null, focused = 0, problem = "", asked = 0, list = null, timer = null, look = null, shown = 0, tall = 34;
+let table = "", filter = fresh(), held = false, snapshot = null, blocks = new Map(), found = null, focused = 0, problem = "", asked = 0,
+  list = null, timer = null, look = null, shown = 0, tall = 34;
 
 export function open(main, [name], state) {
   if (name && name !== table) (table = name), (filter = fresh()), (held = false), (focused = 0);
   look = state.look;
   list = h("div", { class: "rows", tabindex: 0, role: "rowgroup", "aria-label": "Groups", onscroll: null });
   list.addEventListener("scroll", () => (draw(), load()), { passive: true });
-  fill(main, h("div", { class: "groups" }, h("div", { class: "bar" }), h("aside", { class: "filters", "aria-label": "Filters" }), h("div", { class: "list", role: "table", "aria-label": "Groups of the table" })));
+  fill(main, h("div", { class: "groups" }, h("div", { class: "bar" }), h("aside", { class: "filters", "aria-label": "Filters" }),
+    h("div", { class: "list", role: "table", "aria-label": "Groups of the table" })));
   main.querySelector(".list").append(h("div", { class: "head", role: "rowgroup" }), list);
   found = null;
   restart(main);
@@ -64,6 +69,7 @@ async function load(anew = false) {
       if (turn !== loading || !list.isConnected) return;
       problem = "";
       found = answer;
+      if (held && snapshot && answer.snapshot !== snapshot) held = false; // it was held for too long
       if (answer.snapshot) snapshot = shown = answer.snapshot;
       known.set(block, answer.rows);
       if (known !== blocks) blocks = known;
@@ -78,7 +84,8 @@ async function load(anew = false) {
 
 function draw() {
   if (!list?.isConnected || !found) return;
-  const first = Math.max(0, Math.floor(list.scrollTop / tall) - 5), last = Math.min(found.matching, Math.ceil((list.scrollTop + list.clientHeight) / tall) + 5);
+  const first = Math.max(0, Math.floor(list.scrollTop / tall) - 5),
+    last = Math.min(found.matching, Math.ceil((list.scrollTop + list.clientHeight) / tall) + 5);
   const rows = [];
   for (let i = first; i < last; i++) rows.push(rowOf(blocks.get(Math.floor(i / BLOCK))?.[i % BLOCK], i));
   const inner = h("div", { class: "space", role: "presentation" }, rows);
@@ -98,9 +105,12 @@ function rowOf(row, index) {
     cell("key", h("a", { href: `#/group/${row.key}`, title: row.key }, shortKey(row.key))),
     cell("prompt", h("small", null, visible(row.prompt_id ?? "")), row.read ? visible(row.prompt ?? "") : "not read yet"),
     cell("reward", whole && bar(row.reward_mean / Math.max(1, row.reward_max)), whole ? number(row.reward_mean, 3) : "–"),
-    cell("num", whole ? `±${number(row.reward_std, 2)}` : "–"), cell("num", whole ? number(row.length_mean, 3) : "–"), cell("num", number(row.logprob_mean, 3)),
-    cell("finish", visible((row.finish ?? []).join(", ")), row.truncated_share > 0 && row.truncated_share < 1 ? ` ${percent(row.truncated_share)} cut` : ""),
-    cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)), cell("num", duration(row.age)),
+    cell("num", whole ? `±${number(row.reward_std, 2)}` : "–"), cell("num", whole ? number(row.length_mean, 3) : "–"),
+      cell("num", number(row.logprob_mean, 3)),
+    cell("finish", visible((row.finish ?? []).join(", ")), row.truncated_share > 0 && row.truncated_share < 1
+      ? ` ${percent(row.truncated_share)} cut` : ""),
+    cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)),
+      cell("num", duration(row.age)),
     cell("notes", (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note))));
 }
 
@@ -122,14 +132,23 @@ function controls(main = document.getElementById("main")) {
   if (!main.querySelector(".groups")) return;
   const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.flags.length || Object.keys(filter.bounds).length;
   fill(main.querySelector(".bar"), h("h1", { class: "unseen" }, "Groups"),
-    h("div", { class: "tabs", role: "group", "aria-label": "Table" }, tables.map((each) => h("a", { href: `#/groups/${encodeURIComponent(each.name)}`, "aria-current": each.name === table ? "true" : null }, visible(each.name), h("small", null, each.size.toLocaleString("en"))))),
-    h("button", { type: "button", class: held ? "hold on" : "hold", "aria-pressed": String(held), title: "h", onclick: hold }, held ? "Held" : "Live"),
-    h("span", { class: "count", role: "status" }, problem ? h("b", { class: "failure" }, problem) : !found ? "listing …" : `${found.matching.toLocaleString("en")} of ${plural(found.total, "group")}` + (found.read < found.total ? `, ${found.read.toLocaleString("en")} read` : "")),
-    active ? h("button", { type: "button", class: "quiet", onclick: () => ((filter = { ...fresh(), sort: filter.sort, descending: filter.descending }), restart(main)) }, "Clear filters") : null);
+    h("div", { class: "tabs", role: "group", "aria-label": "Table" },
+      tables.map((each) => h("a", { href: `#/groups/${encodeURIComponent(each.name)}`,
+      "aria-current": each.name === table ? "true" : null }, visible(each.name), h("small", null, each.size.toLocaleString("en"))))),
+    h("button", { type: "button", class: held ? "hold on" : "hold", "aria-pressed": String(held), title: "h", onclick: hold },
+      held ? "Held" : "Live"),
+    h("span", { class: "count", role: "status" }, problem ? h("b", { class: "failure" }, problem) : !found ? "listing …"
+      : `${found.matching.toLocaleString("en")} of ${plural(found.total, "group")}` + (found.read < found.total
+      ? `, ${found.read.toLocaleString("en")} read` : "")),
+    active ? h("button", { type: "button", class: "quiet",
+      onclick: () => ((filter = { ...fresh(), sort: filter.sort, descending: filter.descending }), restart(main)) }, "Clear filters")
+      : null);
   const flags = Object.entries(found?.flags ?? {}), histograms = found?.histograms ?? {};
   const chip = ([name, count]) => {
-    const on = filter.flags.includes(name), toggle = () => change({ flags: on ? filter.flags.filter((each) => each !== name) : [...filter.flags, name] });
-    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), onclick: toggle }, visible(name.replace(/^ended by /, "")), h("small", null, count));
+    const on = filter.flags.includes(name),
+      toggle = () => change({ flags: on ? filter.flags.filter((each) => each !== name) : [...filter.flags, name] });
+    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), onclick: toggle },
+      visible(name.replace(/^ended by /, "")), h("small", null, count));
   };
   const chips = (label, ended) => {
     const some = flags.filter(([name]) => name.startsWith("ended by ") === ended);
@@ -137,15 +156,22 @@ function controls(main = document.getElementById("main")) {
   };
   const text = look?.tokenizer ? "search in prompts and completions" : "needs a tokenizer (--tokenizer)";
   fill(main.querySelector(".filters"),
-    h("label", null, "Text", h("input", { type: "search", placeholder: text, value: filter.text, oninput: (event) => later({ text: event.target.value }) })),
-    h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt", value: filter.prompt, oninput: (event) => later({ prompt: event.target.value }) })),
+    h("label", null, "Text", h("input", { type: "search", placeholder: text, value: filter.text,
+      oninput: (event) => later({ text: event.target.value }) })),
+    h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt", value: filter.prompt,
+      oninput: (event) => later({ prompt: event.target.value }) })),
     chips("Notes", false), chips("Ended by", true),
-    h("div", { class: "histograms" }, Object.entries(HISTOGRAMS).filter(([name]) => histograms[name]).map(([name, label]) => histogram(histograms[name], { label: filter.bounds[name] ? `${label}: ${number(filter.bounds[name][0])} to ${number(filter.bounds[name][1])}` : label, chosen: filter.bounds[name], pick: pick(name) }))),
+    h("div", { class: "histograms" },
+      Object.entries(HISTOGRAMS).filter(([name]) => histograms[name]).map(([name, label]) => histogram(histograms[name],
+      { label: filter.bounds[name] ? `${label}: ${number(filter.bounds[name][0])} to ${number(filter.bounds[name][1])}` : label,
+      chosen: filter.bounds[name], pick: pick(name) }))),
     h("p", { class: "quiet" }, "Click a bar to filter; with Shift the range grows."));
   fill(main.querySelector(".head"), h("div", { class: "row", role: "row", "aria-rowindex": 1 }, COLUMNS.map(([sort, label, kind]) => {
     const sorted = sort && filter.sort === sort;
     return h("span", { role: "columnheader", class: kind, "aria-sort": sorted ? (filter.descending ? "descending" : "ascending") : null },
-      sort ? h("button", { type: "button", onclick: () => change({ sort, descending: sorted ? (filter.descending ? "" : "1") : sort === "age" ? "" : "1" }) }, label, sorted ? (filter.descending ? " ↓" : " ↑") : "") : label);
+      sort ? h("button", { type: "button",
+        onclick: () => change({ sort, descending: sorted ? (filter.descending ? "" : "1") : sort === "age" ? "" : "1" }) }, label,
+        sorted ? (filter.descending ? " ↓" : " ↑") : "") : label);
   })));
 }
 function hold() {
@@ -167,6 +193,7 @@ export function key(event) {
 
 // The keys before and after one in the list as it was shown last.
 export function neighbours(key) {
-  const keys = [...blocks.entries()].sort(([a], [b]) => a - b).flatMap(([, rows]) => (rows ?? []).map((row) => row.key)), at = keys.indexOf(key);
+  const keys = [...blocks.entries()].sort(([a], [b]) => a - b).flatMap(([, rows]) => (rows ?? []).map((row) => row.key)),
+    at = keys.indexOf(key);
   return at < 0 ? [null, null] : [keys[at - 1] ?? null, keys[at + 1] ?? null];
 }

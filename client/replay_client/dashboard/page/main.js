@@ -27,7 +27,9 @@ function route() {
   main.replaceChildren();
   view = wanted;
   const active = wanted === group ? "groups" : LISTED.find((each) => VIEWS[each] === wanted);
-  fill(document.querySelector("nav"), LISTED.map((each) => h("a", { href: `#/${each}`, "aria-current": each === active ? "page" : null }, each[0].toUpperCase() + each.slice(1))));
+  fill(document.querySelector("nav"),
+    LISTED.map((each) => h("a", { href: `#/${each}`, "aria-current": each === active ? "page" : null },
+    each[0].toUpperCase() + each.slice(1))));
   document.title = `${active} · replay`;
   ended = wanted.open(main, rest, state) ?? null;
   if (state.look) view.update?.(main, state);
@@ -38,7 +40,8 @@ function tell() {
   const level = lost ? "failure" : verdict?.level ?? "unknown";
   document.documentElement.dataset.level = level;
   fill(document.querySelector(".state"),
-    h("a", { class: `pill ${level}`, href: "#/overview", title: verdict?.detail }, h("i", { "aria-hidden": "true" }), lost ? "Page lost" : verdict?.headline ?? "Connecting"),
+    h("a", { class: `pill ${level}`, href: "#/overview", title: verdict?.detail }, h("i", { "aria-hidden": "true" }),
+      lost ? "Page lost" : verdict?.headline ?? "Connecting"),
     look && h("span", { class: "address" }, look.address));
   const gone = lost ? `The dashboard's process does not answer since ${duration((Date.now() - lost) / 1000)}. What you see is old.`
     : look?.problem ? `The server does not answer since ${duration(look.time - look.problem_since)}: ${look.problem}. What you see is old; the page goes on by itself.` : "";
@@ -79,7 +82,8 @@ function askForToken(problem = "") {
     event.preventDefault();
     login(field.value.trim()).then(() => location.reload(), (error) => askForToken(error.message));
   };
-  dialog.replaceChildren(h("form", { onsubmit: submit }, h("h2", null, "A token is needed"), h("p", null, problem || "`replay dashboard` printed it when it started."),
+  dialog.replaceChildren(h("form", { onsubmit: submit }, h("h2", null, "A token is needed"),
+    h("p", null, problem || "`replay dashboard` printed it when it started."),
     h("label", { for: "token" }, "Token"), field, h("button", { type: "submit" }, "Enter")));
   if (!dialog.open) dialog.showModal();
 }
@@ -90,7 +94,8 @@ function setTheme(theme) {
   route();
 }
 const theme = () => document.documentElement.dataset.theme;
-const help = () => show(h("h2", null, "Keys"), h("dl", { class: "keys" }, KEYS.map(([key, what]) => [h("dt", null, h("kbd", null, key)), h("dd", null, what)])));
+const help = () => show(h("h2", null, "Keys"), h("dl", { class: "keys" },
+  KEYS.map(([key, what]) => [h("dt", null, h("kbd", null, key)), h("dd", null, what)])));
 document.getElementById("theme").onclick = () => setTheme(theme() === "dark" ? "light" : "dark");
 document.getElementById("keys").onclick = help;
 addEventListener("keydown", (event) => {

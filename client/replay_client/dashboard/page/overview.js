@@ -3,8 +3,10 @@ import { bar, drop, histogram, lines, sparkline } from "./charts.js";
 import { bytes, duration, fill, h, number, percent, plural, rate, s, visible } from "./dom.js";
 
 const LEAVING = [
-  ["consumed", "used up", ""], ["evicted", "evicted", ""], ["evicted_unsampled", "of these never used", "bad"], ["stale", "dropped stale", "warn"],
-  ["stale_refused", "refused stale", "warn"], ["deleted", "deleted", ""], ["duplicates", "sent twice", ""], ["forward_refused", "not forwarded", "warn"],
+  ["consumed", "used up", ""], ["evicted", "evicted", ""], ["evicted_unsampled", "of these never used", "bad"],
+    ["stale", "dropped stale", "warn"],
+  ["stale_refused", "refused stale", "warn"], ["deleted", "deleted", ""], ["duplicates", "sent twice", ""],
+    ["forward_refused", "not forwarded", "warn"],
 ];
 const LONG = 20;
 
@@ -17,7 +19,8 @@ export function update(main, { look, history }) {
   const host = main.firstElementChild;
   if (!look.server) return fill(host, verdictOf(look));
   fill(host, verdictOf(look), picture(look, history), h("div", { class: "cards" },
-    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look), doctorCard(look), look.admission && permitsCard(look)));
+    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look), doctorCard(look),
+      look.admission && permitsCard(look)));
   for (const table of look.tables) chartOf(host, table, history);
 }
 
@@ -42,7 +45,8 @@ function edge(label, flow, wait, verb, kind = "") {
   const pace = flow > 0 ? (flow > 50 ? "fast" : flow > 5 ? "steady" : "slow") : "still";
   return h("div", { class: `edge ${kind} ${long ? "blocked" : blocked ? "waits" : pace}` },
     h("span", { class: "flow" }, h("b", null, rate(flow)), `/s ${label}`),
-    h("span", { class: "line", "aria-hidden": "true" }, s("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none" }, s("path", { d: "M0 5H100" }))),
+    h("span", { class: "line", "aria-hidden": "true" }, s("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none" },
+      s("path", { d: "M0 5H100" }))),
     blocked && h("span", { class: "wait" }, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, ${duration(wait.seconds)}`));
 }
 
@@ -60,7 +64,8 @@ function picture({ tables, policy, server, admission, idle }, history) {
     return [
       direct ? edge("inserted", into, table.inserting, "insert", "in") : h("div", { class: "edge none" }),
       h("div", { class: `node table ${share > 0.98 && table.inserting.count ? "full" : ""}` },
-        from.length ? h("span", { class: "forward" }, `↳ ${rate(direct ? null : into)}/s from ${visible(from.map((each) => each.name).join(", "))}`) : null,
+        from.length ? h("span", { class: "forward" },
+          `↳ ${rate(direct ? null : into)}/s from ${visible(from.map((each) => each.name).join(", "))}`) : null,
         h("a", { href: `#/groups/${encodeURIComponent(table.name)}` }, visible(table.name)),
         bar(share), h("small", null, `${table.size.toLocaleString("en")} of ${bound.toLocaleString("en")} · ${bytes(table.bytes)}`)),
       edge("sampled", out, table.sampling, "sample", "out"),
@@ -69,10 +74,13 @@ function picture({ tables, policy, server, admission, idle }, history) {
   const acquiring = admission?.acquiring;
   return h("section", { class: "picture", "aria-label": "The run" },
     h("div", { class: "node end generators" }, h("b", null, "generators"),
-      h("small", null, since(idle, "insert")), h("small", null, plural(server.insert_streams, "insert stream")), admission && h("small", null, `${admission.running} permits in use`),
-      acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= LONG ? "long" : ""}` }, `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, ${duration(acquiring.seconds)}`)),
+      h("small", null, since(idle, "insert")), h("small", null, plural(server.insert_streams, "insert stream")),
+        admission && h("small", null, `${admission.running} permits in use`),
+      acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= LONG ? "long" : ""}` },
+        `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, ${duration(acquiring.seconds)}`)),
     h("div", { class: "flows" }, rows),
-    h("div", { class: "node end trainer" }, h("b", null, "trainer"), h("small", null, since(idle, "sample")), server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
+    h("div", { class: "node end trainer" }, h("b", null, "trainer"), h("small", null, since(idle, "sample")),
+      server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
     h("div", { class: "back" }, h("span", null, "policy ", h("b", null, `version ${policy.version}`), `, ${duration(policy.age)} ago`)));
 }
 
@@ -82,44 +90,65 @@ const capacity = (table) => Math.min(table.config.max_size, table.config.rate_li
 
 function tableCard(table, look) {
   const { config } = table, list = look.lists[table.name];
-  const facts = [config.rate_limiter.type.replaceAll("_", " "), `${config.sampler.type} sampling`, config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `${config.max_times_sampled} times`}` : "used without limit",
-    config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`, config.rate_limiter.max_size === null && (config.when_full === "evict" ? `evicts by ${config.remover.type}` : `${config.when_full}s when full`)];
+  const facts = [config.rate_limiter.type.replaceAll("_", " "), `${config.sampler.type} sampling`,
+    config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `${config.max_times_sampled} times`}`
+    : "used without limit",
+    config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`,
+      config.rate_limiter.max_size === null && (config.when_full === "evict" ? `evicts by ${config.remover.type}`
+      : `${config.when_full}s when full`)];
   const leaving = LEAVING.filter(([name]) => table[name] > 0);
   return h("section", { class: "card table", "aria-label": table.name },
-    h("h2", null, h("a", { href: `#/groups/${encodeURIComponent(table.name)}` }, visible(table.name)), h("small", null, facts.filter(Boolean).join(" · "))),
+    h("h2", null, h("a", { href: `#/groups/${encodeURIComponent(table.name)}` }, visible(table.name)),
+      h("small", null, facts.filter(Boolean).join(" · "))),
     h("div", { class: "columns" },
       h("div", null,
-        h("div", { class: "legend" }, h("span", { class: "series1" }, `in ${rate(table.inserts_per_second)}/s`), h("span", { class: "series2" }, `out ${rate(table.samples_per_second)}/s`), h("small", null, "mean of the last minute")),
-        h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img", "aria-label": `Inserts and samples a second of ${table.name}` }),
-        h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")), table.reserved > 0 && h("small", null, `${table.reserved} drawn and not taken`)),
+        h("div", { class: "legend" }, h("span", { class: "series1" }, `in ${rate(table.inserts_per_second)}/s`),
+          h("span", { class: "series2" }, `out ${rate(table.samples_per_second)}/s`), h("small", null, "mean of the last minute")),
+        h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img",
+          "aria-label": `Inserts and samples a second of ${table.name}` }),
+        h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")),
+          table.reserved > 0 && h("small", null, `${table.reserved} drawn and not taken`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
         limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
-        h("dl", { class: "leaving" }, [["inserted", table.inserts, ""], ["sampled", table.samples, ""], ...leaving.map(([name, label, tone]) => [label, table[name], tone])].map(([label, count, tone]) =>
+        h("dl", { class: "leaving" }, [["inserted", table.inserts, ""], ["sampled", table.samples, ""],
+          ...leaving.map(([name, label, tone]) => [label, table[name], tone])].map(([label, count, tone]) =>
           h("div", { class: tone }, h("dt", null, label), h("dd", null, count.toLocaleString("en"))))))),
-    h("div", { class: "histograms" }, [["staleness", "staleness (versions)"], ["priority", "priority"], ["reward_mean", "mean reward"]].map(([name, label]) =>
-      list?.histograms[name] ? histogram({ edges: list.histograms[name].edges, all: list.histograms[name].all }, { label }) : h("figure", { class: "histogram empty" }, h("figcaption", null, label), h("p", { class: "quiet" }, table.size ? "reading …" : "no groups")))),
-    list && list.read < list.items && h("p", { class: "quiet" }, `${list.read.toLocaleString("en")} of ${list.items.toLocaleString("en")} groups read`));
+    h("div", { class: "histograms" }, [["staleness", "staleness (versions)"], ["priority", "priority"],
+      ["reward_mean", "mean reward"]].map(([name, label]) =>
+      list?.histograms[name] ? histogram({ edges: list.histograms[name].edges, all: list.histograms[name].all }, { label })
+        : h("figure", { class: "histogram empty" }, h("figcaption", null, label),
+        h("p", { class: "quiet" }, table.size ? "reading …" : "no groups")))),
+    list && list.read < list.items && h("p", { class: "quiet" },
+      `${list.read.toLocaleString("en")} of ${list.items.toLocaleString("en")} groups read`));
 }
 
 const waitTone = ({ seconds }) => (seconds >= LONG ? "long" : seconds >= LONG / 4 ? "warm" : "");
 function waitOf(verb, wait, table) {
   const share = table[`${verb}_blocked_share`];
-  if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" }, `${verb === "insert" ? "Inserts" : "Samples"} waited ${percent(share)} of the last minute; none waits now.`) : null;
-  return h("p", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} to ${verb}, for ${duration(wait.seconds)}: `), visible(wait.reason));
+  if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" },
+    `${verb === "insert" ? "Inserts" : "Samples"} waited ${percent(share)} of the last minute; none waits now.`) : null;
+  return h("p", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} to ${verb}, for ${duration(wait.seconds)}: `),
+    visible(wait.reason));
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
 function limiterOf({ limiter, size, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const enough = size >= limiter.min_size;
-    return h("p", { class: "limiter" }, h("b", null, "Limiter "), enough ? `open: ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.` : `closed for samples: ${size} < min_size ${limiter.min_size}`);
+    return h("p", { class: "limiter" }, h("b", null, "Limiter "),
+      enough ? `open: ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
+      : `closed for samples: ${size} < min_size ${limiter.min_size}`);
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
   const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > LONG / 4) || (at < 0.02 && sampling.seconds > LONG / 4);
-  return h("figure", { class: "limiter" }, h("figcaption", null, h("b", null, "Limiter "), at > 0.98 ? "inserts wait here" : at < 0.02 ? "samples wait here" : `open: ${number(difference)} between ${number(low)} and ${number(high)}`),
-    s("svg", { viewBox: "0 0 200 22", role: "img", "aria-label": `inserts times ${limiter.samples_per_insert} less samples is ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}` },
-      s("rect", { class: "track", x: 8, y: 8, width: 184, height: 6, rx: 3 }), s("rect", { class: "edge-low", x: 2, y: 4, width: 3, height: 14, rx: 1 }), s("rect", { class: "edge-high", x: 195, y: 4, width: 3, height: 14, rx: 1 }),
+  return h("figure", { class: "limiter" }, h("figcaption", null, h("b", null, "Limiter "), at > 0.98 ? "inserts wait here" : at < 0.02
+    ? "samples wait here" : `open: ${number(difference)} between ${number(low)} and ${number(high)}`),
+    s("svg", { viewBox: "0 0 200 22", role: "img",
+      "aria-label": `inserts times ${limiter.samples_per_insert} less samples is ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}` },
+      s("rect", { class: "track", x: 8, y: 8, width: 184, height: 6, rx: 3 }),
+        s("rect", { class: "edge-low", x: 2, y: 4, width: 3, height: 14, rx: 1 }),
+        s("rect", { class: "edge-high", x: 195, y: 4, width: 3, height: 14, rx: 1 }),
       s("circle", { class: stuck ? "point end" : "point", cx: x.toFixed(1), cy: 11, r: 6 })),
     h("div", { class: "ends" }, h("span", null, "samples wait"), h("span", null, "inserts wait")));
 }
@@ -128,8 +157,10 @@ function chartOf(host, table, history) {
   const at = (keep) => host.querySelector(`[data-keep="${CSS.escape(keep)}"]`);
   const times = history.map((point) => point.t), column = (i) => history.map((point) => point.tables[table.name]?.[i] ?? null);
   const rates = at(`rates-${table.name}`), size = at(`size-${table.name}`);
-  if (rates) lines(rates, `rates-${table.name}`, [times, column(0), column(1)], { series: [{ label: "in" }, { label: "out" }], height: 130, time: true, sync: "overview" });
-  if (size) lines(size, `size-${table.name}`, [times, column(2)], { series: [{ label: "groups", index: 2, fill: true }], height: 84, time: true, sync: "overview" });
+  if (rates) lines(rates, `rates-${table.name}`, [times, column(0), column(1)],
+    { series: [{ label: "in" }, { label: "out" }], height: 130, time: true, sync: "overview" });
+  if (size) lines(size, `size-${table.name}`, [times, column(2)],
+    { series: [{ label: "groups", index: 2, fill: true }], height: 84, time: true, sync: "overview" });
 }
 
 // ------------------------------------------------------------------------------------------------ the rest
@@ -137,34 +168,48 @@ function chartOf(host, table, history) {
 function policyCard({ versions, signals, policy, curves }) {
   const of = (name) => versions.map((each) => each[name]);
   return h("section", { class: `card policy ${signals.length ? "warned" : ""}`, "aria-label": "Policy" },
-    h("h2", null, "Policy", h("small", null, versions.length ? `groups of versions ${versions[0].version} to ${versions[versions.length - 1].version}, as the page read them` : "no groups read yet")),
-    signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", null, each))) : h("p", { class: "fine" }, versions.length || curves.entropy?.length ? "No sign of collapse, and nothing far off-policy." : "Nothing is known yet."),
+    h("h2", null, "Policy", h("small", null, versions.length
+      ? `groups of versions ${versions[0].version} to ${versions[versions.length - 1].version}, as the page read them`
+      : "no groups read yet")),
+    signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", null, each)))
+      : h("p", { class: "fine" }, versions.length || curves.entropy?.length ? "No sign of collapse, and nothing far off-policy."
+      : "Nothing is known yet."),
     h("div", { class: "sparks" },
-      curves.entropy?.length ? sparkline(curves.entropy, { label: "entropy (nats)" }) : sparkline(versions.map((each) => each.logprob && -each.logprob), { label: "surprise (nats)" }),
+      curves.entropy?.length ? sparkline(curves.entropy, { label: "entropy (nats)" })
+        : sparkline(versions.map((each) => each.logprob && -each.logprob), { label: "surprise (nats)" }),
       curves.reward?.length ? sparkline(curves.reward, { label: "fresh reward" }) : sparkline(of("reward"), { label: "reward" }),
       curves.ess?.length ? sparkline(curves.ess, { label: "sample size (ess)" }) : null,
       sparkline(of("length"), { label: "length (tokens)" }), sparkline(of("no_variance"), { label: "without variance", text: percent })),
-    h("p", { class: "quiet" }, `Version ${policy.version}, set ${duration(policy.age)} ago`, policy.weights && [": ", h("code", null, visible(policy.weights))]));
+    h("p", { class: "quiet" }, `Version ${policy.version}, set ${duration(policy.age)} ago`,
+      policy.weights && [": ", h("code", null, visible(policy.weights))]));
 }
 
 function permitsCard({ admission }) {
   const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired } = admission;
-  return h("section", { class: "card permits", "aria-label": "Permits" }, h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
+  return h("section", { class: "card permits", "aria-label": "Permits" },
+    h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
     facts([["to be had now", capacity], ["running", running], ["groups accepted", accepted], ["expired unused", expired, expired > 0]]),
-    acquiring.count > 0 && h("p", { class: `waiting ${waitTone(acquiring)}` }, h("b", null, `${acquiring.count} for permits, for ${duration(acquiring.seconds)}: `), visible(acquiring.reason)));
+    acquiring.count > 0 && h("p", { class: `waiting ${waitTone(acquiring)}` },
+      h("b", null, `${acquiring.count} for permits, for ${duration(acquiring.seconds)}: `), visible(acquiring.reason)));
 }
 
 function serverCard({ server, address }) {
   const bound = server.max_bytes ? ` of ${bytes(server.max_bytes)}` : ", without a bound";
   return h("section", { class: "card server", "aria-label": "Server" }, h("h2", null, "Server", h("small", null, address)),
-    facts([["up", duration(server.uptime)], ["groups", server.items.toLocaleString("en")], ["payloads", `${bytes(server.bytes)}${bound}`], ["process", server.resident_bytes && bytes(server.resident_bytes)],
-      ["memory left", server.memory_available && bytes(server.memory_available)], ["storage", server.storage], ["on disk", server.disk_bytes && bytes(server.disk_bytes)], ["disk left", server.disk_available && bytes(server.disk_available)],
-      ["damaged", server.damaged, true], ["streams", `${server.insert_streams} in, ${server.sample_streams} out`], ["version", server.version]].filter(([, value]) => value)));
+    facts([["up", duration(server.uptime)], ["groups", server.items.toLocaleString("en")], ["payloads", `${bytes(server.bytes)}${bound}`],
+      ["process", server.resident_bytes && bytes(server.resident_bytes)],
+      ["memory left", server.memory_available && bytes(server.memory_available)], ["storage", server.storage],
+        ["on disk", server.disk_bytes && bytes(server.disk_bytes)], ["disk left", server.disk_available && bytes(server.disk_available)],
+      ["damaged", server.damaged, true], ["streams", `${server.insert_streams} in, ${server.sample_streams} out`],
+        ["version", server.version]].filter(([, value]) => value)));
 }
-const facts = (rows) => h("dl", { class: "facts" }, rows.map(([label, value, bad]) => h("div", { class: bad ? "warn" : null }, h("dt", null, label), h("dd", null, value))));
+const facts = (rows) => h("dl", { class: "facts" },
+  rows.map(([label, value, bad]) => h("div", { class: bad ? "warn" : null }, h("dt", null, label), h("dd", null, value))));
 
 function doctorCard({ findings, admission }) {
   const order = ["failure", "warning", "ok"], sorted = [...findings].sort((a, b) => order.indexOf(a.level) - order.indexOf(b.level));
-  return h("section", { class: `card doctor ${admission ? "" : "wide"}`, "aria-label": "Doctor" }, h("h2", null, "Doctor", h("small", null, "as `replay doctor` says it")),
-    h("ul", null, sorted.map((each) => h("li", { class: each.level }, h("b", null, h("i", { "aria-hidden": "true" }), visible(each.check)), h("span", null, visible(each.message), each.remedy && h("em", null, each.remedy)), h("span", { class: "unseen" }, each.level)))));
+  return h("section", { class: `card doctor ${admission ? "" : "wide"}`, "aria-label": "Doctor" },
+    h("h2", null, "Doctor", h("small", null, "as `replay doctor` says it")),
+    h("ul", null, sorted.map((each) => h("li", { class: each.level }, h("b", null, h("i", { "aria-hidden": "true" }), visible(each.check)),
+      h("span", null, visible(each.message), each.remedy && h("em", null, each.remedy)), h("span", { class: "unseen" }, each.level)))));
 }

@@ -2,7 +2,8 @@
 import { sparkline } from "./charts.js";
 import { ask, fill, h, number, percent, plural, visible } from "./dom.js";
 
-const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"], ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
+const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"],
+  ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
 const COLUMNS = 48;
 let search = "", order = ORDERS[0], limit = 100, data = null, problem = "", here = null, timer = null, asked = 0, versions = [];
 
@@ -33,18 +34,28 @@ function draw() {
   const [first, last] = data.versions;
   fill(here, h("div", { class: "prompts" }, h("h1", { class: "unseen" }, "Prompts"),
     h("div", { class: "bar" },
-      h("label", null, "Prompt", h("input", { type: "search", value: search, placeholder: "name or text", oninput: (event) => ((search = event.target.value), clearTimeout(timer), (timer = setTimeout(load, 250))) })),
-      h("label", null, "Order", h("select", { onchange: (event) => ((order = ORDERS[+event.target.value]), load()) }, ORDERS.map((each, i) => h("option", { value: i, selected: each === order }, each[2])))),
+      h("label", null, "Prompt", h("input", { type: "search", value: search, placeholder: "name or text",
+        oninput: (event) => ((search = event.target.value), clearTimeout(timer), (timer = setTimeout(load, 250))) })),
+      h("label", null, "Order", h("select", { onchange: (event) => ((order = ORDERS[+event.target.value]), load()) },
+        ORDERS.map((each, i) => h("option", { value: i, selected: each === order }, each[2])))),
       h("span", { class: "count", role: "status" }, `${data.matching.toLocaleString("en")} of ${plural(data.total, "prompt")}`)),
-    h("section", { class: "card", "aria-label": "All prompts" }, h("div", { class: "sparks" }, sparkline(versions.map((each) => each.solved), { label: "solved", text: percent }), sparkline(versions.map((each) => each.no_variance), { label: "without variance", text: percent }), sparkline(versions.map((each) => each.groups), { label: "groups read" })),
+    h("section", { class: "card", "aria-label": "All prompts" },
+      h("div", { class: "sparks" }, sparkline(versions.map((each) => each.solved), { label: "solved", text: percent }),
+      sparkline(versions.map((each) => each.no_variance), { label: "without variance", text: percent }),
+      sparkline(versions.map((each) => each.groups), { label: "groups read" })),
       h("p", { class: "quiet" }, `Solved: a reward above ${number(data.solved_above)}. Of groups that left before the page read them nothing is known; most often those are groups without variance. fresh/reward_mean in Training has them all.`)),
     h("div", { class: "strips", role: "table", "aria-label": "Prompts" },
-      h("div", { class: "strip head", role: "row" }, ["prompt", "solved", "change", "groups", `versions ${first} to ${last}`].map((name) => h("span", { role: "columnheader" }, name))),
+      h("div", { class: "strip head", role: "row" }, ["prompt", "solved", "change", "groups",
+        `versions ${first} to ${last}`].map((name) => h("span", { role: "columnheader" }, name))),
       data.rows.map((row) => h("div", { class: "strip", role: "row" },
         h("span", { role: "cell" }, h("b", null, visible(row.prompt).slice(0, 80)), h("small", null, visible(row.text))),
-        h("span", { role: "cell" }, percent(row.solved)), h("span", { role: "cell", class: row.change > 0.02 ? "plus" : row.change < -0.02 ? "minus" : "" }, `${row.change > 0 ? "+" : ""}${(100 * row.change).toFixed(0)}`),
-        h("span", { role: "cell" }, row.groups), h("span", { role: "cell", class: "heat" }, h("span", { role: "img", "aria-label": `Solve rate by version: ${row.versions.map(([version, rate]) => `${version}: ${percent(rate)}`).slice(-12).join(", ")}` }, heat(row.versions, first, last)))))),
-    data.rows.length < data.matching && h("button", { type: "button", class: "more", onclick: () => ((limit += 200), load()) }, "Show more")));
+        h("span", { role: "cell" }, percent(row.solved)), h("span",
+          { role: "cell", class: row.change > 0.02 ? "plus" : row.change < -0.02 ? "minus" : "" },
+          `${row.change > 0 ? "+" : ""}${(100 * row.change).toFixed(0)}`),
+        h("span", { role: "cell" }, row.groups), h("span", { role: "cell", class: "heat" },
+          h("span", { role: "img", "aria-label": `Solve rate by version: ${row.versions.map(([version, rate]) => `${version}: ${percent(rate)}`).slice(-12).join(", ")}` }, heat(row.versions, first, last)))))),
+    data.rows.length < data.matching && h("button", { type: "button", class: "more", onclick: () => ((limit += 200), load()) },
+      "Show more")));
 }
 function heat(seen, first, last) {
   const count = Math.min(COLUMNS, last - first + 1), cells = Array.from({ length: count }, () => [0, 0]);

@@ -4,7 +4,8 @@ import uPlot from "./uplot/uPlot.js";
 import { ask, fill, h, plural, visible } from "./dom.js";
 
 const FIRST = ["fresh/reward_mean", "fresh/zero_variance_fraction", "train/entropy", "correction/ess", "fresh/staleness_mean", "time/step"];
-const SECTIONS = { fresh: "What was generated now", replay: "What was put in its place", train: "The update", correction: "How far off-policy", time: "Where the time goes", eval: "Evaluation" };
+const SECTIONS = { fresh: "What was generated now", replay: "What was put in its place", train: "The update",
+  correction: "How far off-policy", time: "Where the time goes", eval: "Evaluation" };
 let chosen = new Set(), data = null, problem = "", version = -1, asking = false, here = null, watcher = null, visibleCharts = new Set();
 
 export function open(main) {
@@ -40,14 +41,19 @@ async function load() {
 function draw() {
   if (!here) return;
   if (!data) return fill(here, h("p", { class: problem ? "failure" : "quiet" }, problem || "Reading …"));
-  if (!data.runs.length) return fill(here, h("div", { class: "training" }, h("h1", null, "Training"), h("p", { class: "quiet" }, data.folder ? `No metrics.jsonl below ${data.folder} yet.` : "Start the page with --runs FOLDER to see the metrics of a trainer.")));
-  const names = [...new Set(data.curves.flatMap((curve) => Object.keys(curve.columns)))].filter((name) => name.includes("/")), sections = [...new Set(names.map((name) => name.split("/")[0]))];
+  if (!data.runs.length) return fill(here, h("div", { class: "training" }, h("h1", null, "Training"),
+    h("p", { class: "quiet" }, data.folder ? `No metrics.jsonl below ${data.folder} yet.`
+    : "Start the page with --runs FOLDER to see the metrics of a trainer.")));
+  const names = [...new Set(data.curves.flatMap((curve) => Object.keys(curve.columns)))].filter((name) => name.includes("/")),
+    sections = [...new Set(names.map((name) => name.split("/")[0]))];
   const order = Object.keys(SECTIONS), place = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
   sections.sort((a, b) => place(a) - place(b));
   fill(here, h("div", { class: "training" }, h("h1", null, "Training"),
     h("div", { class: "runs", role: "group", "aria-label": "Runs" }, data.runs.map((run) => {
       const index = data.curves.findIndex((curve) => curve.run === run.name);
-      return h("label", { class: index >= 0 ? `on ${seriesClass(index)}` : "" }, h("input", { type: "checkbox", checked: chosen.has(run.name), onchange: (event) => (event.target.checked ? chosen.add(run.name) : chosen.size > 1 && chosen.delete(run.name), load()) }),
+      return h("label", { class: index >= 0 ? `on ${seriesClass(index)}` : "" },
+        h("input", { type: "checkbox", checked: chosen.has(run.name),
+        onchange: (event) => (event.target.checked ? chosen.add(run.name) : chosen.size > 1 && chosen.delete(run.name), load()) }),
         visible(run.name), h("small", null, plural(run.steps, "step") + (run.damaged ? `, ${plural(run.damaged, "damaged line")}` : "")));
     })),
     section("At a glance", FIRST.filter((name) => names.includes(name)), "first"),
@@ -55,8 +61,11 @@ function draw() {
   here.querySelectorAll(".chart").forEach((chart) => watcher.observe(chart));
   paint();
 }
-const section = (title, names, prefix) => h("section", { "aria-label": title }, h("h2", null, title, prefix !== "first" && h("small", null, `${prefix}/`)), h("div", { class: "curves" }, names.map((name) =>
-  h("article", { class: "card curve" }, h("h3", null, name), h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "Not a metric of this trainer."), h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` })))));
+const section = (title, names, prefix) => h("section", { "aria-label": title },
+  h("h2", null, title, prefix !== "first" && h("small", null, `${prefix}/`)), h("div", { class: "curves" }, names.map((name) =>
+  h("article", { class: "card curve" }, h("h3", null, name),
+    h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "Not a metric of this trainer."),
+    h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` })))));
 
 function paint() {
   if (!data || !here) return;
@@ -65,8 +74,10 @@ function paint() {
       visibleCharts.delete(chart);
       continue;
     }
-    const key = chart.dataset.keep, name = key.slice(key.indexOf(":") + 1), shown = data.curves.map((curve, index) => ({ curve, index })).filter(({ curve }) => curve.columns[name]);
+    const key = chart.dataset.keep, name = key.slice(key.indexOf(":") + 1),
+      shown = data.curves.map((curve, index) => ({ curve, index })).filter(({ curve }) => curve.columns[name]);
     if (!shown.length) drop(key);
-    else lines(chart, key, uPlot.join(shown.map(({ curve }) => [curve.steps, curve.columns[name]])), { series: shown.map(({ curve, index }) => ({ label: curve.run, index })), height: 130, sync: "training", zero: false });
+    else lines(chart, key, uPlot.join(shown.map(({ curve }) => [curve.steps, curve.columns[name]])),
+      { series: shown.map(({ curve, index }) => ({ label: curve.run, index })), height: 130, sync: "training", zero: false });
   }
 }
