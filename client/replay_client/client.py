@@ -162,6 +162,15 @@ class Writer:
         """The items that the server refused: their keys, each with the reason."""
         return self._writer.refused
 
+    @property
+    def evicted(self) -> Mapping[int, tuple[str, ...]]:
+        """The items that left a full table at once, because its remover chose them: their tables by key.
+
+        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
+        them.
+        """
+        return self._writer.evicted
+
     def insert(
         self,
         group: RolloutGroup | Buffer,

@@ -111,6 +111,19 @@ def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
     ]
 
 
+class EvictedItems(dict[int, tuple[str, ...]]):
+    """Items that left a full table at once, because its remover chose them: their tables by key, the newest last."""
+
+    MOST = 1 << 16
+    """Beyond that the oldest are forgotten: in a pool that keeps the best, many new items leave at once."""
+
+    def see(self, response: pb.InsertResponse) -> None:
+        for row in response.evicted:
+            self[row.key] = (*self.pop(row.key, ()), row.table)
+        while len(self) > self.MOST:
+            del self[next(iter(self))]
+
+
 def missing_bytes(sizes: Iterable[int], chunks: Iterable[Buffer]) -> int:
     """How many payload bytes of a response have not arrived. Raises ReplayError if there are too many."""
     missing = sum(sizes) - sum(map(len, chunks))

@@ -16,7 +16,7 @@ import grpc
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout, end_stream
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError, error_of
-from replay_client.frames import Item, pack_items
+from replay_client.frames import EvictedItems, Item, pack_items
 from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
@@ -49,6 +49,7 @@ class Pipeline:
         self.timeout = timeout
         self.refused: dict[int, ReplayError] = {}
         """The reason by key of each item that the server refused. The server did not insert it."""
+        self.evicted = EvictedItems()
         self._connection = connection
         self._loop = loop
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
@@ -202,6 +203,7 @@ class Pipeline:
                     self._in_flight -= 1
                     self._bytes -= item.nbytes
                 self.refused.update(errors)
+                self.evicted.see(response)
                 self._unreported.extend(errors.values())
             self._call(self._room)
             if not self._in_flight:
@@ -237,6 +239,15 @@ class AsyncWriter:
     def refused(self) -> Mapping[int, ReplayError]:
         """The items that the server refused: their keys, each with the reason."""
         return self.pipeline.refused
+
+    @property
+    def evicted(self) -> Mapping[int, tuple[str, ...]]:
+        """The items that left a full table at once, because its remover chose them: their tables by key.
+
+        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
+        them.
+        """
+        return self.pipeline.evicted
 
     async def insert(
         self,

@@ -127,25 +127,55 @@ class InsertResponse(_message.Message):
 
     DECIDED_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """rows decided: of the request, or in a stream since the response before"""
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]:
         """the refused rows; all others are in their tables"""
 
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvictedRow]:
+        """rows that left a full table at once; a retry is not told"""
+
     def __init__(
         self,
         *,
         decided: _builtins.int = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
+        evicted: _abc.Iterable[Global___EvictedRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors", "evicted", b"evicted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InsertResponse: _TypeAlias = InsertResponse  # noqa: Y015
+
+@_typing.final
+class EvictedRow(_message.Message):
+    """The remover of a full table chooses among the old items and the new one. It chose this row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    table: _builtins.str
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        table: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictedRow: _TypeAlias = EvictedRow  # noqa: Y015
 
 @_typing.final
 class RowError(_message.Message):
@@ -932,6 +962,7 @@ class TableInfo(_message.Message):
     SAMPLE_BLOCKED_SHARE_FIELD_NUMBER: _builtins.int
     LIMITER_FIELD_NUMBER: _builtins.int
     EFFECTIVE_PRIORITY_FIELD_NUMBER: _builtins.int
+    EVICTED_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in"""
@@ -966,6 +997,8 @@ class TableInfo(_message.Message):
     insert_blocked_share: _builtins.float
     """share of the last minute in which an insert waited"""
     sample_blocked_share: _builtins.float
+    evicted_on_arrival: _builtins.int
+    """evicted and new: the remover chose them among the old ones"""
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1014,10 +1047,11 @@ class TableInfo(_message.Message):
         sample_blocked_share: _builtins.float = ...,
         limiter: Global___Limiter | None = ...,
         effective_priority: Global___Quantiles | None = ...,
+        evicted_on_arrival: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,8 @@ class Decided:
     keys: list[int] = field(default_factory=list)
     errors: list[pb.RowError] = field(default_factory=list)
     """Of the rows that are refused."""
+    evicted: list[tuple[int, str]] = field(default_factory=list)
+    """Key and table of the rows that left a table at once."""
 
     def add(self, key: int, refusal: Refused | None) -> None:
         self.keys.append(key)
@@ -41,9 +43,11 @@ class Decided:
     def extend(self, later: Decided) -> None:
         self.keys.extend(later.keys)
         self.errors.extend(later.errors)
+        self.evicted.extend(later.evicted)
 
     def response(self) -> pb.InsertResponse:
-        return pb.InsertResponse(decided=len(self.keys), errors=self.errors)
+        evicted = [pb.EvictedRow(key=key, table=table) for key, table in self.evicted]
+        return pb.InsertResponse(decided=len(self.keys), errors=self.errors, evicted=evicted)
 
 
 async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:

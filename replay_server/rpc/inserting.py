@@ -82,8 +82,10 @@ async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], clien
                 if not first:
                     await asyncio.sleep(0)
                 first = False
-                inserted, next_row = _admit(backend.buffer, message, batch[at:] if at else batch)
+                evicted: list[tuple[int, str]] = []
+                inserted, next_row = _admit(backend.buffer, message, batch[at:] if at else batch, evicted)
                 decided.keys.extend(batch.keys[at : at + inserted])
+                decided.evicted.extend(evicted)
                 at += inserted
                 if next_row is None:
                     continue
@@ -91,20 +93,22 @@ async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], clien
                     if decided.keys:
                         yield decided
                         decided = Decided()
+                    evicted.clear()
                     next_row = await _wait(backend, next_row, message.nbytes, client)
+                    decided.evicted.extend(evicted)
                 decided.add(batch.keys[at], next_row)
                 at += 1
         yield decided
 
 
 def _admit(
-    buffer: ReplayBuffer, message: InsertMessage, batch: InsertBatch
+    buffer: ReplayBuffer, message: InsertMessage, batch: InsertBatch, evicted: list[tuple[int, str]]
 ) -> tuple[int, PendingInsert | Refused | None]:
     """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after them."""
     if message.refusal is not None:
         return 0, message.refusal
     try:
-        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout))
+        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout), evicted)
     except Refused as refusal:
         return 0, refusal
 

@@ -105,14 +105,13 @@ class Admission:
     def use(self, grant_id: int, count: int, accepted: bool) -> None:
         """Groups were inserted with permits. Accepted ones count even if their grant has expired in the meantime.
 
-        Groups that went into other tables than `table` are not accepted: their permits go back.
+        Groups that went into other tables than `table` are not accepted: their permits go back. The caller then calls
+        `progress`.
         """
         if (grant := self._grants.get(grant_id)) is not None:
             self._use(grant, min(count, grant.count))
         if accepted:
             self.accepted += count
-        else:
-            self.progress()
 
     def forget(self) -> None:
         """An accepted group went unsampled (stale, evicted, deleted), so no step will use it.

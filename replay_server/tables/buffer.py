@@ -34,7 +34,7 @@ from replay_server.tables.insert_rules import (
 )
 from replay_server.tables.items import Items, Watcher
 from replay_server.tables.known_keys import KnownKeys
-from replay_server.tables.lines import Lines, PendingInsert, PendingSample
+from replay_server.tables.lines import Lines, PendingInsert, PendingSample, any_insert_waits, insertable_at_once
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
 from replay_server.tables.reasons import listed_tables, silence
@@ -98,18 +98,21 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
+    def insert(
+        self, batch: InsertBatch, deadline_at: float = math.inf, evicted: list[tuple[int, str]] | None = None
+    ) -> tuple[int, PendingInsert | None]:
         """Inserts rows from the first one on. Returns how many are in their tables, and the next row if it has to wait.
 
         To insert all rows, call it until none is left. Raises Refused if the first row is refused; then nothing has
-        changed.
+        changed. `evicted` receives key and table of each row that the remover of a full table chose to leave at once.
         """
         self.check_open()
+        evicted = [] if evicted is None else evicted
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
         n, insert = len(batch), batch
-        if n > 1 and (at_once := self._insertable_at_once(batch, tables)) < n:
+        if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
             n, insert = at_once, batch[:at_once]
         rows = Rows.of(insert)
         verdict = self._rules.verdict(insert, rows, tables, self.policy.version)
@@ -122,39 +125,15 @@ class ReplayBuffer:
             if isinstance(verdict, Refused):
                 raise verdict
             return 1, None
-        if verdict is not None or self._any_insert_waits(tables):
-            pending = PendingInsert(insert, rows, tables, self.clock(), deadline_at)
+        if verdict is not None or any_insert_waits(tables, self.lines):
+            pending = PendingInsert(insert, rows, tables, self.clock(), deadline_at, evicted)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
             self._mark_blocked(tables)
             return 0, pending
-        self._enter(insert, rows, tables)
+        self._enter(insert, rows, tables, evicted)
         self._progress(tables)
         return n, None
-
-    def _any_insert_waits(self, tables: Iterable[Table]) -> bool:
-        for table in tables:  # noqa: SIM110  # twice as fast as any() of a generator
-            if self.lines[table.name].inserts:
-                return True
-        return False
-
-    def _insertable_at_once(self, batch: InsertBatch, tables: Sequence[Table]) -> int:
-        """How many of the first rows can be inserted together with the same outcome as one after the other, at least 1.
-
-        This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
-        """
-        n, nbytes = len(batch), int(batch.sizes.sum())
-        if self.items.why_full(nbytes) or len(set(batch.keys)) < n or self._any_insert_waits(tables):
-            return 1
-        at_once: float = n
-        for table in tables:
-            at_once = min(at_once, table.insertable_at_once(nbytes))
-            if self.lines[table.name].samples:
-                # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows,
-                # as long as nothing is evicted.
-                fifo = table.config.sampler.type == "fifo"
-                at_once = min(at_once, table.config.max_size - table.size if fifo else 1)
-        return max(1, int(at_once))
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table]) -> None:
         if isinstance(verdict, Known):
@@ -163,21 +142,30 @@ class ReplayBuffer:
         elif isinstance(verdict, TooStale):
             verdict.table.counters.stale_refused += 1
 
-    def _enter(self, insert: InsertBatch, rows: Rows, tables: Sequence[Table]) -> None:
+    def _enter(self, insert: InsertBatch, rows: Rows, tables: Sequence[Table], evicted: list[tuple[int, str]]) -> None:
         """Inserts rows that the rules allow. Raises Refused if the server is full, and cannot evict enough."""
-        self.items.make_room(rows.nbytes, tables)
+        self.items.check_room(rows.nbytes, tables)
+        before = [table.counters.evicted for table in tables]
         admission = self.admission if insert.permits else None
         admitted = admission is not None and admission.table in insert.priorities
         self.items.insert(insert, self.clock(), len(tables), admitted)
+        if admission is not None:  # before anything is evicted, which may take a group off the accepted ones again
+            admission.use(insert.permits, len(insert), accepted=admitted)
         for table in tables:
             table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
             self.lines[table.name].inserts.moved()
-        self.known_keys.remember(insert.keys)
+        self.known_keys.remember(insert.keys, insert.priorities)
         for watcher in self.watchers:
             watcher.changed(insert.keys)
             watcher.inserted(insert.keys)
-        if admission is not None:
-            admission.use(insert.permits, len(insert), accepted=admitted)
+        self.items.make_room(tables)
+        for table, evicted_before in zip(tables, before, strict=True):
+            if table.counters.evicted > evicted_before:
+                gone = [(key, table.name) for key in insert.keys if key not in table]
+                table.counters.evicted_on_arrival += len(gone)
+                evicted += gone
+        if admission is not None and not admitted:
+            admission.progress()
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -312,7 +300,7 @@ class ReplayBuffer:
             return False
         if verdict is None:
             try:
-                self._enter(pending.insert, pending.rows, pending.tables)
+                self._enter(pending.insert, pending.rows, pending.tables, pending.evicted)
             except Refused as refusal:
                 verdict = refusal
         else:

@@ -151,7 +151,7 @@ class TableConfig(Model):
     sampler: SelectorConfig = SelectorConfig(type="uniform")
     """Which item comes next when sampling."""
     remover: SelectorConfig = SelectorConfig(type="fifo")
-    """Which item goes first when the table is full."""
+    """Which item goes first when the table is full: the remover chooses among the old items and the new one."""
     max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None

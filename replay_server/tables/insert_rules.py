@@ -78,11 +78,21 @@ class InsertRules:
         if (refusal := self.why_invalid(batch, rows, tables)) is not None:
             return refusal
         if self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys):
-            return Known()
+            return self._why_no_retry(batch) or Known()
         if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
             return refusal
         why = self.why_blocked(rows, tables)
         return None if why is None else Blocked(why)
+
+    def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
+        """Why the first row is refused, whose key is known. Acknowledged, it would be in none of its tables."""
+        before = self._known_keys.tables_of(batch.keys[0])
+        if before is None or before == batch.priorities.keys():
+            return None
+        return invalid(
+            f"key {batch.keys[0]} was inserted into {', '.join(sorted(before))}, and now comes for "
+            f"{', '.join(sorted(batch.priorities))}: a retry names the same tables, and another item needs another key"
+        )
 
     def why_invalid(self, batch: InsertBatch, rows: Rows, tables: Sequence[Table]) -> Refused | None:
         """Why the rows are refused in any state of the server."""

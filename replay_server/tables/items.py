@@ -102,19 +102,23 @@ class Items(dict[int, Item]):
             return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
         return None
 
-    def make_room(self, nbytes: int, tables: Sequence[Table]) -> int:
-        """Evicts from `tables`, as far as they evict, until `nbytes` more fit. Returns how many items are gone.
-
-        Raises Refused, and evicts nothing, if that would not be enough.
-        """
+    def check_room(self, nbytes: int, tables: Sequence[Table]) -> None:
+        """Raises Refused if `nbytes` more would not fit even if `tables` evicted all that they may."""
         if (why := self.why_full(nbytes)) is None:
-            return 0
+            return
         evicting = [table for table in tables if table.config.when_full == "evict"]
         if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
             names = ", ".join(table.name for table in tables)
             raise busy(f"the server is full: {why}, and {names} has too little to evict")
+
+    def make_room(self, tables: Sequence[Table]) -> int:
+        """Evicts from `tables`, as far as they evict, until the server is not full. Returns how many items are gone.
+
+        The caller has called `check_room`.
+        """
         before = len(self)
-        while self.why_full(nbytes):
+        while self.why_full(0):
+            evicting = [table for table in tables if table.config.when_full == "evict"]
             max(evicting, key=lambda table: table.bytes).evict()
         return before - len(self)
 

@@ -40,8 +40,10 @@ def reconcile(buffer: ReplayBuffer) -> None:
             log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
         table.drop_stale(buffer.policy.version)
     if why := buffer.items.why_full(0):
+        tables = list(buffer.tables.values())
         try:
-            log.warning("%s: %d items evicted", why, buffer.items.make_room(0, list(buffer.tables.values())))
+            buffer.items.check_room(0, tables)
+            log.warning("%s: %d items evicted", why, buffer.items.make_room(tables))
         except Refused:
             log.warning("%s: 0 items evicted, for too few can be", why)
     buffer.items.freed = False

@@ -29,6 +29,7 @@ class Counters:
     consumed: int = _counter("Items that left because of max_times_sampled.")
     deleted: int = _counter("Items that a client deleted.")
     evicted: int = _counter("Items that left to make room.")
+    evicted_on_arrival: int = _counter("Evicted items that were new: the remover chose them among the old ones.")
     evicted_unsampled: int = _counter("Evicted items that were never sampled: data lost.")
     stale: int = _counter("Items that left because of max_staleness.")
     stale_refused: int = _counter("Items refused on arrival because of max_staleness.")

@@ -120,6 +120,7 @@ class OutstandingBatches:
         source.counters.forwarded += 1
         self._items.hold([key])
         target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
+        target.counters.evicted_on_arrival += key not in target
 
 
 def check_sample(table: Table, request: SampleRequest) -> None:

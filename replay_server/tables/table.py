@@ -109,20 +109,18 @@ class Table:
         return min(self.limiter.most_inserts(), room)
 
     def insert(self, keys: Sequence[int], priorities: FloatArray, policy_versions: IntArray, sizes: IntArray) -> None:
-        """Inserts items, after evicting as many as have to make room. The caller has checked the insert rules."""
-        n, nbytes = len(keys), int(sizes.sum())
-        while self.size and (
-            self.size + n > self.config.max_size
-            or (self.config.max_bytes is not None and self.bytes + nbytes > self.config.max_bytes)
-        ):
-            self.evict(max(1, self.size + n - self.config.max_size))
-        now = self.clock()
+        """Inserts items, then evicts as many as there are too many. The caller has checked the insert rules.
+
+        The remover chooses among the old items and the new ones, so a new item may leave at once.
+        """
+        n, now = len(keys), self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
         self._insert_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
+        self._evict_excess()
 
     def evict(self, n: int = 1) -> None:
         """Removes n items that the remover chooses."""
@@ -134,6 +132,11 @@ class Table:
         self.counters.evicted_unsampled += int((self.columns.times_sampled[slots] == 0).sum())
         self.limiter.deletes += n
         self._remove(slots)
+
+    def _evict_excess(self) -> None:
+        max_size, max_bytes = self.config.max_size, self.config.max_bytes or math.inf
+        while (excess := self.size - max_size) > 0 or self.bytes > max_bytes:
+            self.evict(max(1, excess))
 
     def _insert_rows(
         self,
@@ -383,8 +386,7 @@ class Table:
             self.counters.consumed += used_up.size
             self.limiter.deletes += used_up.size
             self._remove(used_up)
-        while self.size > self.config.max_size or self.bytes > (self.config.max_bytes or math.inf):
-            self.evict(max(1, self.size - self.config.max_size))
+        self._evict_excess()
 
     def counts(self) -> dict[str, int]:
         return {item.name: getattr(self.counters, item.name) for item in fields(Counters)}

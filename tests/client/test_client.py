@@ -32,6 +32,7 @@ TABLES = [
     TableConfig(name="plain", sampler="fifo"),
     TableConfig(name="fresh", sampler="fifo", max_staleness=1),
     TableConfig(name="small", max_size=1, when_full="reject", max_bytes=1000),
+    TableConfig(name="best", remover="min_heap"),
 ]
 
 
@@ -116,6 +117,20 @@ def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
         keys = [writer.insert(make_group(seed=n), {"rollouts": 0.0}) for n in range(100)]
     consumer.join()
     assert got == keys
+
+
+def test_a_writer_is_told_which_items_left_a_full_pool_at_once(client):
+    client.update_table("best", max_size=3)
+    with client.writer() as writer:
+        keys = [writer.insert(b"x", {"best": priority, "plain": 1.0}) for priority in (3.0, 2.0, 1.0, 0.5, 4.0)]
+    assert dict(writer.evicted) == {keys[3]: ("best",)}
+    assert writer.refused == {}
+    assert {item.key for item in client.list_items("best").items} == {keys[0], keys[1], keys[4]}
+    assert client.server_info().tables["best"].evicted_on_arrival == 1
+    assert client.insert(b"x", {"best": 0.1}) > 0  # no error
+    assert size(client, "best") == 3
+    with pytest.raises(InvalidRequestError, match="now comes for plain: a retry names the same tables"):
+        client.insert(b"x", {"plain": 1.0}, key=keys[0])
 
 
 def test_one_refused_item_disturbs_no_other_in_the_pipeline(client):

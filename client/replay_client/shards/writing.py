@@ -90,6 +90,10 @@ class ShardedPipeline:
     def refused(self) -> dict[int, ReplayError]:
         return {key: error for pipeline in self._all() for key, error in pipeline.refused.items()}
 
+    @property
+    def evicted(self) -> dict[int, tuple[str, ...]]:
+        return {key: tables for pipeline in self._all() for key, tables in pipeline.evicted.items()}
+
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
         with self._lock:

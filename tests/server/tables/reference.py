@@ -164,7 +164,10 @@ class Reference:
         self.admission = admission
         self.now, self.version = 0.0, 0
         self.items: dict[int, Item] = {}
-        self.seen: set[int] = set()
+        self.seen: dict[int, set[str] | None] = {}
+        """The tables of each key that was inserted; None: unknown since a restart."""
+        self.arrived: dict[str, list[int]] = {}
+        """The keys that entered last, by table: as long as nothing else happens, the remover chooses among them too."""
         self.hands: dict[int, Hand] = {}
         self.accepted = self.expired = self.admission_version = 0
         self.began = False
@@ -222,6 +225,10 @@ class Reference:
         )
         return self.bytes - free + insert.nbytes > self.max_bytes
 
+    def reused(self, insert: Insert) -> bool:
+        """Whether the key was inserted before, for other tables."""
+        return self.seen.get(insert.key) not in (None, set(insert.priorities))
+
     # --------------------------------------------------------------------------------------------- operations
 
     def offer_insert(self, insert: Insert, deadline: float) -> Code | str | Waiting:
@@ -230,6 +237,8 @@ class Reference:
             return Code.OUT_OF_RANGE
         if insert.nbytes > self.max_bytes:
             return Code.OUT_OF_RANGE
+        if self.reused(insert):
+            return Code.INVALID_ARGUMENT
         if insert.key in self.seen:
             self._count(tables, "duplicates")
             return "duplicate"
@@ -287,10 +296,12 @@ class Reference:
             return False
         if row.nbytes > (target.config.max_bytes or math.inf):
             return False
-        while events and events[0][0] == "evict":
-            self._evict(events.popleft(), target.full(row.nbytes))
         assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
+        self._check_evicted()
         self._add(target, row.key, priority, row.version, row.nbytes)
+        while events and events[0][0] == "evict":
+            self._evict(events.popleft())
+        self._check_evicted()
         return True
 
     def _lent_out(self, table: RefTable, key: int) -> bool:
@@ -332,6 +343,7 @@ class Reference:
                 self._undo(hand)
         self.hands.clear()
         self.acquiring.clear()
+        self.seen = dict.fromkeys(self.seen)
         for table in self.tables.values():
             table.inserting.clear()
             table.sampling.clear()
@@ -388,7 +400,11 @@ class Reference:
     def follow(self, events: deque[Any]) -> None:
         """Checks and repeats what the buffer did; afterwards nobody waits who could go on."""
         while events:
+            same_item = events[0][0] == "insert" and events[0][2] in self.arrived.values()  # into its next table
+            if events[0][0] != "evict" and not same_item:
+                self._check_evicted()
             self.follow_one(events)
+        self._check_evicted()
         for table in self.tables.values():
             for waiting in table.sampling[:1]:
                 n = waiting.what.num_samples
@@ -409,8 +425,7 @@ class Reference:
         event = events.popleft()
         match event[0]:
             case "evict":
-                following = next((other for other in events if other[0] == "insert"), None)
-                self._evict(event, self._needed(event[1], following))
+                self._evict(event)
             case "insert":
                 self._insert(*event[1:])
             case "draw":
@@ -418,19 +433,13 @@ class Reference:
             case "end":
                 self._end(*event[1:])
 
-    def _needed(self, name: str, following: Any) -> bool:
-        table = self.tables[name]
-        if len(table.rows) > table.config.max_size or table.bytes > (table.config.max_bytes or math.inf):
-            return True  # the table was made smaller
-        if following is None:
-            return False
-        _, target, keys, sizes = following
-        waiting = next((w for w in self.tables[target].inserting if w.what.key == keys[0]), None)
-        assert waiting is not None, f"evicted for {keys}, which do not wait"
-        server = keys[0] not in self.items and self.bytes + sum(sizes) > self.max_bytes and table in waiting.tables
-        if target == name and len(keys) > 1 and table.sampling:
-            assert not self._could_serve(table, sizes), f"{name} evicted what a sample that waits would have got"
-        return server or (target == name and table.full(*sizes))
+    def _check_evicted(self) -> None:
+        """After an insert, and after all that was evicted for it, the table is within its bounds."""
+        for name in self.arrived:
+            table = self.tables[name]
+            assert table.config.when_full != "evict" or not table.full(), f"{name} holds more than it may"
+        assert self.bytes <= self.max_bytes or not self.arrived or self.entering
+        self.arrived = {}
 
     def _could_serve(self, table: RefTable, sizes: list[int]) -> bool:
         """Whether the first sample in line could be drawn once those of the new items are in that fit."""
@@ -444,10 +453,11 @@ class Reference:
         table.rows, table.inserts = kept, inserts
         return could
 
-    def _evict(self, event: Any, needed: bool) -> None:
+    def _evict(self, event: Any) -> None:
         _, name, key = event
         table = self.tables[name]
-        assert needed, f"{key} was evicted from {name} without need"
+        for_server = self.bytes > self.max_bytes and table.config.when_full == "evict" and name in self.arrived
+        assert table.full() or for_server, f"{key} was evicted from {name} without need"
         row = table.find(key)
         assert row is not None
         ordered = table.ordered(table.rows, table.config.remover)
@@ -459,6 +469,7 @@ class Reference:
             assert row is table.rows[0]
         table.counts["evicted"] += 1
         table.counts["evicted_unsampled"] += row.sampled == 0
+        table.counts["evicted_on_arrival"] += key in self.arrived.get(name, ())
         table.deletes += 1
         table.rows.remove(row)
         self._sweep()
@@ -469,7 +480,11 @@ class Reference:
         rows = [next(w for w in table.inserting if w.what.key == key) for key in keys]
         tables = rows[0].tables
         if keys[0] not in self.items:
-            assert self.bytes + sum(sizes) <= self.max_bytes
+            insert = rows[0].what
+            assert self.bytes + sum(sizes) <= self.max_bytes or not self.hopeless(insert, tables)
+            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, sizes)), (
+                f"{name} evicts what a sample that waits would have got"
+            )
             for other in tables:
                 assert other.inserting[: len(rows)] == rows, f"{keys} came before their turn"
             for place, waiting in enumerate(rows):
@@ -478,28 +493,39 @@ class Reference:
                 assert not self.blocked(waiting, place), f"{keys} came in in spite of {self.blocked(waiting, place)}"
                 assert self.refusal(insert, tables) is None
                 self.items[insert.key] = Item(insert.nbytes, insert.policy_version, False)
-                self.seen.add(insert.key)
+                self.seen[insert.key] = set(insert.priorities)
                 self.entering.add(insert.key)
+            for waiting in rows:
+                self._use_permit(waiting.what)
         for waiting in rows:
             insert = waiting.what
             self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
             if table is tables[-1]:
-                if insert.permits and self.admission is not None:
-                    if self.admission.table in insert.priorities:
-                        self.items[insert.key].unused_permit = True
-                        self.accepted += 1
-                    if lease := self.leases.get(insert.permits):
-                        self._use(insert.permits, lease, 1)
                 waiting.served = True
                 self.entering.remove(insert.key)
                 self._leave_lines(waiting)
 
+    def _use_permit(self, insert: Insert) -> None:
+        if not insert.permits or self.admission is None:
+            return
+        if self.admission.table in insert.priorities:
+            self.items[insert.key].unused_permit = True
+            self.accepted += 1
+        if lease := self.leases.get(insert.permits):
+            self._use(insert.permits, lease, 1)
+
+    def _full_for(self, rows: list[Waiting]) -> bool:
+        """Whether several rows together, unlike one, do not fit."""
+        sizes = [waiting.what.nbytes for waiting in rows]
+        return len(rows) > 1 and any(table.full(*sizes) for table in rows[0].tables)
+
     def _add(self, table: RefTable, key: int, priority: float, version: int, nbytes: int) -> None:
-        assert not table.full(nbytes), f"{table.config.name} took {nbytes} bytes more than fit"
+        assert not table.full(nbytes) or table.config.when_full == "evict", f"{table.config.name} took more than fits"
         table.orders += 1
         table.rows.append(Row(key, priority, version, nbytes, self.now, table.orders))
         table.inserts += 1
         table.counts["inserts"] += 1
+        self.arrived.setdefault(table.config.name, []).append(key)
 
     def _draw(self, name: str, request: SampleRequest, batch: SampleBatch) -> None:
         table = self.tables[name]
@@ -561,6 +587,7 @@ class Reference:
                     assert (
                         code is self.refusal(insert, waiting.tables)
                         or (code is Code.RESOURCE_EXHAUSTED and full)
+                        or (code is Code.INVALID_ARGUMENT and self.reused(insert))
                         or (code is Code.OUT_OF_RANGE and too_large)  # since the table was changed
                     )
                     self._count_refusal(code, insert, waiting.tables)

@@ -19,12 +19,23 @@ class Bench:
         self.buffer = ReplayBuffer(tables, lambda: self.now, **options)
         self.next_key = 0
 
-    def insert(self, table="t", priority=1.0, version=0, nbytes=10, key=None, permits=0, wait=math.inf, **tables):
+    def insert(
+        self,
+        table="t",
+        priority=1.0,
+        version=0,
+        nbytes=10,
+        key=None,
+        permits=0,
+        wait=math.inf,
+        evicted=None,
+        **tables,
+    ):
         self.next_key += 1
         key = self.next_key if key is None else key
         priorities = {name: np.array([value]) for name, value in (tables or {table: priority}).items()}
         insert = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
-        taken, pending = self.buffer.insert(insert, self.now + wait)
+        taken, pending = self.buffer.insert(insert, self.now + wait, evicted)
         assert taken == (pending is None)
         return key if pending is None else pending
 
@@ -204,10 +215,10 @@ def test_an_insert_into_two_tables_waits_for_both_and_enters_both_at_once():
 
 @pytest.mark.parametrize(
     ("remover", "survivors"),
-    [("fifo", [3, 4, 5]), ("lifo", [1, 2, 5]), ("min_heap", [2, 4, 5]), ("max_heap", [1, 3, 5])],
+    [("fifo", [3, 4, 5]), ("lifo", [1, 2, 3]), ("min_heap", [2, 4, 5]), ("max_heap", [1, 3, 5])],
 )
 @pytest.mark.filterwarnings("ignore:.*evicts high priorities first")
-def test_a_full_table_evicts_what_its_remover_names_never_the_new_item(remover, survivors):
+def test_a_full_table_evicts_what_its_remover_names(remover, survivors):
     bench = Bench(table(remover=remover, max_size=3))
     for priority in (1.0, 5.0, 2.0, 4.0, 3.0):
         bench.insert(priority=priority)
@@ -547,6 +558,106 @@ def test_an_admission_that_could_be_of_two_tables_is_refused_with_the_remedy(nam
     tables = [queue(), TableConfig(name="eval", rate_limiter=queue().rate_limiter)]
     with pytest.raises(ValueError, match=r"\[admission\] table = '"):
         Bench(*tables, admission=AdmissionConfig(table=name, groups_per_step=2, max_staleness=1))
+
+
+@pytest.mark.parametrize(
+    ("remover", "priorities", "left"),
+    [
+        ("fifo", [3.0, 2.0, 1.0, 0.5], [2.0, 1.0, 0.5]),
+        ("lifo", [3.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0]),
+        ("min_heap", [3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 1.0]),
+        ("min_heap", [3.0, 2.0, 1.0, 1.5], [3.0, 2.0, 1.5]),
+        ("min_heap", [3.0, 2.0, 1.0, 1.0], [3.0, 2.0, 1.0]),
+        ("max_heap", [3.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0]),
+        ("prioritized", [0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0]),
+    ],
+)
+def test_a_remover_chooses_among_the_old_items_and_the_new_one(remover, priorities, left):
+    bench = Bench(table(remover=remover, max_size=3))
+    keys = [bench.insert(priority=priority) for priority in priorities]
+    columns = bench.table().columns
+    assert columns.priority[columns.used()].tolist() == left
+    assert len(bench.buffer.items) == 3
+    counts = bench.table().counts()
+    at_once = keys[-1] not in bench.buffer.items
+    assert (counts["inserts"], counts["evicted"], counts["evicted_on_arrival"]) == (4, 1, int(at_once))
+    assert bench.insert(priority=7.0, key=keys[-1]) == keys[-1]  # a retry changes nothing, wherever the item is
+    assert columns.priority[columns.used()].tolist() == left
+
+
+def test_among_equals_the_older_item_leaves_and_not_the_new_one():
+    bench = Bench(table(remover="min_heap", max_size=2))
+    keys = [bench.insert() for _ in range(3)]
+    assert bench.keys() == keys[1:]
+
+
+def test_a_uniform_remover_takes_the_new_item_as_often_as_any_other():
+    bench = Bench(table(remover="uniform", max_size=3))
+    for _ in range(4003):
+        bench.insert()
+    assert 850 < bench.table().counters.evicted_on_arrival < 1150  # a quarter of 4000, give or take five deviations
+
+
+@pytest.mark.parametrize("bound", ["table", "server"])
+def test_a_new_item_that_is_the_worst_leaves_at_once_when_bytes_are_short(bound):
+    bench = (
+        Bench(table(remover="min_heap", max_bytes=30))
+        if bound == "table"
+        else Bench(table(remover="min_heap"), max_bytes=30)
+    )
+    kept = [bench.insert(priority=2.0), bench.insert(priority=3.0)]
+    evicted = []
+    bench.insert(priority=1.0, nbytes=20, evicted=evicted)
+    assert (bench.keys(), bench.buffer.bytes, evicted) == (kept, 20, [(3, "t")])
+    assert bench.table().counters.evicted_on_arrival == 1
+
+
+def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
+    bench = Bench(queue(forward_to="pool"), table("pool", remover="min_heap", max_size=2))
+    best = [bench.insert(priority=priority) for priority in (3.0, 2.0)]
+    worst = bench.insert(priority=1.0)
+    bench.take(3)
+    assert bench.keys("pool") == best
+    assert list(bench.buffer.items) == best
+    assert bench.table("pool").counters.evicted_on_arrival == 1
+    assert worst not in bench.buffer.items
+
+
+def test_a_new_group_that_leaves_at_once_gives_its_place_in_admission_back():
+    pool = table(remover="min_heap", max_size=1)
+    bench = Bench(pool, admission=AdmissionConfig(groups_per_step=2, max_staleness=0))
+    permits = bench.buffer.admission
+    lease = permits.acquire(2, math.inf).result()
+    bench.insert(priority=2.0, permits=lease.id)
+    waiting = permits.acquire(2, math.inf)
+    bench.insert(priority=1.0, permits=lease.id)
+    assert (permits.accepted, permits.running, permits.capacity, waiting.done) == (1, 0, 1, False)
+
+
+def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
+    limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "min_size": 1, "error_buffer": [-9, 2]}
+    bench = Bench(table(remover="min_heap", max_size=2, rate_limiter=limiter))
+    bench.insert(priority=2.0), bench.insert(priority=3.0)
+    evicted = []
+    waiting = bench.insert(priority=1.0, evicted=evicted)
+    assert not waiting.done
+    bench.take(1)
+    assert waiting.done
+    assert evicted == [(3, "t")]
+
+
+def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged():
+    bench = Bench(table(), table("other"))
+    key = bench.insert()
+    assert bench.insert(key=key) == key
+    assert bench.insert(key=key, priority=9.0) == key  # a retry may come from a caller that computed a new priority
+    for names in ({"other": 1.0}, {"t": 1.0, "other": 1.0}):
+        with pytest.raises(Refused, match=f"key {key} was inserted into t, and now comes for .*another key") as caught:
+            bench.insert(key=key, **names)
+        assert caught.value.code is Code.INVALID_ARGUMENT
+    bench.buffer.delete("t", [key])
+    assert refusal(bench.insert, "other", key=key).code is Code.INVALID_ARGUMENT
+    assert bench.table("other").size == 0
 
 
 def test_permits_wait_with_a_reason():

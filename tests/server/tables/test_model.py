@@ -110,8 +110,8 @@ class ModelMachine(RuleBasedStateMachine):
         insert, evict, draw = table.insert, table.evict, table.draw
 
         def logged_insert(keys, priorities, versions, sizes):
-            insert(keys, priorities, versions, sizes)
             self.log.append(("insert", table.name, list(keys), sizes.tolist()))
+            insert(keys, priorities, versions, sizes)
 
         def logged_evict(n=1):
             columns, ranks = table.columns, {}
