@@ -52,7 +52,7 @@ class ReplacingSource:
         fresh = next(self._batches)
         if step <= self._start:
             return _unchanged(fresh)
-        return self._replacer.replace(fresh, _scope(self._run, step), exclude=_keys(fresh, self._ranks))
+        return self._replacer.replace(fresh, scope=_scope(self._run, step), exclude=_keys(fresh, self._ranks))
 
 
 class DynamicSource:
@@ -103,7 +103,7 @@ class SharingSource:
         if step <= self._start:
             return taken
         keys = _keys([*taken.samples, *taken.fresh], self._ranks)
-        return self._replacer.add(taken, self._count, _scope(self._run, step), exclude=keys)
+        return self._replacer.add(taken, self._count, scope=_scope(self._run, step), exclude=keys)
 
 
 def _unchanged(samples: list[Sample]) -> Replacement:

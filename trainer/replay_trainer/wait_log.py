@@ -6,12 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-
-if TYPE_CHECKING:
-    from replay_client import ReplayClient
 
 logger = logging.getLogger(__name__)
 
