@@ -36,6 +36,9 @@ class ServerSection(Model):
     """Payload bytes that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
     """Payload bytes of the largest item that the server takes."""
+    shared_memory: Literal[False] | Path = Path("/dev/shm")
+    """Folder in memory in which the server makes rings for clients on its host, or false: payloads go over gRPC only.
+    In containers it must be the same folder for server and client, and both must run as the same user."""
 
     @field_validator("fsync", mode="before")
     @classmethod
@@ -88,6 +91,9 @@ class LimitsSection(Model):
     At least `max_payload_bytes`, or the largest item would never fit."""
     max_waiting_bytes: Bytes = 4 << 30
     """Bytes of complete items that wait for their table. One connection may have half of it. More are refused."""
+    max_shared_bytes: Bytes = 512 << 20
+    """Bytes of shared memory for payloads of clients on this host. One connection may have half of it. Beyond it
+    payloads go over gRPC."""
     stall_timeout: float = Field(60.0, gt=0)
     """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 

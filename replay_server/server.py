@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
@@ -53,6 +53,7 @@ class ReplayServer:
         metrics_address: str | None = None,
         data_dir: str | Path | None = None,
         fsync: Fsync = 1.0,
+        shared_memory: str | Path | Literal[False] = "/dev/shm",
         checkpoints: CheckpointsSection | None = None,
         security: SecuritySection | None = None,
         limits: LimitsSection | None = None,
@@ -63,6 +64,7 @@ class ReplayServer:
             "metrics_address": metrics_address,
             "data_dir": data_dir,
             "fsync": fsync,
+            "shared_memory": shared_memory,
         }
         config = Config(
             server=ServerSection.model_validate(section),
@@ -207,7 +209,9 @@ class ReplayServer:
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
         metrics, latencies = _metrics_endpoint(section.metrics_address)
-        self._service = ReplayService(buffer, config.limits, section.data_dir, journal, checkpointer)
+        self._service = ReplayService(
+            buffer, config.limits, section.data_dir, journal, checkpointer, section.shared_memory or None
+        )
         try:
             listener = Listener(
                 self._service, section.address, config.limits, self._authorizer, self._certificates, latencies

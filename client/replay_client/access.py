@@ -37,7 +37,9 @@ SETTINGS = (
     "tls_key",
     "tls_server_name",
     "allow_insecure_token",
+    "shared_memory",
 )
+_SWITCHES = ("tls", "allow_insecure_token", "shared_memory")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
@@ -84,6 +86,8 @@ class Access:
     """None: not encrypted."""
     allow_insecure_token: bool = False
     """Send the token unencrypted to other machines. Anyone on the network can then read it."""
+    shared_memory: bool = True
+    """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +151,7 @@ class Access:
             token=token,
             tls=TLS(**files) if wanted else None,
             allow_insecure_token="allow_insecure_token" in found and _flag(*found["allow_insecure_token"]),
+            shared_memory="shared_memory" not in found or _flag(*found["shared_memory"]),
         )
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
@@ -224,7 +229,7 @@ def _read_config(path: PathLike) -> dict[str, tuple[Any, str]]:
     if unknown := data.keys() - set(SETTINGS):
         raise ValueError(f"client_config {path}: no setting {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}")
     for name, value in data.items():
-        if not isinstance(value, bool if name in ("tls", "allow_insecure_token") else str):
+        if not isinstance(value, bool if name in _SWITCHES else str):
             raise ValueError(f"client_config {path}: {name} has a value of the wrong type, {type(value).__name__}")
     return {name: (value, f"{name} in {path}") for name, value in data.items()}
 

@@ -77,8 +77,11 @@ class AsyncReplayClient:
         token: str | None = None,
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
+
+        `shared_memory=False` sends payloads over gRPC even to a server on this host.
 
         A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
@@ -86,7 +89,8 @@ class AsyncReplayClient:
         """
         assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
-        self._connection = Connection(Access(address, token, files, allow_insecure_token), timeout)
+        access = Access(address, token, files, allow_insecure_token, shared_memory)
+        self._connection = Connection(access, timeout)
         self._keys = KeySequence()
         self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
         """Batches that `sample` could not take in its time, by the request."""
@@ -106,6 +110,7 @@ class AsyncReplayClient:
             token=access.token,
             tls=access.tls or False,
             allow_insecure_token=access.allow_insecure_token,
+            shared_memory=access.shared_memory,
         )
 
     @property
@@ -117,6 +122,15 @@ class AsyncReplayClient:
     def connection(self) -> Connection:
         """The connection to the server, for parts of this package."""
         return self._connection
+
+    @property
+    def transport(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        return self._connection.transport
+
+    async def find_transport(self) -> str:
+        """`transport`, after a look whether the server is on this host. Otherwise a large payload finds out."""
+        return await self._connection.find_transport()
 
     # ------------------------------------------------------------------------------------------------ insert
 

@@ -59,15 +59,25 @@ class ReplayClient:
         token: str | None = None,
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
+
+        `shared_memory=False` sends payloads over gRPC even to a server on this host.
 
         A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
         self._start(
-            AsyncReplayClient(address, timeout, token=token, tls=tls, allow_insecure_token=allow_insecure_token)
+            AsyncReplayClient(
+                address,
+                timeout,
+                token=token,
+                tls=tls,
+                allow_insecure_token=allow_insecure_token,
+                shared_memory=shared_memory,
+            )
         )
 
     @classmethod
@@ -86,6 +96,12 @@ class ReplayClient:
         """host:port of the server."""
         return self._aio.address
 
+    @property
+    def transport(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if that is not known."""
+        return self.find_transport()
+
+    find_transport = blocking(AsyncReplayClient.find_transport)
     insert = blocking(AsyncReplayClient.insert)
 
     def writer(self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT) -> Writer:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ from replay_client.errors import (
     ServerUnavailableError,
     error_of,
 )
+from replay_client.shared_memory import SharedInserts, SharedMemory, SharedResponse, SharedSamples
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
@@ -70,22 +71,29 @@ Timeout = float | None | Unset
 
 
 class PayloadStub:
-    """The methods that carry payloads, with the serializers of `replay_protos.framing`."""
+    """The methods that carry payloads, with the serializers of `replay_protos.framing`, over rings where possible."""
 
     Insert: grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
-    InsertStream: grpc.aio.StreamStreamMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
-    Sample: grpc.aio.UnaryStreamMultiCallable[pb.SampleRequest, Frame[pb.SampleResponse]]
-    SampleStream: grpc.aio.StreamStreamMultiCallable[pb.SampleStreamRequest, Frame[pb.SampleResponse]]
-    Get: grpc.aio.UnaryStreamMultiCallable[pb.GetRequest, Frame[pb.GetResponse]]
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, shared_memory: bool) -> None:
+        self.shared = SharedMemory(channel, wanted=shared_memory)
         sample, inserted, samples = pb.SampleRequest, pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
         calls, get = pb.SampleStreamRequest, pb.GetRequest
         self.Insert = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
-        self.InsertStream = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
-        self.Sample = channel.unary_stream(f"/{SERVICE}/Sample", sample.SerializeToString, samples)
-        self.SampleStream = channel.stream_stream(f"/{SERVICE}/SampleStream", calls.SerializeToString, samples)
-        self.Get = channel.unary_stream(f"/{SERVICE}/Get", get.SerializeToString, frame_reader(pb.GetResponse))
+        self._insert_stream: Any = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
+        self._sample_stream: Any = channel.stream_stream(f"/{SERVICE}/SampleStream", calls.SerializeToString, samples)
+        self.Sample = SharedResponse(
+            channel.unary_stream(f"/{SERVICE}/Sample", sample.SerializeToString, samples), self.shared
+        )
+        self.Get = SharedResponse(
+            channel.unary_stream(f"/{SERVICE}/Get", get.SerializeToString, frame_reader(pb.GetResponse)), self.shared
+        )
+
+    def InsertStream(self) -> SharedInserts:
+        return SharedInserts(self._insert_stream(), self.shared)
+
+    def SampleStream(self) -> SharedSamples:
+        return SharedSamples(self._sample_stream(), self.shared)
 
 
 class Connection:
@@ -98,9 +106,22 @@ class Connection:
         self.address = access.address
         self.timeout = timeout
         self._stubs: _Stubs | None = None
-        self._left: list[grpc.aio.Channel] = []
-        """Channels to earlier addresses."""
+        self._left: list[_Stubs] = []
+        """Those of earlier addresses."""
         self._closed = False
+
+    @property
+    def transport(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        known = self._stubs.payloads.shared.transport if self._stubs is not None else ""
+        return known or "grpc: no large payload was sent or received yet"
+
+    async def find_transport(self) -> str:
+        """`transport`, after a look whether the server is on this host."""
+        shared = self._open().payloads.shared
+        if not shared.transport:
+            await shared.ring(0)
+        return self.transport
 
     @property
     def stub(self) -> ReplayAsyncStub:
@@ -121,7 +142,7 @@ class Connection:
         """The server has moved: new calls go to `address`. Those under way end as the old connection does."""
         self.access, self.address = replace(self.access, address=address), address
         if self._stubs is not None:
-            self._left.append(self._stubs.channel)
+            self._left.append(self._stubs)
             self._stubs = None
 
     def _open(self) -> _Stubs:
@@ -131,7 +152,8 @@ class Connection:
                 raise ServerClosedError("this client is closed")
             forks.check_grpc()
             channel = self.access.channel(_OPTIONS)
-            self._stubs = _Stubs(channel, ReplayStub(channel), PayloadStub(channel), forks.count())
+            payloads = PayloadStub(channel, shared_memory=self.access.shared_memory)
+            self._stubs = _Stubs(channel, ReplayStub(channel), payloads, forks.count())
         elif self._stubs.made_at != forks.count():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
@@ -171,8 +193,9 @@ class Connection:
     async def close(self) -> None:
         """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
         stubs, self._stubs, self._closed = self._stubs, None, True
-        for channel in [*self._left, *([stubs.channel] if stubs is not None else ())]:
-            await channel.close()
+        for each in [*self._left, *([stubs] if stubs is not None else ())]:
+            await each.payloads.shared.end()
+            await each.channel.close()
 
 
 class _Stubs(NamedTuple):
@@ -264,17 +287,17 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
     return " It may not accept this client's certificate: its tls_client_ca must be the authority that signed that one"
 
 
-async def read_message(call: grpc.aio.StreamStreamCall[Any, T]) -> T:
+async def read_message(call: Any) -> Any:
     """The next message of a stream. Raises AioRpcError if the stream has ended."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise grpc.aio.AioRpcError(
             await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
         )
-    return cast("T", message)
+    return message
 
 
-async def end_stream(call: grpc.aio.StreamStreamCall[Any, Any], reader: asyncio.Task[None] | None = None) -> None:
+async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> None:
     """Ends a stream in good order. `reader` is the task that reads it, if there is one.
 
     After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.

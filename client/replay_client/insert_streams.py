@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias
-
-import grpc
 
 from replay_client.connection import Connection, end_stream, read_message
 from replay_client.errors import DeadlineExceededError
+from replay_client.shared_memory import SharedInserts
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[Frame[pb.InsertRequest], pb.InsertResponse]"
 _MOST_IDLE = 16
 
 
@@ -26,7 +23,7 @@ class InsertStreams:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._idle: list[_Call] = []
+        self._idle: list[SharedInserts] = []
 
     async def insert(self, frames: Sequence[Frame[pb.InsertRequest]], timeout: float | None) -> pb.InsertResponse:
         """Sends one item and returns the server's decision. Raises AioRpcError if the stream breaks."""
@@ -36,7 +33,7 @@ class InsertStreams:
                 with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
                     for frame in frames:
                         await call.write(frame)
-                response = await read_message(call)
+                response: pb.InsertResponse = await read_message(call)
         except TimeoutError:
             call.cancel()
             address = self._connection.address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Self, TypeAlias
+from typing import Self
 
 import grpc
 
@@ -13,12 +13,12 @@ from replay_client.connection import Connection, Patience, end_stream, read_mess
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.frames import missing_bytes, split_rows
 from replay_client.records import Sample, samples_of
+from replay_client.shared_memory import SharedSamples
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 _TAKE_SECONDS = 5.0
 """Seconds past the timeout to wait for a batch that the client has already taken."""
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.SampleStreamRequest, Frame[pb.SampleResponse]]"
 
 
 class AsyncSampler:
@@ -45,7 +45,7 @@ class AsyncSampler:
         self._timeout = timeout
         self._explain = explain
         """Tells why sampling this table waits."""
-        self._call: _Call | None = None
+        self._call: SharedSamples | None = None
         self._ahead = 0
         """Batches that the server may have drawn and that the caller does not have yet."""
         self._ready: list[tuple[int, list[Sample]]] = []
@@ -141,7 +141,8 @@ class AsyncSampler:
 
     async def _read(self) -> Frame[pb.SampleResponse]:
         assert self._call is not None
-        return await read_message(self._call)
+        frame: Frame[pb.SampleResponse] = await read_message(self._call)
+        return frame
 
     async def _write(self, request: pb.SampleStreamRequest) -> None:
         assert self._call is not None

@@ -20,8 +20,7 @@ from replay_client.frames import EvictedItems, Item, pack_items
 from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
-from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame
+from replay_client.shared_memory import SharedInserts
 
 _SEND_AHEAD = 1024
 """Items that are packed into messages together."""
@@ -191,9 +190,7 @@ class Pipeline:
             self._awake = bool(items)
         return items
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[Frame[pb.InsertRequest], pb.InsertResponse], patience: Patience
-    ) -> None:
+    async def _read(self, call: SharedInserts, patience: Patience) -> None:
         async for response in call:
             patience.renew()
             errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}

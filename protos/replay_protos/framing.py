@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
-from replay_protos.replay_pb2 import DESCRIPTOR
+from replay_protos.replay_pb2 import DESCRIPTOR, SharedBytes
 
 M = TypeVar("M", bound=Message)
 
@@ -23,6 +23,7 @@ BYTES_PER_MESSAGE = 1 << 20
 _MOST_FIELDS = 64
 """More top-level fields than any message that we write has. Protobuf parses a message with more fields as a whole."""
 _PAYLOADS = 15 << 3 | 2  # field 15, length-delimited: one byte
+_SHARED = 14 << 3 | 2
 
 
 class Frame(NamedTuple, Generic[M]):
@@ -31,6 +32,15 @@ class Frame(NamedTuple, Generic[M]):
     head: M
     payloads: Sequence[bytes | memoryview]
     """Consecutive chunks when writing; one view when reading, or none."""
+
+
+class SharedFrame(NamedTuple, Generic[M]):
+    """A frame whose payload bytes lie in a ring (`replay_protos.shared_memory`): only their position is written."""
+
+    head: M
+    ring: int
+    position: int
+    size: int
 
 
 def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memoryview]]:
@@ -49,8 +59,11 @@ def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memor
         yield chunks
 
 
-def write_frame(frame: Frame[M]) -> bytes:
+def write_frame(frame: Frame[M] | SharedFrame[M]) -> bytes:
     """The message of a frame as protobuf encodes it."""
+    if isinstance(frame, SharedFrame):
+        shared = SharedBytes(ring=frame.ring, position=frame.position, size=frame.size).SerializeToString()
+        return b"".join((frame.head.SerializeToString(), bytes((_SHARED, len(shared))), shared))
     head, size = frame.head.SerializeToString(), sum(map(len, frame.payloads))
     if not size:
         return head

@@ -47,6 +47,7 @@ class InsertRequest(_message.Message):
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PERMITS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
     """how long each row may wait for its tables"""
@@ -69,6 +70,10 @@ class InsertRequest(_message.Message):
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """bytes"""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """in a stream: instead of `payloads`"""
+
     def __init__(
         self,
         *,
@@ -78,11 +83,12 @@ class InsertRequest(_message.Message):
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _builtins.float | None = ...,
         permits: _builtins.int = ...,
+        shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "shared", b"shared", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -222,6 +228,7 @@ class SampleRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     num_samples: _builtins.int
     min_samples: _builtins.int
@@ -235,6 +242,8 @@ class SampleRequest(_message.Message):
     """seconds until AcknowledgeSamples; then the batch goes back. 0: no lease"""
     request: _builtins.int
     """chosen by the client: a retry gives back the leased batch of the attempt before"""
+    ring: _builtins.int
+    """of ShareMemory: payloads may come through it. 0: none"""
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """keys that must not be drawn"""
@@ -251,10 +260,11 @@ class SampleRequest(_message.Message):
         exclude: _abc.Iterable[_builtins.int] | None = ...,
         lease: _builtins.float = ...,
         request: _builtins.int = ...,
+        ring: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "min_samples", b"min_samples", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "request", b"request", "scope", b"scope", "table", b"table", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "request", b"request", "ring", b"ring", "scope", b"scope", "table", b"table", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
     _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
@@ -285,6 +295,7 @@ class SampleResponse(_message.Message):
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     policy_version: _builtins.int
@@ -315,6 +326,10 @@ class SampleResponse(_message.Message):
 
     @_builtins.property
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """instead of `payloads`"""
+
     def __init__(
         self,
         *,
@@ -330,11 +345,12 @@ class SampleResponse(_message.Message):
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
         taken: _builtins.int = ...,
         revoked: _builtins.int = ...,
+        shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "revoked", b"revoked", "table_size", b"table_size", "taken", b"taken", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "revoked", b"revoked", "shared", b"shared", "table_size", b"table_size", "taken", b"taken", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,10 +367,13 @@ class SampleStreamRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     TAKE_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
     """this many more batches may be drawn ahead"""
     take: _builtins.int
     """the caller wants this batch: answered with `taken` or `revoked`"""
+    ring: _builtins.int
+    """of ShareMemory: from now on payloads may come through it. 0: as before"""
     @_builtins.property
     def open(self) -> Global___SampleRequest:
         """first message only"""
@@ -365,10 +384,11 @@ class SampleStreamRequest(_message.Message):
         open: Global___SampleRequest | None = ...,
         credit: _builtins.int = ...,
         take: _builtins.int = ...,
+        ring: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open", "take", b"take"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open", "ring", b"ring", "take", b"take"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,7 +610,10 @@ class GetRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     WITHOUT_PAYLOADS_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     without_payloads: _builtins.bool
+    ring: _builtins.int
+    """as in SampleRequest"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -598,10 +621,11 @@ class GetRequest(_message.Message):
         *,
         keys: _abc.Iterable[_builtins.int] | None = ...,
         without_payloads: _builtins.bool = ...,
+        ring: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "without_payloads", b"without_payloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "ring", b"ring", "without_payloads", b"without_payloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -620,6 +644,7 @@ class GetResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     payloads: _builtins.bytes
@@ -637,6 +662,10 @@ class GetResponse(_message.Message):
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """0 for all rows if asked without payloads"""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """instead of `payloads`"""
+
     def __init__(
         self,
         *,
@@ -647,11 +676,12 @@ class GetResponse(_message.Message):
         policy_version: _builtins.int = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -811,6 +841,98 @@ class ListItemsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
+
+@_typing.final
+class SharedBytes(_message.Message):
+    """---------------------------------------------------------------------------------------------------- shared memory
+
+    Payload bytes in the memory that client and server share, instead of in the message. Package
+    replay_protos.shared_memory lays out that memory. The bytes of one ring belong to one stream, in one direction.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    ring: _builtins.int
+    position: _builtins.int
+    """counts all bytes since the start of the ring"""
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        ring: _builtins.int = ...,
+        position: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "ring", b"ring", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedBytes: _TypeAlias = SharedBytes  # noqa: Y015
+
+@_typing.final
+class ShareMemoryRequest(_message.Message):
+    """A stream on which a client asks for rings. Each request has one response. Its rings end with the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    MAPPED_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    open: _builtins.int
+    """a new ring of this capacity in bytes; 0 only finds out whether it works"""
+    mapped: _builtins.int
+    """this ring is mapped: the server checks the proof in it"""
+    close: _builtins.int
+    """this ring is not used any more"""
+    def __init__(
+        self,
+        *,
+        open: _builtins.int | None = ...,
+        mapped: _builtins.int = ...,
+        close: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_open", b"_open", "open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open", b"_open", "close", b"close", "mapped", b"mapped", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__open: _TypeAlias = _typing.Literal["open"]  # noqa: Y015
+    _WhichOneofArgType__open: _TypeAlias = _typing.Literal["_open", b"_open"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open) -> _WhichOneofReturnType__open | None: ...
+
+Global___ShareMemoryRequest: _TypeAlias = ShareMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ShareMemoryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    ring: _builtins.int
+    """0: refused, or closed"""
+    path: _builtins.str
+    """where the client finds a ring that it has opened"""
+    refusal: _builtins.str
+    """why there is no ring"""
+    def __init__(
+        self,
+        *,
+        ring: _builtins.int = ...,
+        path: _builtins.str = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "refusal", b"refusal", "ring", b"ring"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareMemoryResponse: _TypeAlias = ShareMemoryResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

@@ -46,6 +46,7 @@ ROLES = {
     "GetServerInfo": Role.READ_ONLY,
     "ListItems": Role.READ_ONLY,
     "Get": Role.READ_ONLY,
+    "ShareMemory": Role.READ_ONLY,  # only a way for the bytes of the other methods
     "GetPolicy": Role.READ_ONLY,
     "WatchPolicy": Role.READ_ONLY,
     "ListCheckpoints": Role.READ_ONLY,

@@ -138,11 +138,14 @@ async def _read_rest(
 def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
     """Divides the payload bytes of a message among its rows.
 
-    The chunks of a single row stay as they came. Rows that share a message get copies, because a view of a small item
-    would keep the whole message in memory. A chunk that is a small part of its message is copied for the same reason.
+    The chunks of a single row stay as they came, and so do chunks that are one for each row. Other rows that share a
+    message get copies, because a view of a small item would keep the whole message in memory. A chunk that is a small
+    part of its message is copied for the same reason.
     """
     if len(sizes) == 1:
         return [tuple(chunk if _fills_its_message(chunk) else bytes(chunk) for chunk in chunks)]
+    if len(chunks) == len(sizes) and all(type(chunk) is bytes for chunk in chunks) and [*map(len, chunks)] == sizes:
+        return [(chunk,) for chunk in chunks]
     joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
     return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 

@@ -19,6 +19,7 @@ from replay_server.rpc.items import ItemMethods
 from replay_server.rpc.policy import PolicyMethods
 from replay_server.rpc.rpc_methods import parser
 from replay_server.rpc.sampling import SampleMethods
+from replay_server.rpc.shared_memory import SharedMemoryMethods
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
@@ -36,12 +37,18 @@ class ReplayService:
         data_dir: Path | None = None,
         journal: Journal | None = None,
         checkpointer: Checkpointer | None = None,
+        shared_folder: Path | None = None,
     ) -> None:
-        """With a journal no client is told of a change before it is written."""
+        """With a journal no client is told of a change before it is written.
+
+        `shared_folder` is that of SharedMemoryMethods.
+        """
         self.backend = Backend(buffer, limits, journal)
         self.sampling = SampleMethods(self.backend)
         self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
+        self.shared_memory = SharedMemoryMethods(self.backend, shared_folder)
         groups = (
+            self.shared_memory,
             InsertMethods(self.backend),
             self.sampling,
             ItemMethods(self.backend),
@@ -73,7 +80,7 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
     handlers = {}
     for method in _METHODS:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        behavior = service.methods[method.name]
+        behavior = service.shared_memory.carry(method.name, service.methods[method.name])
         if tracing.available() and not method.client_streaming and method.name != "WatchPolicy":
             behavior = tracing.traced(method.name, behavior)
         if latencies is not None and method.name == "WatchPolicy":

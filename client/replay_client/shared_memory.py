@@ -1,0 +1,278 @@
+"""Shared memory: carries the payloads of a client's streams through rings, if its server runs on the same host.
+
+* The client finds out by itself: it asks the server for a ring and looks whether it can map it.
+* A stream asks for its ring at its first large payload. Clients with small payloads never have one.
+* Where no ring can be had, payloads travel in the messages. Nothing above this module can tell, except by `transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+
+from replay_client.errors import ReplayError
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import SERVICE, Frame
+from replay_protos.shared_memory import MIN_SHARED, FrameWriter, RingReader, Segment, take_frame
+
+SHARED = "shared memory"
+"""What `transport` says if payloads go through rings."""
+_CAPACITY = 16 << 20
+"""Bytes of a ring: many times what one message carries, and little enough to stay in a processor's cache."""
+_SECONDS = 2.0
+"""How long a payload waits for its ring, at most. Then it goes over gRPC."""
+_PAUSE = 10.0
+"""Seconds after a refusal in which no stream asks for a ring again."""
+_GOODBYE = 1.0
+"""Seconds that the server has to end the call."""
+_MOST_IDLE = 4
+"""Rings kept for later calls of `sample` and `get`."""
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ShareMemoryRequest, pb.ShareMemoryResponse]"
+
+
+class SharedMemory:
+    """The rings of one channel. They end when its call of ShareMemory does, which it opens for the first of them."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, wanted: bool) -> None:
+        self._open_call: Any = channel.stream_stream(
+            f"/{SERVICE}/ShareMemory", pb.ShareMemoryRequest.SerializeToString, pb.ShareMemoryResponse.FromString
+        )
+        self._wanted = wanted
+        self._call: _Call | None = None
+        self._one_exchange = asyncio.Lock()
+        self._ask_again_at = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.idle: list[RingReader] = []
+        """For `sample` and `get`."""
+        self.large_responses = False
+        """Whether the last response was large enough for a ring."""
+        self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
+        """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
+
+    async def ring(self, capacity: int = _CAPACITY) -> Segment | None:
+        """A ring that the server has, too; with capacity 0 only to find out. None: there is none now."""
+        loop = asyncio.get_running_loop()
+        if not self._wanted or loop.time() < self._ask_again_at:
+            return None
+        # In its own task: if the caller stops waiting, the next exchange must not get the response to this one.
+        task: asyncio.Task[Segment | None] = self._start(self._ask(capacity))
+        done, _ = await asyncio.wait({task}, timeout=_SECONDS)
+        if not done:
+            self._refuse(f"the server did not answer within {_SECONDS:g} s")
+            task.add_done_callback(self._close_late)
+            return None
+        return task.result()
+
+    def close(self, segment: Segment | None) -> None:
+        """Tells the server that the ring is not used any more."""
+        if segment is not None and self._call is not None:
+            self._start(self._ask_to_close(segment.ring_id))
+
+    def _close_late(self, task: asyncio.Task[Segment | None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.close(task.result())
+
+    async def end(self) -> None:
+        """Ends all rings."""
+        self._wanted = False
+        if self._tasks:
+            _, late = await asyncio.wait([*self._tasks], timeout=_GOODBYE)
+            for task in late:
+                task.cancel()  # which ends the call, too
+            await asyncio.gather(*late, return_exceptions=True)
+        call, self._call = self._call, None
+        self.idle.clear()
+        if call is None or call.done():
+            return
+        # In good order: after a cancelled call gRPC would call the event loop once more.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE):
+                await call.done_writing()
+                await call.read()
+        call.cancel()
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ask(self, capacity: int) -> Segment | None:
+        try:
+            async with self._one_exchange:
+                return await self._open_ring(capacity)
+        except (OSError, ValueError, ReplayError) as error:
+            self._refuse(str(error))
+        except grpc.aio.AioRpcError as error:
+            self._drop_call()
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._refuse("the server is older than shared memory")
+            else:
+                # The calls that carry the payloads say better what is wrong, and try again. So may this.
+                self.transport = f"grpc: {error.details()}"
+        except BaseException:
+            self._drop_call()
+            raise
+        return None
+
+    async def _open_ring(self, capacity: int) -> Segment | None:
+        opened = await self._exchange(pb.ShareMemoryRequest(open=capacity))
+        if opened.refusal:
+            self._refuse(opened.refusal)
+            return None
+        try:
+            # On a thread: the system maps every page now.
+            segment = await asyncio.to_thread(Segment.attach, Path(opened.path), opened.ring, capacity)
+        except (OSError, ValueError) as error:
+            await self._exchange(pb.ShareMemoryRequest(close=opened.ring))
+            raise _not_shared(opened.path, error) from None
+        ready = await self._exchange(pb.ShareMemoryRequest(mapped=opened.ring))
+        if ready.refusal:
+            self._refuse(ready.refusal)
+            return None
+        self.transport = SHARED
+        return segment
+
+    async def _ask_to_close(self, ring_id: int) -> None:
+        async with self._one_exchange:
+            if self._call is not None:
+                with suppress(grpc.aio.AioRpcError):
+                    await self._exchange(pb.ShareMemoryRequest(close=ring_id))
+
+    async def _exchange(self, request: pb.ShareMemoryRequest) -> pb.ShareMemoryResponse:
+        if self._call is None or self._call.done():
+            self._call = self._open_call()
+            self.idle.clear()  # they ended with the call before
+        call: Any = self._call
+        with suppress(asyncio.InvalidStateError):  # the call has ended; the read raises the reason
+            await call.write(request)
+        response = await call.read()
+        if not isinstance(response, pb.ShareMemoryResponse):
+            raise grpc.aio.AioRpcError(
+                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
+        return response
+
+    def _drop_call(self) -> None:
+        call, self._call = self._call, None
+        self.idle.clear()
+        if call is not None:
+            call.cancel()
+
+    def _refuse(self, why: str) -> None:
+        self.transport = f"grpc: {why}"
+        self._ask_again_at = asyncio.get_running_loop().time() + _PAUSE
+
+
+def _not_shared(path: str, error: Exception) -> OSError:
+    if isinstance(error, FileNotFoundError):
+        folder = Path(path).parent
+        return OSError(f"the server runs on another host, or in a container whose {folder} is not this one's")
+    if isinstance(error, PermissionError):
+        return OSError(f"client and server run as different users ({error.strerror or error})")
+    return OSError(str(error))
+
+
+class SharedInserts:
+    """A call of InsertStream. Large payloads go through its ring."""
+
+    def __init__(self, call: Any, shared: SharedMemory) -> None:
+        self._call = call
+        self._shared = shared
+        self._writer: FrameWriter | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __aiter__(self) -> AsyncIterator[pb.InsertResponse]:
+        responses: AsyncIterator[pb.InsertResponse] = aiter(self._call)
+        return responses
+
+    async def write(self, frame: Frame[pb.InsertRequest]) -> None:
+        if (
+            self._writer is None
+            and sum(map(len, frame.payloads)) >= MIN_SHARED
+            and (segment := await self._shared.ring()) is not None
+        ):
+            self._writer = FrameWriter(segment)
+        await self._call.write(frame if self._writer is None else await self._writer.place(frame))
+
+    def cancel(self) -> bool:
+        if self._writer is not None:
+            self._shared.close(self._writer.segment)
+            self._writer = None
+        return bool(self._call.cancel())
+
+
+class SharedSamples:
+    """A call of SampleStream. After its first large payload the others come through its ring."""
+
+    def __init__(self, call: Any, shared: SharedMemory) -> None:
+        self._call = call
+        self._shared = shared
+        self._reader: RingReader | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    async def read(self) -> Any:
+        frame = await self._call.read()
+        if frame is grpc.aio.EOF:
+            return frame
+        if (
+            self._reader is None
+            and sum(map(len, frame.payloads)) >= MIN_SHARED
+            and (segment := await self._shared.ring()) is not None
+        ):
+            self._reader = RingReader(segment)
+            with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
+                await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
+        return take_frame(frame, self._reader_of)
+
+    def _reader_of(self, ring_id: int) -> RingReader | None:
+        return self._reader if self._reader is not None and self._reader.ring_id == ring_id else None
+
+    def cancel(self) -> bool:
+        if self._reader is not None:
+            self._shared.close(self._reader.segment)
+            self._reader = None
+        return bool(self._call.cancel())
+
+
+class SharedResponse:
+    """The method Sample or Get. Its responses come through a ring if the one before was large."""
+
+    def __init__(self, method: Any, shared: SharedMemory) -> None:
+        self._method = method
+        self._shared = shared
+
+    async def __call__(self, request: Any, timeout: float | None) -> AsyncIterator[Frame[Any]]:
+        """The frames of the response to a SampleRequest or GetRequest."""
+        shared, ring, size = self._shared, None, 0
+        if shared.large_responses:
+            if shared.idle:
+                ring = shared.idle.pop()
+            elif (segment := await shared.ring()) is not None:
+                ring = RingReader(segment)
+        request.ring = 0 if ring is None else ring.ring_id
+        rings = {} if ring is None else {ring.ring_id: ring}
+        complete = False
+        try:
+            async for frame in self._method(request, timeout=timeout):
+                taken = take_frame(frame, rings.get)
+                size += sum(map(len, taken.payloads))
+                yield taken
+            complete = True
+        finally:
+            if ring is not None:
+                # The server may still write to the ring of a response that was not read to its end.
+                if complete and len(shared.idle) < _MOST_IDLE:
+                    shared.idle.append(ring)
+                else:
+                    shared.close(ring.segment)
+        shared.large_responses = size >= MIN_SHARED
