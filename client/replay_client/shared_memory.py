@@ -18,11 +18,11 @@ import grpc
 from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame
-from replay_protos.shared_memory import MIN_SHARED, FrameWriter, RingReader, Segment, take_frame
+from replay_protos.shared_memory import FrameWriter, RingReader, Segment, is_large, take_frame
 
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
-_CAPACITY = 16 << 20
+_CAPACITY = 8 << 20
 """Bytes of a ring: many times what one message carries, and little enough to stay in a processor's cache."""
 _SECONDS = 2.0
 """How long a payload waits for its ring, at most. Then it goes over gRPC."""
@@ -194,11 +194,7 @@ class SharedInserts:
         return responses
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
-        if (
-            self._writer is None
-            and sum(map(len, frame.payloads)) >= MIN_SHARED
-            and (segment := await self._shared.ring()) is not None
-        ):
+        if self._writer is None and is_large(frame) and (segment := await self._shared.ring()) is not None:
             self._writer = FrameWriter(segment)
         await self._call.write(frame if self._writer is None else await self._writer.place(frame))
 
@@ -224,11 +220,7 @@ class SharedSamples:
         frame = await self._call.read()
         if frame is grpc.aio.EOF:
             return frame
-        if (
-            self._reader is None
-            and sum(map(len, frame.payloads)) >= MIN_SHARED
-            and (segment := await self._shared.ring()) is not None
-        ):
+        if self._reader is None and is_large(frame) and (segment := await self._shared.ring()) is not None:
             self._reader = RingReader(segment)
             with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
                 await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
@@ -253,7 +245,7 @@ class SharedResponse:
 
     async def __call__(self, request: Any, timeout: float | None) -> AsyncIterator[Frame[Any]]:
         """The frames of the response to a SampleRequest or GetRequest."""
-        shared, ring, size = self._shared, None, 0
+        shared, ring, large = self._shared, None, False
         if shared.large_responses:
             if shared.idle:
                 ring = shared.idle.pop()
@@ -265,7 +257,7 @@ class SharedResponse:
         try:
             async for frame in self._method(request, timeout=timeout):
                 taken = take_frame(frame, rings.get)
-                size += sum(map(len, taken.payloads))
+                large = large or is_large(taken)
                 yield taken
             complete = True
         finally:
@@ -275,4 +267,4 @@ class SharedResponse:
                     shared.idle.append(ring)
                 else:
                     shared.close(ring.segment)
-        shared.large_responses = size >= MIN_SHARED
+        shared.large_responses = large

@@ -37,7 +37,7 @@ TABLES = [
 
 
 @pytest.fixture
-def server():
+def server(transport):
     with ReplayServer(tables=TABLES, port=0) as server:
         yield server
 

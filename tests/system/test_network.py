@@ -30,7 +30,7 @@ GRACE = 5.0
 
 
 @pytest.fixture
-def server():
+def server(transport):
     with ReplayServer(tables=TABLES, port=0) as server:
         yield server
 

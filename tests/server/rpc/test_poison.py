@@ -48,7 +48,7 @@ def stub(server):
 
 
 @pytest.fixture
-def client(server):
+def client(server, transport):
     with ReplayClient(server.address, timeout=10.0) as client:
         yield client
 

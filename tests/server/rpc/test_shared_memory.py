@@ -1,0 +1,434 @@
+"""Shared memory between clients and a server: who gets a ring, what goes through it, and what is left after a kill."""
+
+import asyncio
+import errno
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.errors import ReplayError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_protos.shared_memory import HEADER, Segment
+from replay_server import ReplayServer, TableConfig
+from replay_server.config import LimitsSection
+from tests.factories import server_process, until
+from tests.server.rpc.bystander import bystander
+
+TABLES = [TableConfig(name="plain", sampler="fifo"), TableConfig(name="pool", sampler="uniform", max_size=64)]
+MB = 1 << 20
+CAPACITY = 1 << 16
+
+
+@pytest.fixture
+def folder():
+    """A folder in memory that no other server uses."""
+    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def server(folder):
+    with ReplayServer(tables=TABLES, port=0, shared_memory=folder) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with ReplayClient(server.address, timeout=10.0) as client:
+        yield client
+
+
+@pytest.fixture
+def stub(server):
+    with grpc.insecure_channel(server.address) as channel:
+        yield ReplayStub(channel)
+
+
+def shared_bytes(server: ReplayServer) -> int:
+    return server._service.shared_memory._budget.used
+
+
+class Asking:
+    """A call of ShareMemory, one request after the other."""
+
+    def __init__(self, stub: ReplayStub) -> None:
+        self._answers: list[pb.ShareMemoryRequest] = []
+        self._ready, self._over = threading.Semaphore(0), False
+        self.call = stub.ShareMemory(self._requests(), timeout=30)
+
+    def _requests(self):
+        while True:
+            self._ready.acquire()
+            if self._over:
+                return
+            yield self._answers.pop(0)
+
+    def __call__(self, **fields) -> pb.ShareMemoryResponse:
+        self._answers.append(pb.ShareMemoryRequest(**fields))
+        self._ready.release()
+        return next(self.call)
+
+    def ring(self, capacity: int = CAPACITY) -> Segment:
+        opened = self(open=capacity)
+        segment = Segment.attach(Path(opened.path), opened.ring, capacity)
+        assert self(mapped=opened.ring).ring == opened.ring
+        return segment
+
+    def end(self) -> None:
+        self._over = True
+        self._ready.release()
+
+
+@contextmanager
+def asking(stub: ReplayStub):
+    session = Asking(stub)
+    try:
+        yield session
+    finally:
+        session.end()
+
+
+def insert_of(key: int, ring: int, position: int, size: int) -> pb.InsertRequest:
+    shared = pb.SharedBytes(ring=ring, position=position, size=size)
+    return pb.InsertRequest(
+        keys=[key], targets=[pb.InsertTarget(table="plain")], payload_sizes=[size], timeout=5.0, shared=shared
+    )
+
+
+def works(address: str, expected: str = "shared memory") -> None:
+    """Large payloads go in and come out by every method that carries them, on the expected way."""
+    payload = random.randbytes(3 * MB)
+    with ReplayClient(address, timeout=20.0) as client:
+        keys = [client.insert(payload, {"pool": 1.0}) for _ in range(3)]
+        with client.writer() as writer:
+            keys += [writer.insert(payload, {"pool": 1.0}) for _ in range(12)]
+        assert client.transport.startswith(expected), client.transport
+        drawn = []
+        for _ in range(3):
+            assert [bytes(item.payload) for item in client.get(keys[-2:])] == [payload] * 2
+            drawn += client.sample("pool", 2)
+        with client.sampler("pool", 4) as batches:
+            for _ in range(6):
+                drawn += next(batches)
+        mine = [bytes(sample.payload) for sample in drawn if sample.info.key in keys]  # others insert here, too
+        assert set(mine) == {payload}
+
+
+# --------------------------------------------------------------------------------------------------- who gets a ring
+
+
+def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, folder):
+    works(server.address)
+    assert list(folder.iterdir()) == []
+    until(lambda: shared_bytes(server) == 0, "a ring is still counted")
+
+
+def test_small_payloads_need_no_ring(server, client):
+    client.insert(b"small", {"plain": 1.0})
+    client.sample("plain", 1)
+    assert shared_bytes(server) == 0
+    assert client.transport == "shared memory"
+
+
+def test_a_client_can_refuse(server):
+    with ReplayClient(server.address, shared_memory=False) as client:
+        client.insert(bytes(MB), {"plain": 1.0})
+        assert client.transport == "grpc: shared memory is turned off in this client (shared_memory=False)"
+    assert shared_bytes(server) == 0
+
+
+def test_a_server_can_refuse():
+    with ReplayServer(tables=TABLES, port=0, shared_memory=False) as server:
+        works(server.address, "grpc: the server does not share memory")
+
+
+def test_an_asyncio_client_says_how_payloads_travel(server):
+    async def ask() -> tuple[str, str, str]:
+        async with AsyncReplayClient(server.address) as client:
+            return client.transport, await client.find_transport(), client.transport
+
+    before, found, after = asyncio.run(ask())
+    assert before == "grpc: no large payload was sent or received yet"
+    assert found == after == "shared memory"
+
+
+def test_a_client_that_does_not_see_the_folder_uses_grpc_and_says_why(server, monkeypatch):
+    def not_here(path: Path, *_: int) -> Segment:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Segment, "attach", not_here)
+    works(server.address, "grpc: the server runs on another host, or in a container")
+    until(lambda: shared_bytes(server) == 0, "a ring is still counted")
+
+
+def test_a_client_of_another_user_uses_grpc_and_says_why(server, monkeypatch):
+    # The server has asked before: the client's own look at the owner is what fails.
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    works(server.address, "grpc: client and server run as different users")
+
+
+def test_a_ring_without_proof_carries_nothing(stub):
+    with asking(stub) as session:
+        opened = session(open=CAPACITY)
+        assert "does not have the memory" in session(mapped=opened.ring).refusal
+        with pytest.raises(grpc.RpcError, match="not one of this stream's"):
+            list(stub.InsertStream(iter([insert_of(1, opened.ring, 0, 100)]), timeout=10))
+
+
+# --------------------------------------------------------------------------------------------------- no room
+
+
+def test_a_full_folder_means_grpc_one_log_line_and_no_file(server, folder, monkeypatch, caplog):
+    def no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with caplog.at_level(logging.WARNING, "replay_server"):
+        works(server.address, f"grpc: {folder} has no room for shared memory: No space left on device")
+        works(server.address, "grpc: ")
+    assert len([record for record in caplog.records if "has no room" in record.getMessage()]) == 1
+    assert list(folder.iterdir()) == []
+    assert shared_bytes(server) == 0
+
+
+def test_a_small_file_system_that_fills_up_is_no_error(tmp_path):
+    """A real file system of 12 MB: one ring of a client fits, and not the next."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12m,mode=1777", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with ReplayServer(tables=TABLES, port=0, shared_memory=mounted) as server:
+            with ReplayClient(server.address) as first:
+                first.insert(bytes(MB), {"plain": 1.0})
+                assert first.transport == "shared memory"
+                works(server.address, f"grpc: {mounted} has no room for shared memory")
+                (mounted / "other").write_bytes(bytes(2 * MB))
+                first.insert(bytes(MB), {"plain": 1.0})  # its ring was reserved: no access to it fails
+            until(lambda: shared_bytes(server) == 0)
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def test_rings_are_bounded_for_all_clients_and_for_each(folder):
+    limits = LimitsSection(max_shared_bytes=20 * MB)
+    with ReplayServer(tables=TABLES, port=0, shared_memory=folder, limits=limits) as server:
+        with ReplayClient(server.address) as first:
+            first.insert(bytes(MB), {"plain": 1.0})
+            assert first.transport == "shared memory"
+            works(server.address, "grpc: ")
+            assert shared_bytes(server) <= 20 * MB
+        until(lambda: shared_bytes(server) == 0)
+        with grpc.insecure_channel(server.address) as channel, asking(ReplayStub(channel)) as session:
+            refusals = [session(open=0).refusal for _ in range(30)]
+            assert refusals[0] == ""
+            assert "max_shared_bytes" in refusals[-1]
+
+
+@pytest.mark.parametrize("capacity", [1, 4097, 65 * MB, 2**63])
+def test_a_ring_of_another_size_is_refused(stub, capacity):
+    with asking(stub) as session, pytest.raises(grpc.RpcError, match="a multiple of 4096"):
+        session(open=capacity)
+
+
+# --------------------------------------------------------------------------------------------------- broken and hostile
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_that_no_client_can_mean_are_refused_and_harm_nobody(server, stub, client, seed):
+    rng, codes = random.Random(seed), set()
+    edges = [0, 1, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2**32, 2**63, 2**64 - 1]
+    with asking(stub) as session, bystander(client):
+        segment = session.ring()
+        segment.view[HEADER:] = b"\7" * CAPACITY
+        for key in range(1, 60):
+            position, size = rng.choice([*edges, rng.getrandbits(17)]), rng.choice([*edges[:6], rng.getrandbits(17)])
+            try:
+                list(stub.InsertStream(iter([insert_of(key, segment.ring_id, position, size)]), timeout=10))
+            except grpc.RpcError as error:
+                codes.add(error.code())
+            session(close=segment.ring_id)
+            segment = session.ring()
+            segment.view[HEADER:] = b"\7" * CAPACITY
+    assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
+    for item in client.get(range(1, 60)):
+        assert set(bytes(item.payload)) <= {7}
+
+
+def test_the_ring_of_another_connection_cannot_be_used(server, stub, client):
+    with asking(stub) as session:
+        segment = session.ring()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(server.address, options) as channel:
+            other = ReplayStub(channel)
+            with pytest.raises(grpc.RpcError) as refusal:
+                list(other.InsertStream(iter([insert_of(1, segment.ring_id, 0, 100)]), timeout=10))
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert client.get([1]) == []
+
+
+def test_bytes_that_a_client_changes_after_it_sent_them_do_not_change_the_item(stub, client):
+    with asking(stub) as session:
+        segment = session.ring()
+        segment.view[HEADER : HEADER + 100] = b"a" * 100
+        (answer,) = stub.InsertStream(iter([insert_of(5, segment.ring_id, 0, 100)]), timeout=10)
+        segment.view[HEADER : HEADER + 100] = b"b" * 100
+    assert (answer.decided, list(answer.errors)) == (1, [])
+    (item,) = client.get([5])
+    assert bytes(item.payload) == b"a" * 100
+
+
+def test_a_reader_that_spoils_its_ring_spoils_nothing_else(server, stub, client):
+    keys = [client.insert(bytes([n]) * 40_000, {"pool": 1.0}) for n in range(8)]
+    with asking(stub) as session:
+        segment = session.ring()
+        segment.view[64:72] = (2**64 - 1).to_bytes(8, "little")
+        request = pb.GetRequest(keys=keys, ring=segment.ring_id)
+        sizes = [response.shared.size + len(response.payloads) for response in stub.Get(request, timeout=10)]
+    assert sum(sizes) == 8 * 40_000
+    assert [bytes(item.payload)[:1] for item in client.get(keys)] == [bytes([n]) for n in range(8)]
+
+
+def test_a_reader_that_takes_nothing_holds_only_its_own_ring(server, stub, client):
+    for _ in range(16):
+        client.insert(bytes(MB), {"pool": 1.0})
+    with asking(stub) as session:
+        segment, stop = session.ring(4 * MB), threading.Event()
+
+        def requests():
+            yield pb.SampleStreamRequest(open=pb.SampleRequest(table="pool", num_samples=4), credit=8)
+            yield pb.SampleStreamRequest(ring=segment.ring_id)
+            stop.wait(20)
+
+        call = stub.SampleStream(requests(), timeout=30)
+        next(call)
+        try:
+            with bystander(client) as answers:
+                works(server.address)
+            assert answers
+        finally:
+            stop.set()
+            call.cancel()
+
+
+# --------------------------------------------------------------------------------------------------- kills
+
+CLIENT = """
+import sys
+from replay_client import ReplayClient
+client = ReplayClient(sys.argv[1], timeout=20.0)
+client.insert(bytes(1 << 20), {"pool": 1.0})
+with client.writer() as writer, client.sampler("pool", 2) as batches:
+    print(client.transport, flush=True)
+    while True:
+        writer.insert(bytes(300_000), {"pool": 1.0})
+        next(batches)
+"""
+
+
+def start_client(address: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", CLIENT, address], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "shared memory"
+    return process
+
+
+def test_a_killed_client_leaves_no_file_and_no_memory(server, folder):
+    for _ in range(3):
+        process = start_client(server.address)
+        assert shared_bytes(server) > 0
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        until(lambda: shared_bytes(server) == 0, "the ring of a killed client is still counted")
+        assert list(folder.iterdir()) == []
+    works(server.address)
+
+
+def test_a_killed_server_leaves_no_file_and_clients_go_on_with_the_next_one(tmp_path, folder):
+    tables = '[[tables]]\nname = "pool"\nsampler = "uniform"\nmax_size = 64\n'
+    config = f'[server]\nshared_memory = "{folder}"\n{tables}'
+    with server_process(tmp_path, config) as server:
+        address = server.address
+        client = ReplayClient(address, timeout=60.0)
+        client.insert(bytes(MB), {"pool": 1.0})
+        busy, stop, failures = start_client(address), threading.Event(), []
+
+        def insert() -> None:
+            try:
+                with client.writer() as writer:
+                    while not stop.is_set():
+                        writer.insert(random.randbytes(200_000), {"pool": 1.0})
+            except ReplayError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=insert)
+        thread.start()
+        until(lambda: client.server_info().items > 8, "the writer and the other client have their rings")
+        server.kill()
+        busy.kill()
+        busy.wait()
+        busy.stdout.close()
+        assert list(folder.iterdir()) == []
+    with server_process(tmp_path, config, address):
+        stop.set()
+        thread.join()
+        assert failures == []
+        key = client.insert(b"x" * MB, {"pool": 1.0})
+        assert client.transport == "shared memory"
+        assert bytes(client.get([key])[0].payload) == b"x" * MB
+        client.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_server_removes_what_a_killed_one_left_in_the_folder(folder):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from replay_protos.shared_memory import Segment;"
+        "ring = Segment.create(Path(sys.argv[1]), 4096); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=False)
+    assert len(list(folder.iterdir())) == 1
+    with ReplayServer(tables=TABLES, port=0, shared_memory=folder):
+        assert list(folder.iterdir()) == []
+
+
+def test_a_client_that_gives_up_while_it_waits_for_a_ring_still_works(server, monkeypatch):
+    create = Segment.create.__func__
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def slow(cls, *arguments):
+        waiting.set()
+        go_on.wait(20)
+        return create(cls, *arguments)
+
+    monkeypatch.setattr(Segment, "create", classmethod(slow))
+
+    async def run() -> None:
+        async with AsyncReplayClient(server.address, timeout=10.0) as client:
+            task = asyncio.create_task(client.insert(bytes(MB), {"plain": 1.0}))
+            await asyncio.to_thread(waiting.wait)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            go_on.set()
+            key = await client.insert(b"y" * MB, {"plain": 1.0})
+            (item,) = await client.get([key])
+            assert bytes(item.payload) == b"y" * MB
+
+    asyncio.run(run())
+    until(lambda: shared_bytes(server) == 0)
