@@ -119,8 +119,8 @@ class Connection:
     async def find_transport(self) -> str:
         """`transport`, after a look whether the server is on this host."""
         shared = self._open().payloads.shared
-        if not shared.transport:
-            await shared.ring(0)
+        if not shared.transport and (asked := shared.ask(0)) is not None:
+            await asyncio.wait({asked}, timeout=_GRACE)
         return self.transport
 
     @property

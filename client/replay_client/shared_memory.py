@@ -24,8 +24,8 @@ SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
 _CAPACITY = 8 << 20
 """Bytes of a ring: many times what one message carries, and little enough to stay in a processor's cache."""
-_SECONDS = 2.0
-"""How long a payload waits for its ring, at most. Then it goes over gRPC."""
+_MOMENT = 0.1
+"""Seconds that the first large payload of a stream waits for the ring. Until the ring comes, payloads go over gRPC."""
 _PAUSE = 10.0
 """Seconds after a refusal in which no stream asks for a ring again."""
 _GOODBYE = 1.0
@@ -47,35 +47,45 @@ class SharedMemory:
         self._one_exchange = asyncio.Lock()
         self._ask_again_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.idle: list[RingReader] = []
+        self._idle: list[RingReader] = []
         """For `sample` and `get`."""
+        self._asked: asyncio.Task[Segment | None] | None = None
+        """The last request for an idle ring."""
         self.large_responses = False
         """Whether the last response was large enough for a ring."""
         self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
 
-    async def ring(self, capacity: int = _CAPACITY) -> Segment | None:
-        """A ring that the server has, too; with capacity 0 only to find out. None: there is none now."""
-        loop = asyncio.get_running_loop()
-        if not self._wanted or loop.time() < self._ask_again_at:
+    def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
+        """Asks for a ring that the server has, too; with capacity 0 only whether there are any. None: not now."""
+        if not self._wanted or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
         # In its own task: if the caller stops waiting, the next exchange must not get the response to this one.
-        task: asyncio.Task[Segment | None] = self._start(self._ask(capacity))
-        done, _ = await asyncio.wait({task}, timeout=_SECONDS)
-        if not done:
-            self._refuse(f"the server did not answer within {_SECONDS:g} s")
-            task.add_done_callback(self._close_late)
-            return None
-        return task.result()
+        return self._start(self._ask(capacity))
+
+    async def idle_ring(self) -> RingReader | None:
+        """A ring for one response. None: not yet, or there is none."""
+        if not self._idle and (self._asked is None or self._asked.done()) and (asked := self.ask()) is not None:
+            self._asked = asked
+            asked.add_done_callback(self._keep)
+            await asyncio.wait({asked}, timeout=_MOMENT)
+        return self._idle.pop() if self._idle else None
+
+    def _keep(self, asked: asyncio.Task[Segment | None]) -> None:
+        if (segment := _result(asked)) is not None:
+            self._idle.append(RingReader(segment))
+
+    def give_back(self, ring: RingReader, *, reusable: bool) -> None:
+        """Ends the use of an idle ring."""
+        if reusable and len(self._idle) < _MOST_IDLE:
+            self._idle.append(ring)
+        else:
+            self.close(ring.segment)
 
     def close(self, segment: Segment | None) -> None:
         """Tells the server that the ring is not used any more."""
         if segment is not None and self._call is not None:
             self._start(self._ask_to_close(segment.ring_id))
-
-    def _close_late(self, task: asyncio.Task[Segment | None]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.close(task.result())
 
     async def end(self) -> None:
         """Ends all rings."""
@@ -86,7 +96,7 @@ class SharedMemory:
                 task.cancel()  # which ends the call, too
             await asyncio.gather(*late, return_exceptions=True)
         call, self._call = self._call, None
-        self.idle.clear()
+        self._idle.clear()
         if call is None or call.done():
             return
         # In good order: after a cancelled call gRPC would call the event loop once more.
@@ -147,7 +157,7 @@ class SharedMemory:
     async def _exchange(self, request: pb.ShareMemoryRequest) -> pb.ShareMemoryResponse:
         if self._call is None or self._call.done():
             self._call = self._open_call()
-            self.idle.clear()  # they ended with the call before
+            self._idle.clear()  # they ended with the call before
         call: Any = self._call
         with suppress(asyncio.InvalidStateError):  # the call has ended; the read raises the reason
             await call.write(request)
@@ -160,7 +170,7 @@ class SharedMemory:
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None
-        self.idle.clear()
+        self._idle.clear()
         if call is not None:
             call.cancel()
 
@@ -178,12 +188,44 @@ def _not_shared(path: str, error: Exception) -> OSError:
     return OSError(str(error))
 
 
+class _RingOfStream:
+    """The ring of one stream, from the first large payload on."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self._asked: asyncio.Task[Segment | None] | None = None
+        self._ended = False
+
+    async def segment(self) -> Segment | None:
+        """None: not yet, or there is none."""
+        if self._asked is None:
+            if self._ended or (asked := self._shared.ask()) is None:
+                return None
+            self._asked = asked
+            await asyncio.wait({asked}, timeout=_MOMENT)
+        if not self._asked.done():
+            return None
+        if (segment := _result(self._asked)) is None:
+            self._asked = None
+        return segment
+
+    def end(self) -> None:
+        self._ended = True
+        if self._asked is not None:
+            self._asked.add_done_callback(lambda asked: self._shared.close(_result(asked)))
+            self._asked = None
+
+
+def _result(asked: asyncio.Task[Segment | None]) -> Segment | None:
+    return None if asked.cancelled() or asked.exception() is not None else asked.result()
+
+
 class SharedInserts:
     """A call of InsertStream. Large payloads go through its ring."""
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         self._call = call
-        self._shared = shared
+        self._ring = _RingOfStream(shared)
         self._writer: FrameWriter | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -194,14 +236,12 @@ class SharedInserts:
         return responses
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
-        if self._writer is None and is_large(frame) and (segment := await self._shared.ring()) is not None:
+        if self._writer is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
             self._writer = FrameWriter(segment)
         await self._call.write(frame if self._writer is None else await self._writer.place(frame))
 
     def cancel(self) -> bool:
-        if self._writer is not None:
-            self._shared.close(self._writer.segment)
-            self._writer = None
+        self._ring.end()
         return bool(self._call.cancel())
 
 
@@ -210,7 +250,7 @@ class SharedSamples:
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         self._call = call
-        self._shared = shared
+        self._ring = _RingOfStream(shared)
         self._reader: RingReader | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -220,7 +260,7 @@ class SharedSamples:
         frame = await self._call.read()
         if frame is grpc.aio.EOF:
             return frame
-        if self._reader is None and is_large(frame) and (segment := await self._shared.ring()) is not None:
+        if self._reader is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
             self._reader = RingReader(segment)
             with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
                 await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
@@ -230,9 +270,7 @@ class SharedSamples:
         return self._reader if self._reader is not None and self._reader.ring_id == ring_id else None
 
     def cancel(self) -> bool:
-        if self._reader is not None:
-            self._shared.close(self._reader.segment)
-            self._reader = None
+        self._ring.end()
         return bool(self._call.cancel())
 
 
@@ -245,12 +283,8 @@ class SharedResponse:
 
     async def __call__(self, request: Any, timeout: float | None) -> AsyncIterator[Frame[Any]]:
         """The frames of the response to a SampleRequest or GetRequest."""
-        shared, ring, large = self._shared, None, False
-        if shared.large_responses:
-            if shared.idle:
-                ring = shared.idle.pop()
-            elif (segment := await shared.ring()) is not None:
-                ring = RingReader(segment)
+        shared, large = self._shared, False
+        ring = await shared.idle_ring() if shared.large_responses else None
         request.ring = 0 if ring is None else ring.ring_id
         rings = {} if ring is None else {ring.ring_id: ring}
         complete = False
@@ -263,8 +297,5 @@ class SharedResponse:
         finally:
             if ring is not None:
                 # The server may still write to the ring of a response that was not read to its end.
-                if complete and len(shared.idle) < _MOST_IDLE:
-                    shared.idle.append(ring)
-                else:
-                    shared.close(ring.segment)
+                shared.give_back(ring, reusable=complete)
         shared.large_responses = large

@@ -53,6 +53,7 @@ class Segment:
         self.path = path
         self.capacity = capacity
         self._fd = fd
+        self._named = False
         self.view = memoryview(mmap.mmap(fd, HEADER + capacity, mmap.MAP_SHARED | _POPULATE))
         self._named = True
 
@@ -113,6 +114,10 @@ class Segment:
             self._named = False
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
+
+    def __del__(self) -> None:
+        # The request for this segment may have ended while a thread made it.
+        self.forget_name()
 
 
 def remove_stale(folder: Path) -> None:

@@ -25,7 +25,7 @@ def make_ring(folder: Path, capacity: int = CAPACITY) -> tuple[RingWriter, RingR
     return RingWriter(made), RingReader(attached), made
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 1500), min_size=1, max_size=4)), max_size=60))
 def test_payloads_come_out_as_they_went_in_whatever_the_order_of_puts_and_takes(tmp_path_factory, steps):
     writer, reader, _ = make_ring(tmp_path_factory.mktemp("ring"))
@@ -49,6 +49,7 @@ def test_payloads_come_out_as_they_went_in_whatever_the_order_of_puts_and_takes(
     assert writer.put([bytes(CAPACITY)], CAPACITY) is not None
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_a_position_that_no_writer_gave_is_refused_or_reads_only_the_ring(ring_of_ones, position, size):
     try:
@@ -82,6 +83,11 @@ def test_a_file_has_no_name_once_both_sides_have_it(tmp_path):
     assert made.proven()
     assert list(tmp_path.iterdir()) == []
     made.forget_name()  # the other side was faster: nothing to remove
+
+
+def test_a_segment_that_nobody_took_leaves_no_file(tmp_path):
+    Segment.create(tmp_path, CAPACITY)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_room_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
