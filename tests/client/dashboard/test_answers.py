@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.dashboard import app as dashboard_app
 from replay_client.dashboard import live
 from replay_client.dashboard.app import Settings
@@ -139,6 +139,27 @@ def test_a_look_tells_tables_limiters_waits_and_findings(pool, url):
     assert {"check", "level", "message", "remedy"} == set(look["findings"][0])
     listed = next(look for look in looks_of(url) if look["lists"].get("pool", {}).get("read") == 1)
     assert listed["lists"]["pool"]["histograms"]["reward_mean"]["all"] == [*[0] * 12, 1, *[0] * 11]
+
+
+def test_ten_viewers_cost_the_server_no_more_than_one(pool, url, monkeypatch):
+    asked_at = []
+
+    async def server_info(client, **given):
+        asked_at.append(given)
+        return await original(client, **given)
+
+    original = AsyncReplayClient.server_info
+    viewers = [looks_of(url) for _ in range(10)]
+    begin = [next(viewer)["point"]["t"] for viewer in viewers]
+    monkeypatch.setattr(AsyncReplayClient, "server_info", server_info)
+    last = []
+    for viewer in viewers:
+        times = {next(viewer)["point"]["t"] for _ in range(4)}
+        last.append(max(times))
+    looks = round(max(last) - min(begin)) + 1
+    assert 4 <= len(asked_at) <= looks + 1  # one a second, whoever looks
+    for viewer in viewers:
+        viewer.close()
 
 
 def test_more_viewers_than_allowed_are_told_so(url, monkeypatch):

@@ -49,9 +49,11 @@ def test_the_overview_shows_the_run_alive(opened, page_url, theme, viewport):
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_no_view_violates_accessibility_at_level_aa(opened, page_url, theme):
-    tab = opened(page_url, color_scheme=theme).go("groups/replay")
+@pytest.mark.parametrize(
+    ("theme", "viewport"), [("light", LAPTOP), ("dark", LAPTOP), ("dark", PHONE)], ids=["light", "dark", "phone"]
+)
+def test_no_view_violates_accessibility_at_level_aa(opened, page_url, theme, viewport):
+    tab = opened(page_url, color_scheme=theme, viewport=viewport).go("groups/replay")
     tab.wait_for_selector(".space .row:not(.blank)")
     tab.evaluate(f"{AXE}; 0")
     for view in (*VIEWS, "group"):
@@ -333,7 +335,7 @@ def test_a_page_with_a_token_opens_by_its_address_and_asks_otherwise(browser, ru
         tab.close()
 
 
-def test_ten_viewers_see_the_same_look(opened, page_url):
+def test_several_tabs_see_the_same_look(opened, page_url):
     tabs = [opened(page_url).go("overview") for _ in range(4)]
     for tab in tabs:
         tab.wait_for_selector(".node.table")
