@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,6 +19,7 @@ from replay_server.tables.config import (
     admitted_table,
     explain,
 )
+from replay_server.tables.reasons import listed_tables
 
 
 class ServerSection(Model):
@@ -132,14 +134,15 @@ class Config(Model):
     def _checked(self) -> Self:
         by_name = {table.name: table for table in self.tables}
         if len(by_name) < len(self.tables):
-            raise ValueError(f"table names must differ: {', '.join(table.name for table in self.tables)}")
+            (name, count), *_ = Counter(table.name for table in self.tables).most_common(1)
+            raise ValueError(f"table names must differ: {count} tables are called {name!r}")
         for table in self.tables:
             path, step = [table.name], table
             while step.forward_to is not None:
                 if step.forward_to not in by_name:
                     raise ValueError(
                         f"table {step.name!r} forwards to {step.forward_to!r}, which does not exist; "
-                        f"tables: {', '.join(by_name)}"
+                        f"{listed_tables(by_name, step.forward_to)}"
                     )
                 if step.forward_to in path:
                     raise ValueError(f"forward_to goes round in a circle: {' -> '.join([*path, step.forward_to])}")

@@ -1,4 +1,4 @@
-"""The command `replay`: its subcommands, in the order of its help, and its entry point."""
+"""The command `replay`: its subcommands in the order of its help, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay checkpoint` and `replay checkpoints`: copies of a whole server, made while it goes on."""
+"""`replay checkpoint` and `replay checkpoints`: write a copy of the whole server, and list the copies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from replay_server.cli.output import AsJson, console, print_json, say
 @with_access
 def checkpoint(
     access: dict[str, Any],
-    name: Annotated[str, typer.Argument(help="Its name; without one the last few are kept.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Its name. Checkpoints without one are removed after some newer ones.")
+    ] = "",
     as_json: AsJson = False,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Write a checkpoint: all tables as of one moment, while the server goes on. Prints its name."""
+    """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile."""
     with connect(access, timeout) as client:
         written = ask(lambda: client.checkpoint(name))
     if as_json:
@@ -31,11 +33,11 @@ def checkpoint(
 @with_access
 def checkpoints(
     access: dict[str, Any],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte of them.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
     as_json: AsJson = False,
     timeout: Timeout = 600.0,
 ) -> None:
-    """The server's checkpoints, the newest first; status 1 if one of them is damaged."""
+    """List the server's checkpoints, the newest first. Status 1 if one is damaged."""
     with connect(access, timeout) as client:
         found = ask(lambda: client.checkpoints(verify=verify))
     if as_json:

@@ -1,4 +1,4 @@
-"""How commands reach the server: the options that say where it is, and its answers and errors."""
+"""How commands reach the server: their common options, and the server's answers and errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the server.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer of the server.")]
 
 
 def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callable[..., R]:
-    """Gives a command the options that say how to reach the server; it gets them first, for `from_env`.
+    """Decorator that adds the options for reaching the server. The command gets them as its first argument.
 
-    What is not given comes from the environment or from a file: the rule is that of replay_client.access. A token has
-    no option of its own, because other users of a machine can read command lines.
+    Settings that are not given come from the environment or a file (replay_client.access). There is no option for a
+    token, because other users of a machine can read command lines.
     """
 
     def option(flag: str, text: str, kind: Any = str) -> inspect.Parameter:
@@ -35,18 +35,21 @@ def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callabl
 
     options = [
         option("--address", "host:port of the server. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
-        option("--token-file", "File with the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
-        option("--tls", "Use TLS, with the public authorities. [env: REPLAY_TLS]", bool),
-        option("--tls-ca", "Use TLS; the authorities to trust, PEM. [env: REPLAY_TLS_CA]"),
-        option("--tls-cert", "This client's certificate, PEM. [env: REPLAY_TLS_CERT]"),
-        option("--tls-key", "Its key, PEM. [env: REPLAY_TLS_KEY]"),
-        option("--tls-server-name", "Name in the server's certificate. [env: REPLAY_TLS_SERVER_NAME]"),
+        option("--token-file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+        option("--tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
+        option("--tls-ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
+        option("--tls-cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
+        option("--tls-key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+        option(
+            "--tls-server-name",
+            "Name in the server's certificate, if the address has another. [env: REPLAY_TLS_SERVER_NAME]",
+        ),
         option(
             "--allow-insecure-token",
-            "Send the token without TLS to other machines. [env: REPLAY_ALLOW_INSECURE_TOKEN]",
+            "Send the token to other machines without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]",
             bool,
         ),
-        option("--client-config", "TOML file with these settings. [env: REPLAY_CLIENT_CONFIG]"),
+        option("--client-config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
     ]
 
     @functools.wraps(command)
@@ -79,7 +82,7 @@ def in_flags(message: str, access: dict[str, Any]) -> str:
 
 
 def ask(question: Callable[[], R]) -> R:
-    """The answer of the server, or its error as a line."""
+    """Returns the server's answer. An error ends the command with one line."""
     from replay_client.errors import ReplayError
 
     try:
@@ -89,7 +92,7 @@ def ask(question: Callable[[], R]) -> R:
 
 
 def complete_table(context: typer.Context, incomplete: str) -> list[str]:
-    """The tables of the server that begin with `incomplete`, for the shell; none if it does not answer at once."""
+    """For the shell: the tables whose names begin with `incomplete`. None if the server does not answer at once."""
     from replay_client import ReplayClient
     from replay_client.access import SETTINGS
 
@@ -105,7 +108,9 @@ def parse_key(text: str) -> int:
     except ValueError:
         key = -1
     if not 0 <= key < 1 << 64:
-        raise typer.BadParameter(f"{text!r} is not a key: a number from 0 to 2^64 - 1, as `replay items` shows it")
+        raise typer.BadParameter(
+            f"{text!r} is not a key: a whole number from 0 to 2^64 - 1, as `replay items` shows it"
+        )
     return key
 
 

@@ -1,4 +1,4 @@
-"""`replay doctor`: what is wrong with a server, a line each, with the remedy."""
+"""`replay doctor`: prints what is wrong with a server, and the remedies."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
-"""Seconds of a round trip that are worth a warning."""
+"""Seconds of a round trip: a warning from here on."""
 
 
 @with_access
 def doctor(
     access: dict[str, Any],
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as failures.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Count warnings as failures.")] = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Check the connection, versions, clocks, memory, disk and every table. Status 1 if anything has failed."""
+    """Check the connection, versions, clocks, memory, disk, permits and every table. Status 1 after a failure."""
     from replay_client.diagnosis import Level
 
     with connect(access, timeout) as client:
@@ -44,7 +44,7 @@ def doctor(
 
 
 def _access(given: dict[str, Any]) -> Finding:
-    """Whether the token, if there is one, and all else goes over the network as it should."""
+    """Whether tokens and data are encrypted on their way to another machine."""
     from replay_client.access import Access
     from replay_client.diagnosis import Finding, Level
     from replay_protos.transport import is_loopback
@@ -58,7 +58,7 @@ def _access(given: dict[str, Any]) -> Finding:
 
 
 def examine(client: ReplayClient) -> Iterator[Finding]:
-    """All findings; only that of the connection if the server does not answer."""
+    """All findings. If the server does not answer, only that of the connection."""
     from replay_client.diagnosis import Finding, Level, diagnose
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 

@@ -1,7 +1,7 @@
-"""Documents: what `--json` prints of a server and its parts.
+"""The documents that `--json` prints.
 
-Field names are those of replay.proto. Keys of items and the id of a server are strings, since they have 64 bits and
-many readers of JSON keep only 53; all other numbers are numbers.
+Field names are those of replay.proto. Keys of items and the id of a server are strings: they have 64 bits, and many
+readers of JSON keep only 53. All other numbers are numbers.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def item_document(item: ItemInfo) -> Document:
 
 
 def config_of(table: TableInfo) -> Document:
-    """A table's configuration, all fields filled in."""
+    """The configuration of a table, with its defaults filled in."""
     config: Document = json.loads(table.config)
     return config
 
 
 def _fields(message: Message) -> Document:
-    """All fields of a message, those of its messages included. No message used here has repeated fields."""
+    """All fields of a message, and of the messages in it. No message used here has repeated fields."""
     fields: Document = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

@@ -1,4 +1,4 @@
-"""`replay items` and `replay delete`: the items of a table, and taking some of them out."""
+"""`replay items` and `replay delete`: list the items of a table, and delete some."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Order(StrEnum):
 def items(
     access: dict[str, Any],
     table: TableName,
-    order_by: Annotated[Order, typer.Option(help="What the items are sorted by, the lowest first.")] = Order.AGE,
-    descending: Annotated[bool, typer.Option("--descending", "-d", help="The highest first.")] = False,
+    order_by: Annotated[Order, typer.Option(help="Sort the items by this, the lowest first.")] = Order.AGE,
+    descending: Annotated[bool, typer.Option("--descending", "-d", help="Sort the highest first.")] = False,
     min_priority: Annotated[float | None, typer.Option(help="Only items of at least this priority.")] = None,
     max_priority: Annotated[float | None, typer.Option(help="Only items of at most this priority.")] = None,
-    min_staleness: Annotated[int | None, typer.Option(help="Only items that lag by so many versions.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(help="Only items that lag by no more.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Items on a page.")] = 20,
-    page: Annotated[str, typer.Option(help="The page to show, as the one before names it.")] = "",
+    min_staleness: Annotated[int | None, typer.Option(help="Only items of at least this staleness.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Only items of at most this staleness.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most items on a page.")] = 20,
+    page: Annotated[str, typer.Option(help="Show this page; the page before names it.")] = "",
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """The items of a table: filtered, in order, a page at a time."""
+    """List the items of a table, one page at a time."""
     with connect(access, timeout) as client:
         found = ask(
             lambda: client.list_items(
@@ -96,7 +96,7 @@ def delete(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Take items out of one table; where other tables hold them as well they stay. Status 1 if any was not there."""
+    """Delete items from one table. Other tables keep them. Status 1 if a key was not there."""
     confirm(f"Delete {len(set(keys))} items from {table}?", yes)
     with connect(access, timeout) as client:
         result = ask(lambda: client.delete(table, keys))

@@ -1,4 +1,4 @@
-"""Keyboard: single keys from the terminal, without waiting for the end of a line."""
+"""Reads single keys from the terminal, without waiting for the end of a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self
 
 
 class Keyboard:
-    """Keys as they are pressed. Leaves the terminal as it was, whatever ends the command."""
+    """Keys as they are pressed. The end of the block restores the terminal, however the command ends."""
 
     def __enter__(self) -> Self:
         self._file = sys.stdin.fileno()
@@ -21,7 +21,7 @@ class Keyboard:
         return self
 
     def read(self, seconds: float) -> str | list[str]:
-        """The keys pressed within `seconds`, as soon as there are any; `[""]` if the terminal is gone."""
+        """Waits up to `seconds` for keys. Returns `[""]` if the terminal is gone."""
         ready, _, _ = select.select([self._file], [], [], seconds)
         if not ready:
             return ""

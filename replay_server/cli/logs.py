@@ -1,4 +1,4 @@
-"""The log of a command, on stderr, as text or as a JSON document a line."""
+"""The log of a command on standard error, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Log as text, or as JSON, a line each.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Format of log lines: text or json.")]
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message` and, of an exception, `exception`."""
+    """A JSON document a line: `time` (UTC), `level`, `logger`, `message` and, after an exception, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds, milliseconds = time.gmtime(record.created), int(record.msecs)

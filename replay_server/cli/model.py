@@ -1,4 +1,4 @@
-"""What the commands that load a model check first."""
+"""Checks a model's folder before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from replay_server.cli.output import fail
 
 
 def check_model(model: str) -> None:
-    """A path that does not exist; transformers would take it for a name on the hub and say something else."""
+    """Ends the command if `model` is a path that does not exist. transformers would look for that name on the hub."""
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         fail(f"--model: there is no folder {model}")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from replay_server.cli.control_characters import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -64,13 +66,6 @@ def confirm(question: str, yes: bool) -> None:
         misuse(f"{question} There is no terminal to ask on: say --yes to do it")
     if not typer.confirm(question, err=True):
         fail("nothing was changed")
-
-
-def printable(text: str) -> str:
-    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
-    )
 
 
 def finite(value: Any) -> Any:

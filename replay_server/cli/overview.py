@@ -1,4 +1,4 @@
-"""Overview: a server and its tables at a glance, for `tables` and `top`."""
+"""What `tables` and `top` show of a server: a headline, a row for each table, permits, and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay policy`: the trainer's current version and where its weights lie; to show and to set."""
+"""`replay policy`: shows or sets the policy version and the location of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay_server.cli.output import AsJson, Yes, confirm, print_json, say
 if TYPE_CHECKING:
     from replay_client.records import Policy
 
-policy = typer.Typer(help="The trainer's current policy version: show it, or set it.", rich_markup_mode=None)
+policy = typer.Typer(help="Show or set the trainer's current policy version.", rich_markup_mode=None)
 
 
 @policy.callback(invoke_without_command=True)
@@ -28,7 +28,7 @@ def show_by_default(
 @policy.command()
 @with_access
 def show(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
-    """The current version, where its weights lie, and since when."""
+    """Show the current version, the location of its weights, and its age."""
     _show(access, as_json, timeout)
 
 
@@ -36,14 +36,16 @@ def show(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0
 @with_access
 def set_version(
     access: dict[str, Any],
-    version: Annotated[int, typer.Argument(min=0, help="Finished updates.")],
-    weights: Annotated[str, typer.Option(help="Where the weights lie; generators load them from there.")] = "",
-    rollback: Annotated[bool, typer.Option("--rollback", help="The trainer begins again at this version.")] = False,
+    version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
+    weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Say that VERSION updates are done, as the trainer does after each; items that are too stale for it go."""
+    """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
     if rollback:
         confirm(f"Go back to version {version}, and count permits anew?", yes)
     with connect(access, timeout) as client:

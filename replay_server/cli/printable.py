@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from replay_server.cli.output import printable
+from replay_server.cli.control_characters import printable
 
 WIDTH_WITHOUT_TERMINAL = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""

@@ -1,4 +1,4 @@
-"""`replay show`: one item as a person wants to see it."""
+"""`replay show`: prints one item for people."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from replay_client.records import Membership, StoredItem
 
 _HEAD = 64
-"""Bytes shown of a payload that is not a rollout group."""
+"""Bytes that are shown of a payload that is not a rollout group."""
 _FEW = 16
-"""Tokens shown of a text for which there is no tokenizer."""
+"""Tokens that are shown of a text without a tokenizer."""
 
 
 class Decoder(Protocol):
@@ -36,16 +36,16 @@ def show(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the model or tokenizer, to show prompt and completions as text.")
     ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show the arrays as well.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also print the arrays.")] = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """One item: its prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
     with connect(access, timeout) as client:
         found = ask(lambda: client.get([key]))
     if not found:
         fail(
-            f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or was never here; "
+            f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or never inserted; "
             f"`replay items TABLE` lists keys"
         )
     item = found[0]
@@ -247,13 +247,13 @@ def _array(values: list[Any]) -> str:
 
 
 def _dump(head: bytes) -> list[str]:
-    """Bytes as hexadecimal numbers and, beside them, as characters."""
+    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
     rows = [head[at : at + 16] for at in range(0, len(head), 16)]
     return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack can hold, as what JSON can."""
+    """A msgpack value as a JSON value."""
     if isinstance(value, dict):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`replay tables`: all tables at a glance."""
+"""`replay tables`: shows all tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from replay_server.cli.output import AsJson, console, print_json
 
 @with_access
 def tables(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
-    """All tables at a glance: size, bytes, rates, staleness, and who waits for what."""
+    """Show all tables: size, bytes, rates, staleness, and which requests wait for what."""
     with connect(access, timeout) as client:
         info, address = ask(client.server_info), client.address
     if as_json:

@@ -1,4 +1,4 @@
-"""`replay top`: all tables, live."""
+"""`replay top`: shows all tables, live."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ANSWER_SECONDS = 1.0
 @with_access
 def top(
     access: dict[str, Any],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the server.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
-    """All tables, live: keys sort and pause. Needs a terminal; `replay tables` and `replay watch` do not."""
+    """Show all tables, live. Keys sort and pause. Needs a terminal; `replay tables` and `replay watch` do not."""
     from rich.live import Live
 
     from replay_client.errors import ReplayError

@@ -1,4 +1,4 @@
-"""Tracing of commands: sets OpenTelemetry's SDK up as its own environment variables say."""
+"""Sets up OpenTelemetry's SDK for a command, from OpenTelemetry's own environment variables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from replay_server.cli.output import fail
 
 
 def set_up_tracing(service: str) -> bool:
-    """Whether spans are exported. OTEL_TRACES_EXPORTER is otlp (by OTEL_EXPORTER_OTLP_ENDPOINT, over HTTP), console
-    (to stderr) or none; without it an endpoint is enough. Sampling is as OTEL_TRACES_SAMPLER says."""
+    """Returns whether spans are exported.
+
+    OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. With
+    an endpoint alone it is otlp. OTEL_TRACES_SAMPLER sets the sampling.
+    """
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "none")
     if exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":

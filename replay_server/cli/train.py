@@ -118,7 +118,8 @@ _FLAGS = {"max_steps": "--steps", "output_dir": "--output-dir", "seed": "--seed"
 
 
 def _as_typed(message: str, options: dict[str, Any], given: dict[str, Any], access: dict[str, Any]) -> str:
-    """`message`, with a setting that came as a flag named as the person typed it: `--steps`, not `max_steps`."""
+    """`message`, with settings named as the person types them: `--steps`, not `max_steps`."""
+    message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
     name = message.split(" ", 1)[0]
     if given.get(name) is not None and name in options and name in _FLAGS:
         return _FLAGS[name] + message.removeprefix(name)

@@ -1,4 +1,4 @@
-"""`replay update` and `replay reset`: changing and emptying tables while the server runs."""
+"""`replay update` and `replay reset`: change and empty tables while the server runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def update(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Change the configuration of a table until the server ends; items and counters stay.
+    """Change the configuration of a table until the server ends. Items and counters stay.
 
-    A value is JSON or else a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size":
-    8}'. What takes items out of the table is asked about first.
+    A value is JSON or a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size": 8}'.
+    Asks before a change that takes items out of the table.
     """
     wanted = dict(_change(change) for change in changes)
     with connect(access, timeout) as client:
@@ -55,12 +55,12 @@ def update(
 def reset(
     access: dict[str, Any],
     table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
-    all_tables: Annotated[bool, typer.Option("--all", help="All tables.")] = False,
+    all_tables: Annotated[bool, typer.Option("--all", help="Empty all tables.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Empty a table, or all of them, and set its counters to 0."""
+    """Empty a table, or all tables, and set the counters to 0."""
     if bool(table) == all_tables:
         misuse("name the table to empty, or say --all")
     confirm(f"Remove every item of {table or 'all tables'}?", yes)
@@ -87,7 +87,7 @@ def _change(text: str) -> tuple[str, Any]:
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """What the table holds beyond a new bound, in words."""
+    """In words, what the table holds beyond a new bound; empty: nothing."""
     amounts = {
         "max_size": (info.size, "items"),
         "max_bytes": (info.bytes, "bytes"),
@@ -105,7 +105,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
 
 
 def _number(value: object) -> float | None:
-    """A count or a size as a number; None where it is none, for the server to refuse."""
+    """A count or a size as a number. None if it is neither; the server refuses it."""
     from replay_server.tables.config import parse_bytes
 
     try:

@@ -66,6 +66,7 @@ def line(step: int, reward: float, **more: Any) -> dict[str, Any]:
 
 def test_a_run_of_a_few_steps_is_summed_up():
     said = "\n".join(summary([line(1, 0.25), line(2, 0.75, **{"eval/reward_mean": 0.5})]))
+    assert said.count(" at step ") == 1
     for words in (
         "fresh reward        0.250 in the first step, 0.750 in the last step",
         "evaluation reward   0.500 at step 2",

@@ -28,11 +28,9 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     )
     evaluated = [line for line in lines if line.get("eval/reward_mean") is not None]
     if evaluated:
-        first, last = evaluated[0], evaluated[-1]
-        yield (
-            f"evaluation reward   {first['eval/reward_mean']:.3f} at step {first['step']}, "
-            f"{last['eval/reward_mean']:.3f} at step {last['step']}"
-        )
+        shown = evaluated[:1] + evaluated[1:][-1:]
+        rewards = ", ".join(f"{line['eval/reward_mean']:.3f} at step {line['step']}" for line in shown)
+        yield f"evaluation reward   {rewards}"
     yield (
         f"zero variance       {mean('fresh/zero_variance_fraction', lines):.0%} of the fresh groups, "
         f"{mean('train/zero_variance_fraction', lines):.0%} of the groups trained on"

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from replay_server import AdmissionConfig, TableConfig
+from replay_server import AdmissionConfig, Config, TableConfig
 from replay_server.errors import Refused
 from replay_server.tables.batches import SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import explain
 from replay_server.tables.reasons import FEW_TABLES
 
 
@@ -28,6 +29,16 @@ def test_an_error_names_few_of_many_tables_and_those_are_the_nearest():
     assert message.startswith("no table 'rollout-77'; there are 10000 tables, such as rollouts-77")
     assert message.count("rollouts-") == FEW_TABLES
     assert len(message) < 300
+
+
+def test_a_configuration_of_many_tables_gets_short_errors():
+    many = [TableConfig(name=f"t{number}") for number in range(10_000)]
+    with pytest.raises(ValueError, match="2 tables are called 't7'") as caught:
+        Config(tables=[*many, TableConfig(name="t7")])
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ValueError, match="forwards to 't77x', which does not exist; there are 10001 tables") as caught:
+        Config(tables=[*many, TableConfig(name="queue", forward_to="t77x")])
+    assert len(explain(caught.value)) < 500
 
 
 def test_an_error_names_all_of_few_tables():
