@@ -38,7 +38,7 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import column, message_of
+from replay_client.requests import column, message_of, once
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
 from replay_client.writer import AsyncWriter, Pipeline
@@ -268,7 +268,7 @@ class AsyncReplayClient:
         request = pb.AcknowledgeSamplesRequest(
             batches=sorted({sample.info.lease for sample in samples} - {0}), give_back=give_back
         )
-        response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, request, timeout)
+        response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, once(request), timeout)
         return mutation_of(response)
 
     def sampler(
@@ -326,7 +326,7 @@ class AsyncReplayClient:
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table. They stay in their other tables."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
-        response = await self._connection.unary(self._connection.stub.Delete, request, timeout)
+        response = await self._connection.unary(self._connection.stub.Delete, once(request), timeout)
         return mutation_of(response)
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
@@ -386,12 +386,12 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        return await self._connection.unary(self._connection.stub.UpdateTable, request, timeout)
+        return await self._connection.unary(self._connection.stub.UpdateTable, once(request), timeout)
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
         request = message_of(pb.ResetRequest, table=table)
-        response = await self._connection.unary(self._connection.stub.Reset, request, timeout)
+        response = await self._connection.unary(self._connection.stub.Reset, once(request), timeout)
         return response.removed
 
     # ------------------------------------------------------------------------------- policy version, admission
@@ -441,13 +441,13 @@ class AsyncReplayClient:
         """
         seconds = self._connection.seconds(timeout)
         request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
-        response = await self._connection.unary(self._connection.stub.AcquirePermits, request, seconds)
+        response = await self._connection.unary(self._connection.stub.AcquirePermits, once(request), seconds)
         return PermitLease(response.lease, response.count, response.ttl)
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
         """Gives back `count` unused permits; 0: all unused permits of the lease. Returns how many went back."""
         request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
-        response = await self._connection.unary(self._connection.stub.ReleasePermits, request, timeout)
+        response = await self._connection.unary(self._connection.stub.ReleasePermits, once(request), timeout)
         return response.released
 
     # ------------------------------------------------------------------------------------------------ the client

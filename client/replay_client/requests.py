@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from operator import index
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,12 @@ M = TypeVar("M", bound=Message)
 
 _LONGEST = 80
 """Characters of a value that an error shows."""
+
+
+def once(request: M) -> M:
+    """The same request with an id: the server answers a retry of it as the first time, and changes nothing again."""
+    cast("Any", request).request = secrets.randbits(63) | 1
+    return request
 
 
 def message_of(kind: type[M], **fields: Any) -> M:

@@ -15,7 +15,7 @@ from replay_server.limits import MAX_CHANGES, MAX_ROWS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.open_calls import Context
-from replay_server.rpc.rpc_methods import durable, unary
+from replay_server.rpc.rpc_methods import durable, once, unary
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 
@@ -54,6 +54,7 @@ class AdministrationMethods:
 
     @unary
     @durable
+    @once(pb.TableInfo)
     async def UpdateTable(self, request: pb.UpdateTableRequest, context: Context) -> pb.TableInfo:
         if len(request.changes) > MAX_CHANGES:
             raise invalid(f"changes of {len(request.changes)} characters: at most {MAX_CHANGES}")
@@ -68,6 +69,7 @@ class AdministrationMethods:
 
     @unary
     @durable
+    @once(pb.ResetResponse)
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
         removed = self.buffer.reset(request.table)
         return pb.ResetResponse(removed=removed)

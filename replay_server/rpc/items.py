@@ -14,7 +14,7 @@ from replay_server.limits import MAX_KEYS, MAX_ROWS
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
-from replay_server.rpc.rpc_methods import durable, stream, unary
+from replay_server.rpc.rpc_methods import durable, once, stream, unary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.listing import ITEM_ORDERS, list_slots
 from replay_server.tables.payloads import DamagedPayloads, Payload
@@ -37,6 +37,7 @@ class ItemMethods:
 
     @unary
     @durable
+    @once(pb.MutationResponse)
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.MutationResponse:
         _check_keys(len(request.keys))
         missing = self.buffer.delete(request.table, request.keys)

@@ -11,7 +11,7 @@ from replay_server.limits import MAX_WEIGHTS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.open_calls import Context
-from replay_server.rpc.rpc_methods import durable, endless, unary
+from replay_server.rpc.rpc_methods import durable, endless, once, unary
 from replay_server.tables.admission import Admission
 from replay_server.tables.waiting import deadline_at, result_of
 
@@ -56,19 +56,19 @@ class PolicyMethods:
         admission = self._admission()
         self.buffer.check_open()
         timeout = request.timeout if request.HasField("timeout") else None
-        pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout))
+        pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout), request.request)
         try:
             grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
             await self.backend.durable()
         except asyncio.CancelledError:
-            if pending.grant is not None:
-                admission.release(pending.grant.id)
+            admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)
         return pb.Permits(lease=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
 
     @unary
     @durable
+    @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, context: Context) -> pb.ReleasePermitsResponse:
         released = self._admission().release(request.lease, request.count)
         return pb.ReleasePermitsResponse(released=released)

@@ -1,27 +1,30 @@
 """RPC methods: the decorators that all gRPC methods share, and how a refusal reaches its client.
 
 `unary`, `stream` and `endless` say how a method responds. `durable`, under `unary`, lets the response wait until all
-that the method changed is written.
+that the method changed is written. `once`, under `durable`, answers a retry without changing anything again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from replay_protos import REASON_KEY
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.open_calls import Context
+from replay_server.tables.answers import Answer
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 Method = Callable[..., Awaitable[T]]
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -52,6 +55,34 @@ def durable(method: Method[T]) -> Method[T]:
         return response
 
     return respond
+
+
+def once(response_type: type[M]) -> Callable[[Method[M]], Method[M]]:
+    """A request that comes again, with the same id in `request`, gets the answer of its first time. Under `durable`.
+
+    So a retry after a broken connection, or after a kill in durable mode, has the effect of one call. The method must
+    not wait after its change, so that one commit writes the change and the answer.
+    """
+
+    def decorate(method: Method[M]) -> Method[M]:
+        @functools.wraps(method)
+        async def respond(self: HasBackend, request: Any, context: Context) -> M:
+            if not request.request:
+                return await method(self, request, context)
+            answers = self.backend.buffer.answers
+            digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=8).digest()
+            digest += type(request).__name__.encode()
+            if (answer := answers.get(request.request)) is None:
+                response = await method(self, request, context)
+                answers.remember(request.request, Answer(digest, response.SerializeToString()))
+                return response
+            if answer.digest != digest:
+                raise invalid(f"request {request.request} was another request before: choose a new number for each")
+            return response_type.FromString(answer.message)
+
+        return respond
+
+    return decorate
 
 
 def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[None]]:

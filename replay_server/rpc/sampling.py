@@ -20,7 +20,7 @@ from replay_server.limits import MAX_BYTES_AHEAD, MAX_EXCLUDE, MAX_LEASE, MAX_RO
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
-from replay_server.rpc.rpc_methods import durable, endless, stream, unary
+from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.payloads import DamagedPayloads, Payload
@@ -107,6 +107,7 @@ class SampleMethods:
 
     @unary
     @durable
+    @once(pb.AcknowledgeSamplesResponse)
     async def AcknowledgeSamples(
         self, request: pb.AcknowledgeSamplesRequest, context: Context
     ) -> pb.AcknowledgeSamplesResponse:

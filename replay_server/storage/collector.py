@@ -18,6 +18,7 @@ from xxhash import xxh3_128_digest
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
+    ANSWER,
     FORWARDED,
     IN_TABLE,
     ITEM,
@@ -38,6 +39,9 @@ from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.table import Table
 
+_KEPT = (SCOPE, TAKEN, ANSWER)
+"""Names of the records that come only when they have changed, and not each time as of the moment."""
+
 
 class ChangeCollector:
     """Collects changes of a buffer; each Delta leads from the recorded state to the state of the moment."""
@@ -50,6 +54,7 @@ class ChangeCollector:
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
         self._changed_taken: set[int] = set()
+        self._changed_answers: dict[int, None] = {}
         self._inserted: list[int] = []
         self._written = dict(state.state_records)
         """The state records that were last written."""
@@ -76,6 +81,9 @@ class ChangeCollector:
 
     def taken_changed(self, block: int) -> None:
         self._changed_taken.add(block)
+
+    def answers_changed(self, request_ids: Iterable[int]) -> None:
+        self._changed_answers.update(dict.fromkeys(request_ids))
 
     # ------------------------------------------------------------------------------------------------ collecting
 
@@ -110,7 +118,7 @@ class ChangeCollector:
         self._inserted[:0] = delta.known_keys
         # All other state records come again by themselves, because they differ from what was last written.
         self._unwritten = [
-            entry for entry in delta.state_records if entry.record is None or entry.name.startswith((SCOPE, TAKEN))
+            entry for entry in delta.state_records if entry.record is None or entry.name.startswith(_KEPT)
         ]
 
     def item_records(self, keys: npt.NDArray[np.uint64]) -> ItemRecords:
@@ -162,7 +170,7 @@ class ChangeCollector:
         if not self._removed_obsolete:  # records of tables, and of an [admission], that are no longer configured
             self._removed_obsolete = True
             kept = {name for name, _ in values}
-            obsolete = [name for name in self._written if name not in kept and not name.startswith((SCOPE, TAKEN))]
+            obsolete = [name for name in self._written if name not in kept and not name.startswith(_KEPT)]
             yield from (StateRecord(name, None) for name in obsolete)
             self._changed_scopes.update((name, "") for name in buffer.tables)
         for name, value in values:
@@ -175,6 +183,11 @@ class ChangeCollector:
             packed = None if ids is None else pack([block, np.array(ids, dtype="<u8").tobytes()])
             yield StateRecord(TAKEN + b"%d" % block, packed)
         self._changed_taken.clear()
+        for request_id in self._changed_answers:
+            answer = buffer.answers.get(request_id)
+            packed = None if answer is None else pack([next(self._stamps), request_id, *answer])
+            yield StateRecord(ANSWER + b"%d" % request_id, packed)
+        self._changed_answers.clear()
 
     def _scope_records(self) -> Iterator[StateRecord]:
         changed, self._changed_scopes = self._changed_scopes, set()

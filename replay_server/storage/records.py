@@ -48,7 +48,14 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, TAKEN, POLICY, ADMISSION = b"table/", b"scope/", b"taken/", b"policy", b"admission"
+TABLE, SCOPE, TAKEN, ANSWER, POLICY, ADMISSION = (
+    b"table/",
+    b"scope/",
+    b"taken/",
+    b"answer/",
+    b"policy",
+    b"admission",
+)
 """Names of state records, or how they begin."""
 
 
@@ -78,7 +85,7 @@ class ItemRecords:
 
 
 class StateRecord(NamedTuple):
-    """A named record of a table, a scope, taken batches, the policy or admission; None: delete the record."""
+    """A named record of a table, a scope, taken batches, an answer, the policy or admission; None: delete it."""
 
     name: bytes
     record: bytes | None
@@ -177,7 +184,7 @@ class Delta:
     removed: list[int]
     """Keys of items that are gone. Some were perhaps never written."""
     state_records: list[StateRecord]
-    """Tables, scopes, taken batches, policy, admission."""
+    """Tables, scopes, taken batches, answers, policy, admission."""
     known_keys: list[int]
     """Inserted keys, in order."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
+    ANSWER,
     FORWARDED,
     IN_TABLE,
     POLICY,
@@ -25,6 +26,7 @@ from replay_server.storage.records import (
     unpack,
     unpack_named,
 )
+from replay_server.tables.answers import Answer
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.items import Item
 from replay_server.tables.loading import load_items, load_policy, reconcile
@@ -38,8 +40,9 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     scopes: list[Any] = []
     admission: dict[str, Any] | None = None
     taken: list[tuple[int, list[int]]] = []
+    answers: list[Any] = []
     for name, record in state.state_records.items():
-        if name.startswith((SCOPE, TAKEN)):
+        if name.startswith((SCOPE, TAKEN, ANSWER)):
             try:
                 value = unpack(record)
             except Damaged:
@@ -47,6 +50,8 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
                 continue
             if name.startswith(SCOPE):
                 scopes.append(value)
+            elif name.startswith(ANSWER):
+                answers.append(value)
             else:
                 taken.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
             continue
@@ -66,6 +71,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         _restore_items(buffer, state, offset)
     buffer.known_keys.remember(state.known_keys)
     buffer.outstanding.taken.load(taken)
+    buffer.answers.load((request_id, Answer(*answer)) for _, request_id, *answer in sorted(answers))
     reconcile(buffer)
 
 

@@ -14,8 +14,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
-from replay_server.errors import deadline, invalid
+from replay_server.errors import deadline, invalid, try_again
 from replay_server.limits import MAX_ROWS
 from replay_server.tables.config import AdmissionConfig
 from replay_server.tables.waiting import Line, Pending
@@ -27,12 +28,16 @@ class Grant:
     count: int
     """Permits left."""
     expires: float
+    attempt: PendingPermits | None = None
+    """The request that it was given to; a retry, if there was one."""
 
 
 class PendingPermits(Pending[Grant]):
-    def __init__(self, count: int, since: float, deadline: float) -> None:
+    def __init__(self, count: int, since: float, deadline: float, request: int) -> None:
+        """`request`: the client's id of it, 0: none. A retry has the same one."""
         super().__init__(since, deadline)
         self.count = count
+        self.request = request
 
     @property
     def grant(self) -> Grant | None:
@@ -52,6 +57,8 @@ class Admission:
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
+        self._asking: WeakValueDictionary[int, PendingPermits] = WeakValueDictionary()
+        """The last attempt of each request, by the client's id."""
         self.line: Line[PendingPermits] = Line(clock)
 
     @property
@@ -79,14 +86,24 @@ class Admission:
         """How many permits are free once all accepted groups are trained on."""
         return (self.config.max_staleness + 1) * self.config.groups_per_step
 
-    def acquire(self, count: int, deadline_at: float) -> PendingPermits:
-        """Asks for `count` permits at once; the result is done when they are granted."""
+    def acquire(self, count: int, deadline_at: float, request: int = 0) -> PendingPermits:
+        """Asks for `count` permits at once; the result is done when they are granted.
+
+        `request` becomes the id of the grant, so that a retry finds the grant even after a restart.
+        """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
         if count > MAX_ROWS:
             raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
-        pending = PendingPermits(count, self._clock(), deadline_at)
+        pending = PendingPermits(count, self._clock(), deadline_at, request)
+        if request:
+            if (before := self._asking.get(request)) is not None and not before.done:
+                before.fail(try_again("the client has asked for these permits again"))
+            self._asking[request] = pending
         self.line.join(pending)
+        if (grant := self._grants.get(request)) is not None:
+            grant.attempt = pending
+            pending.finish(grant)
         self.progress()
         return pending
 
@@ -154,10 +171,12 @@ class Admission:
             self.progress()
 
     def abandon(self, pending: PendingPermits) -> None:
-        """The client of `pending` went away."""
+        """The client of `pending` went away. A grant that it did not hear of goes back, unless a retry has it."""
         if not pending.done:
             pending.abandon()
             self.progress()
+        elif (grant := pending.grant) is not None and grant.attempt is pending:
+            self.release(grant.id)
 
     def progress(self) -> None:
         """Grants permits, first come first served. A request for more than `_most` does not hold up the others."""
@@ -166,7 +185,8 @@ class Admission:
                 if pending.count > self._most:
                     continue
                 break
-            grant = Grant(secrets.randbits(63) | 1, pending.count, self._clock() + self.config.permit_ttl)
+            grant_id = pending.request or secrets.randbits(63) | 1
+            grant = Grant(grant_id, pending.count, self._clock() + self.config.permit_ttl, pending)
             self._grants[grant.id] = grant
             pending.finish(grant)
 

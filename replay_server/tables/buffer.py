@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from replay_server.errors import Refused, closed, deadline, invalid, not_found, try_again
 from replay_server.tables.admission import Admission
+from replay_server.tables.answers import Answers
 from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.columns import FloatArray, KeyArray
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
@@ -76,6 +77,7 @@ class ReplayBuffer:
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
         self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers, self.admission)
+        self.answers = Answers(self.watchers)
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)

@@ -20,7 +20,7 @@ import numpy as np
 from replay_client.connection import DEFAULT
 from replay_client.errors import DeadlineExceededError, ReplayError
 from replay_client.records import Sample
-from replay_client.requests import message_of
+from replay_client.requests import message_of, once
 from replay_client.shards.drawing import Weight, most_rows, share_of_total, share_out
 from replay_client.shards.fleet import GONE, Deadline, Fleet
 from replay_client.shards.shard import Shard
@@ -128,7 +128,7 @@ class Drawer:
 
         async def one(name: str) -> set[tuple[str, int]]:
             shard, mine = self._fleet.by_name[name], sorted(lease for owner, lease in leases if owner == name)
-            its_own = pb.AcknowledgeSamplesRequest(batches=mine)
+            its_own = once(pb.AcknowledgeSamplesRequest(batches=mine))
             its_own.MergeFrom(request)
             connection = shard.client.connection
             try:

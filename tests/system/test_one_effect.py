@@ -1,0 +1,215 @@
+"""Calls that change something have the effect of one call, however often they are tried, and the answer of the first.
+
+REPLAY_CUT_STEP=1 cuts the answers after every byte; a run of all tests takes larger steps.
+"""
+
+import os
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from replay_client import ReplayClient
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from tests.factories import server_process
+from tests.system.proxy import Faults, FaultyProxy
+
+STEP = int(os.environ.get("REPLAY_CUT_STEP", "41"))
+ANSWER_BYTES = 500
+"""More than the server sends for any of these calls, the frames of HTTP/2 included, but for update_table."""
+QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
+TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}), TableConfig(name="pool")]
+CONFIG = """
+[server]
+data_dir = "{folder}/data"
+
+[admission]
+groups_per_step = 8
+max_staleness = 0
+
+[[tables]]
+name = "queue"
+rate_limiter = {{ type = "queue", max_size = 1000 }}
+
+[[tables]]
+name = "pool"
+"""
+
+
+@contextmanager
+def serving():
+    admission = AdmissionConfig(groups_per_step=1000, max_staleness=0)
+    with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
+        yield server, client
+
+
+@contextmanager
+def stub_of(address):
+    with grpc.insecure_channel(address) as channel:
+        yield ReplayStub(channel)
+
+
+def cut_anywhere(call, check, nbytes=ANSWER_BYTES, prepare=lambda client: None):
+    """Cuts the answer of `call(client, prepared)` after every STEP-th byte. The client tries again by itself."""
+    with (
+        serving() as (server, direct),
+        FaultyProxy(server.address, 0, QUIET) as proxy,
+        ReplayClient(proxy.address, timeout=30.0) as client,
+    ):
+        client.policy()  # connected
+        cuts = list(range(1, nbytes, STEP))
+        for cut in cuts:
+            prepared = prepare(direct)
+            proxy.cut_after = cut
+            result = call(client, prepared)
+            check(direct, prepared, result)
+            proxy.cut_after = None
+
+
+def test_permits_whose_answer_breaks_off_anywhere_are_granted_once():
+    def check(direct, before, lease):
+        admission = direct.server_info().admission
+        assert (lease.count, admission.running) == (3, before + 3)
+
+    cut_anywhere(
+        lambda client, _: client.acquire_permits(3),
+        check,
+        prepare=lambda direct: direct.server_info().admission.running,
+    )
+
+
+def test_permits_are_released_once_and_the_answer_says_how_many():
+    def check(direct, lease, released):
+        assert released == 2
+        assert direct.release_permits(lease) == 3
+        assert direct.server_info().admission.running == 0
+
+    cut_anywhere(
+        lambda client, lease: client.release_permits(lease, 2),
+        check,
+        prepare=lambda direct: direct.acquire_permits(5),
+    )
+
+
+def test_a_deletion_names_as_missing_what_was_missing_the_first_time():
+    def check(direct, key, result):
+        assert (result.applied, result.missing) == (1, (7,))
+
+    cut_anywhere(
+        lambda client, key: client.delete("pool", [key, 7]),
+        check,
+        prepare=lambda direct: direct.insert(b"x", {"pool": 1.0}),
+    )
+
+
+def test_a_reset_removes_what_was_there_when_it_was_asked_for():
+    def check(direct, _, removed):
+        assert removed == 2
+
+    def prepare(direct):
+        direct.reset("pool")
+        for _ in range(2):
+            direct.insert(b"x", {"pool": 1.0})
+
+    cut_anywhere(lambda client, _: client.reset("pool"), check, prepare=prepare)
+
+
+@pytest.mark.parametrize("give_back", [False, True])
+def test_samples_are_acknowledged_once_and_the_answer_says_so(give_back):
+    def prepare(direct):
+        direct.reset("queue")
+        direct.insert(b"x", {"queue": 1.0})
+        return direct.sample("queue", 1, lease=60.0)
+
+    def check(direct, samples, result):
+        assert (result.applied, result.missing) == (1, ())
+        queue = direct.server_info().tables["queue"]
+        assert (queue.consumed, queue.size) == (int(not give_back), int(give_back))
+
+    cut_anywhere(lambda client, samples: client.acknowledge(samples, give_back=give_back), check, prepare=prepare)
+
+
+def test_a_table_is_updated_once_and_not_over_an_update_after_it():
+    with serving() as (server, client), stub_of(server.address) as stub:
+        request = pb.UpdateTableRequest(table="pool", changes='{"max_size": 5}', request=11)
+        first = stub.UpdateTable(request)
+        client.update_table("pool", max_size=9)
+        assert stub.UpdateTable(request) == first
+        assert b'"max_size":9' in client.server_info().tables["pool"].config.encode()
+
+
+def test_the_number_of_one_request_with_another_is_refused():
+    with serving() as (server, _), stub_of(server.address) as stub:
+        stub.Delete(pb.DeleteRequest(table="pool", keys=[1], request=5))
+        for call, request in (
+            (stub.Delete, pb.DeleteRequest(table="pool", keys=[2], request=5)),
+            (stub.Reset, pb.ResetRequest(table="pool", request=5)),
+        ):
+            with pytest.raises(grpc.RpcError, match="request 5 was another request before") as caught:
+                call(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_refused_request_is_no_answer_and_may_come_again():
+    with serving() as (server, client), stub_of(server.address) as stub:
+        lease = client.acquire_permits(1)
+        request = pb.ReleasePermitsRequest(lease=lease.id, count=2, request=6)
+        with pytest.raises(grpc.RpcError, match="has 1 permits left"):
+            stub.ReleasePermits(request)
+        assert client.server_info().admission.running == 1
+
+
+def test_permits_asked_for_again_while_the_first_attempt_waits_are_granted_once():
+    with serving() as (server, client), stub_of(server.address) as stub:
+        all_of_them = client.acquire_permits(1000)
+        request = pb.AcquirePermitsRequest(count=2, timeout=30.0, request=77)
+        first, second = stub.AcquirePermits.future(request), None
+        try:
+            while client.server_info().admission.acquiring.count == 0:
+                pass
+            second = stub.AcquirePermits.future(request)
+            assert first.code() is grpc.StatusCode.UNAVAILABLE  # nobody waits for it any more
+            assert client.server_info().admission.acquiring.count == 1
+            client.release_permits(all_of_them)
+            assert (second.result().lease, second.result().count) == (77, 2)
+        finally:
+            first.cancel()
+        assert client.server_info().admission.running == 2
+
+
+def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
+    config = CONFIG.format(folder=tmp_path)
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        keys = [client.insert(b"x", {"queue": 1.0, "pool": 1.0}) for _ in range(6)]
+        taken, back = client.sample("queue", 3, lease=60.0), client.sample("queue", 2, lease=60.0)
+        calls = {
+            "AcquirePermits": pb.AcquirePermitsRequest(count=5, timeout=1.0, request=21),
+            "AcknowledgeSamples": pb.AcknowledgeSamplesRequest(batches=[taken[0].info.lease], request=22),
+            "Delete": pb.DeleteRequest(table="pool", keys=[keys[5], 123], request=24),
+            "UpdateTable": pb.UpdateTableRequest(table="pool", changes='{"max_size": 50}', request=25),
+        }
+        given_back = pb.AcknowledgeSamplesRequest(batches=[back[0].info.lease], give_back=True, request=23)
+        with stub_of(server.address) as stub:
+            answers = {name: getattr(stub, name)(request) for name, request in calls.items()}
+            answers["give back"] = stub.AcknowledgeSamples(given_back)
+            released = pb.ReleasePermitsRequest(lease=answers["AcquirePermits"].lease, count=2, request=26)
+            answers["release"] = stub.ReleasePermits(released)
+        server.process.kill()  # the client got none of these answers
+        server.process.wait()
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        before = client.server_info()
+        with stub_of(server.address) as stub:
+            again = {name: getattr(stub, name)(request) for name, request in calls.items()}
+            again["give back"] = stub.AcknowledgeSamples(given_back)
+            again["release"] = stub.ReleasePermits(released)
+        assert (again["AcknowledgeSamples"].applied, list(again["AcknowledgeSamples"].missing)) == (1, [])
+        assert (again["give back"].applied, list(again["give back"].missing)) == (1, [])
+        assert again["AcquirePermits"].lease == answers["AcquirePermits"].lease
+        for name in ("AcknowledgeSamples", "give back", "Delete", "UpdateTable", "release"):
+            assert again[name] == answers[name], name
+        after = client.server_info()
+        assert after.admission.running == before.admission.running == 3
+        queue, pool = after.tables["queue"], after.tables["pool"]
+        assert (queue.consumed, queue.size, pool.deleted, pool.size) == (3, 3, 1, 5)
