@@ -21,14 +21,16 @@ class Code(IntEnum):
 
 
 class Reason(StrEnum):
-    """What is exhausted, for RESOURCE_EXHAUSTED. Clients choose the class of their error by it."""
+    """More about RESOURCE_EXHAUSTED and ABORTED. Clients choose the class of their error by it."""
 
     NONE = ""
-    """Every other code."""
+    """No reason beside the code."""
     TABLE_FULL = "table-full"
     """The table is full, and configured to reject."""
     SERVER_BUSY = "server-busy"
     """Clients together use all of a bound of the server: calls, streams, outstanding samples, bytes."""
+    DRAINING = "draining"
+    """The server is to become empty, and has no item with this key: insert it elsewhere."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
 
@@ -78,6 +80,12 @@ def deadline(message: str) -> Refused:
 
 def closed(message: str) -> Refused:
     return Refused(Code.ABORTED, message)
+
+
+def draining(key: int) -> Refused:
+    """The server takes no new items."""
+    message = f"this server is being emptied and does not have item {key}: insert it into another shard"
+    return Refused(Code.ABORTED, message, Reason.DRAINING)
 
 
 def unsupported(message: str) -> Refused:

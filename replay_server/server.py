@@ -91,6 +91,7 @@ class ReplayServer:
         self._replace = False
         self._address: str | None = None
         self._metrics_address: str | None = None
+        self._service: ReplayService | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -115,6 +116,22 @@ class ReplayServer:
     def metrics_address(self) -> str | None:
         """host:port of the metrics, after the start; None if it has no metrics."""
         return self._metrics_address
+
+    @property
+    def items(self) -> int:
+        """Payloads held; after the start."""
+        return 0 if self._service is None else len(self._service.backend.buffer.items)
+
+    @property
+    def draining(self) -> bool:
+        """Whether items with new keys are refused, so that the server becomes empty. Any thread may set it."""
+        return self._service is not None and self._service.backend.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if self._service is None:
+            raise RuntimeError("the server is not started")
+        self._service.backend.draining = draining
 
     def start(self) -> None:
         """Returns when clients can connect."""

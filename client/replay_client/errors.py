@@ -93,6 +93,13 @@ class ServerClosedError(ReplayError):
     code = grpc.StatusCode.ABORTED
 
 
+class ShardDrainingError(ServerClosedError):
+    """The server takes no new items, because it is to become empty and go. It does not have this item.
+
+    A client of several servers inserts the item into another one.
+    """
+
+
 class UnsupportedError(ReplayError):
     """The server does not have this operation, as it is configured or at all."""
 
@@ -126,4 +133,6 @@ def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> Rep
     kind = _CLASSES.get(status, ReplayError)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         kind = _BY_REASON.get(reason, TableFullError)
+    if kind is ServerClosedError and reason == "draining":
+        kind = ShardDrainingError
     return kind(message or f"the server answered {status.name} without a message")

@@ -11,11 +11,19 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 import grpc
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout, end_stream
-from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError, error_of
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ReplayError,
+    ServerClosedError,
+    ShardDrainingError,
+    error_of,
+)
 from replay_client.frames import EvictedItems, Item, pack_items
 from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
@@ -49,6 +57,8 @@ class Pipeline:
         self.refused: dict[int, ReplayError] = {}
         """The reason by key of each item that the server refused. The server did not insert it."""
         self.evicted = EvictedItems()
+        self.on_draining: Callable[[Item], None] | None = None
+        """Takes over an item that the server refused because it drains. Called on the event loop."""
         self._connection = connection
         self._loop = loop
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
@@ -81,6 +91,15 @@ class Pipeline:
         if wake:
             self._loop.call_soon_threadsafe(self._start)
         return True
+
+    def take_over(self, item: Item) -> None:
+        """Takes an item of another pipeline, whether there is room or not."""
+        with self._lock:
+            self._unsent.append(item)
+            self._in_flight += 1
+            self._bytes += item.nbytes
+            self._awake = True
+        self._start()
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
         """Whether all items are acknowledged. Raises the errors of earlier items."""
@@ -194,6 +213,7 @@ class Pipeline:
         async for response in call:
             patience.renew()
             errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
+            self._pass_on(response.decided, errors)
             with self._lock:
                 for _ in range(response.decided):
                     item = self._unacknowledged.popleft()
@@ -207,6 +227,15 @@ class Pipeline:
                 self._call(self._drained)
         # A server that works ends a stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
+
+    def _pass_on(self, decided: int, errors: dict[int, ReplayError]) -> None:
+        """Gives away the items that a draining server refused. Their errors are no errors then."""
+        if self.on_draining is None or not errors:
+            return
+        for item in list(islice(self._unacknowledged, decided)):
+            if isinstance(errors.get(item.key), ShardDrainingError):
+                del errors[item.key]
+                self.on_draining(item)  # before this pipeline counts it as done: it is always in one of them
 
     def _fail(self, error: ReplayError) -> None:
         with self._lock:

@@ -196,7 +196,7 @@ class RowError(_message.Message):
     """gRPC status code"""
     message: _builtins.str
     reason: _builtins.str
-    """of RESOURCE_EXHAUSTED: table-full, server-busy or storage-failed"""
+    """of RESOURCE_EXHAUSTED: table-full, server-busy or storage-failed;"""
     def __init__(
         self,
         *,

@@ -20,6 +20,7 @@ from replay_server.cli.items import delete, items
 from replay_server.cli.output import complain, say
 from replay_server.cli.policy import policy
 from replay_server.cli.serve import serve
+from replay_server.cli.shards import app as shards
 from replay_server.cli.show import show
 from replay_server.cli.signals import INTERRUPTED, Interrupts
 from replay_server.cli.tables import tables
@@ -44,6 +45,7 @@ _RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
 for command in _LOOK:
     app.command()(command)
 app.add_typer(policy, name="policy")
+app.add_typer(shards, name="shards")
 app.command("import")(import_items)
 for command in (*_KEEP, *_RUN):
     app.command()(command)

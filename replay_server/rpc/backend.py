@@ -22,6 +22,8 @@ class Backend:
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
+        self.draining = False
+        """Whether items with new keys are refused. Another thread may set it."""
         self.insert_streams = 0
         """Open now."""
         self.sample_streams = 0

@@ -17,14 +17,13 @@ from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import Refused, invalid
+from replay_server.errors import Refused, draining, invalid
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_back
 from replay_server.rpc.messages import InsertMessage, read_messages
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import endless, unary
 from replay_server.tables.batches import InsertBatch
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.lines import PendingInsert
 from replay_server.tables.waiting import deadline_at, result_of
 
@@ -83,7 +82,7 @@ async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], clien
                     await asyncio.sleep(0)
                 first = False
                 evicted: list[tuple[int, str]] = []
-                inserted, next_row = _admit(backend.buffer, message, batch[at:] if at else batch, evicted)
+                inserted, next_row = _admit(backend, message, batch[at:] if at else batch, evicted)
                 decided.keys.extend(batch.keys[at : at + inserted])
                 decided.evicted.extend(evicted)
                 at += inserted
@@ -102,11 +101,17 @@ async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], clien
 
 
 def _admit(
-    buffer: ReplayBuffer, message: InsertMessage, batch: InsertBatch, evicted: list[tuple[int, str]]
+    backend: Backend, message: InsertMessage, batch: InsertBatch, evicted: list[tuple[int, str]]
 ) -> tuple[int, PendingInsert | Refused | None]:
     """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after them."""
     if message.refusal is not None:
         return 0, message.refusal
+    buffer = backend.buffer
+    if backend.draining:
+        key = batch.keys[0]
+        if key not in buffer.items and not buffer.known_keys.any_of([key]):
+            return 0, draining(key)
+        batch = batch[:1]
     try:
         return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout), evicted)
     except Refused as refusal:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from replay_client.aio import AsyncReplayClient
 from replay_client.records import MutationResult, StoredItem
 from replay_client.shards.fleet import GONE, Deadline, Fleet
-from replay_client.shards.placing import Keys, Rendezvous
+from replay_client.shards.placing import Keys
 from replay_client.shards.shard import Shard
 
 Rows = npt.NDArray[np.int64]
@@ -28,13 +28,12 @@ class KeyedItems:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._rendezvous = Rendezvous(list(fleet.by_name))
 
     async def change(self, keys: Keys, change: Change, deadline: Deadline) -> MutationResult:
         """Applies `change` to rows of `keys` (K,) on each shard. A key is missing if no shard that is up has it."""
         up = await self._fleet.reachable(deadline)
         names = [self._fleet.shards.index(shard) for shard in up]
-        owners = self._rendezvous.owners(keys)
+        owners = self._fleet.rendezvous.owners(keys)
         applied, found = await self._change_on_each(
             up, [np.flatnonzero(owners == name) for name in names], keys, change
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from replay_client.errors import (
     InvalidRequestError,
     ServerClosedError,
     ServerUnavailableError,
+    ShardDrainingError,
 )
 from replay_client.keys import KeySequence
 from replay_client.records import (
@@ -46,6 +48,8 @@ from replay_client.shards.shard import Shard
 from replay_client.shards.writing import Placement, ShardedPipeline, ShardedWriter
 from replay_client.writer import Pipeline
 
+SECONDS_PER_LOOK = 5.0
+"""Seconds between two looks for shards that were added or taken away."""
 _PAUSE = 0.1
 """Seconds before the next attempt at a shard that shuts down."""
 
@@ -61,16 +65,27 @@ class ShardedClient(AsyncReplayClient):
         token: str | None = None,
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         """As AsyncReplayClient. Raises ValueError for an address that comes twice, or for none."""
         check_timeout(timeout)
 
         def make_client(one: str) -> AsyncReplayClient:
-            return AsyncReplayClient(one, timeout, token=token, tls=tls, allow_insecure_token=allow_insecure_token)
+            return AsyncReplayClient(
+                one,
+                timeout,
+                token=token,
+                tls=tls,
+                allow_insecure_token=allow_insecure_token,
+                shared_memory=shared_memory,
+            )
 
         self._timeout = timeout
-        if isinstance(address, str) and (names := RayNames.of(address)) is not None:
-            shards = [Shard(name, make_client, names.locate) for name in names.list()]
+        self._names = RayNames.of(address) if isinstance(address, str) else None
+        self._following: asyncio.Task[None] | None = None
+        if (names := self._names) is not None:
+            self._make_shard: Callable[[str], Shard] = partial(Shard, make_client=make_client, locate=names.locate)
+            shards = [self._make_shard(name) for name in names.find()]
         else:
             given = split_addresses(address)
             if not given or len(set(given)) < len(given):
@@ -93,6 +108,15 @@ class ShardedClient(AsyncReplayClient):
         """All addresses, with commas, or the name of the service in Ray."""
         return self._name
 
+    @property
+    def transport(self) -> str:
+        """How payloads travel to each shard that has an address, "SHARD: TRANSPORT", with semicolons."""
+        return "; ".join(f"{shard.name}: {shard.client.transport}" for shard in self._fleet.shards if shard.address)
+
+    async def find_transport(self) -> str:
+        await self._fleet.ask(lambda client: client.find_transport(), self._deadline(DEFAULT))
+        return self.transport
+
     # ------------------------------------------------------------------------------------------------ insert
 
     async def insert(
@@ -108,12 +132,16 @@ class ShardedClient(AsyncReplayClient):
         deadline = self._deadline(timeout)
         key = next(self._keys) if key is None else whole_number("key", key, 64)
         await self._fleet.reachable(deadline)
-        shard = self._placement.shard_for(key, permits.shard if permits else "")
         while True:
+            shard = self._placement.shard_for(key, permits.shard if permits else "")
             try:
                 return await shard.client.insert(
                     group, priorities, key=key, policy_version=policy_version, permits=permits, timeout=deadline.seconds
                 )
+            except ShardDrainingError:
+                self._placement.forget(key, shard)
+                if deadline.passed:
+                    raise
             except ServerClosedError:  # it shuts down, and did not insert this; it may have at an earlier attempt
                 self._placement.remember(key, shard)
                 if self._closed or deadline.passed:
@@ -329,6 +357,9 @@ class ShardedClient(AsyncReplayClient):
     async def close(self) -> None:
         """Closes all connections. The shards take back what was drawn ahead for this client."""
         self._closed = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self._fleet.close()
 
     # ------------------------------------------------------------------------------------------------ helpers
@@ -336,6 +367,18 @@ class ShardedClient(AsyncReplayClient):
     def _check_open(self) -> None:
         if self._closed:
             raise ServerClosedError("this client is closed")
+
+    async def _follow(self, names: RayNames) -> None:
+        """Takes in shards that `resize` has added, and leaves out those that it has taken away."""
+        while True:
+            await asyncio.sleep(SECONDS_PER_LOOK)
+            known = self._fleet.by_name
+            listed = await names.listed()
+            if not listed or set(listed) == set(known):
+                continue
+            self._fleet.replace([known.get(name) or self._make_shard(name) for name in listed])
+            for name in known.keys() - set(listed):
+                await known[name].close()
 
     def _seconds(self, timeout: Timeout) -> float | None:
         if isinstance(timeout, Unset):
@@ -345,6 +388,8 @@ class ShardedClient(AsyncReplayClient):
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         self._check_open()
+        if self._names is not None and self._following is None:
+            self._following = asyncio.create_task(self._follow(self._names))
         return Deadline(self._seconds(timeout))
 
 

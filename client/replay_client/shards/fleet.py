@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from replay_client.aio import AsyncReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
+from replay_client.shards.placing import Rendezvous
 from replay_client.shards.shard import Shard
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Fleet:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = list(shards)
+        self.rendezvous = Rendezvous([shard.name for shard in shards])
         self.by_name = {shard.name: shard for shard in shards}
         self.changed = asyncio.Event()
         """Set, and made anew, when a shard has come or gone."""
@@ -64,6 +66,10 @@ class Fleet:
 
     def up(self) -> list[Shard]:
         return [shard for shard in self.shards if shard.is_up]
+
+    def in_order(self, key: int) -> list[Shard]:
+        """All shards for one key, the one to which it belongs first."""
+        return [self.shards[index] for index in self.rendezvous.order(key)]
 
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Calls back, once, when it is known of each shard if it can be reached. Any thread may call this."""
@@ -145,6 +151,14 @@ class Fleet:
                 ) from None
         answers = await asyncio.gather(*(shard.run(question(shard.client)) for shard in self.shards))
         return dict(zip(self.shards, answers, strict=True))
+
+    def replace(self, shards: Sequence[Shard]) -> None:
+        """Goes on with these shards: some are new, and some of the old ones are not there any more."""
+        self.shards, self.by_name = list(shards), {shard.name: shard for shard in shards}
+        self.rendezvous = Rendezvous([shard.name for shard in shards])
+        for shard in shards:
+            shard.changed = self._changed
+            shard.watch()
 
     async def close(self) -> None:
         await asyncio.gather(*(shard.close() for shard in self.shards))

@@ -59,11 +59,19 @@ class PolicyBoard:
         """
         latest: dict[Shard, Policy] = {}
         news = asyncio.Event()
-        watchers = {shard: asyncio.create_task(self._follow(shard, latest, news)) for shard in self._fleet.shards}
+        watchers: dict[Shard, asyncio.Task[None]] = {}
         last: Policy | None = None
+
+        def came_or_went(_: Shard) -> None:
+            news.set()
+
+        self._fleet.listeners.append(came_or_went)
         try:
             while True:
                 await self._fleet.reachable(Deadline(None))
+                for shard in self._fleet.shards:
+                    if shard not in watchers:
+                        watchers[shard] = asyncio.create_task(self._follow(shard, latest, news))
                 await news.wait()
                 news.clear()
                 known = [latest[shard] for shard in self._fleet.up() if shard in latest]
@@ -75,6 +83,7 @@ class PolicyBoard:
                     last = policy
                     yield policy
         finally:
+            self._fleet.listeners.remove(came_or_went)
             for watcher in watchers.values():
                 watcher.cancel()
             await asyncio.gather(*watchers.values(), return_exceptions=True)

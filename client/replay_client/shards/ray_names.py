@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -46,7 +47,7 @@ class RayNames:
                 ) from None
         return cls(namespace, name, ray)
 
-    def list(self) -> list[str]:
+    def find(self) -> list[str]:
         """The names of all shards, by number. Raises ValueError if there is none."""
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         actors = self._ray.util.list_named_actors(all_namespaces=True)
@@ -60,6 +61,12 @@ class RayNames:
                 f"Ray has no shards {self.name}-0, ... in namespace {self.namespace}: run `replay shards up`"
             )
         return [f"{self.name}-{number}" for number in sorted(found)]
+
+    async def listed(self) -> list[str]:
+        """As `find`; empty if there is none, or Ray does not answer."""
+        with suppress(ValueError, self._ray.exceptions.RayError):
+            return await asyncio.to_thread(self.find)
+        return []
 
     async def locate(self, name: str) -> str | None:
         """host:port of a shard; None while it is away. Raises ServerUnavailableError if Ray does not answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,9 @@ _FIRST_LOOK = 2.0
 _LOOK_AGAIN = 0.5
 """Seconds between two looks for the address of a server that is gone."""
 
+_DRAINING = 30.0
+"""Seconds after which a shard that was draining is tried again: the operator may have thought better of it."""
+
 
 class Locator(Protocol):
     """Finds the address of a shard by the shard's name. None: it has no address now."""
@@ -34,6 +38,8 @@ class Shard:
         self.name = name
         self.is_up = False
         """Whether the connection stands. Any thread may read it."""
+        self.draining_until = 0.0
+        """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
         self.decided = asyncio.Event()
         """Set when the first attempt to connect has ended."""
         self.changed: Callable[[Shard], None] = lambda _: None
@@ -49,6 +55,15 @@ class Shard:
         if self._client is None:
             raise ServerUnavailableError(f"shard {self.name} has no address yet")
         return self._client
+
+    @property
+    def takes_inserts(self) -> bool:
+        """Whether new items may go here. Any thread may read it."""
+        return self.is_up and time.monotonic() >= self.draining_until
+
+    def is_draining(self) -> None:
+        """The shard has refused a new item: leave it in peace for a while."""
+        self.draining_until = time.monotonic() + _DRAINING
 
     @property
     def address(self) -> str:

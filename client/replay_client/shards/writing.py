@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from replay_client.connection import Timeout
 from replay_client.errors import InvalidRequestError, ReplayError
@@ -13,7 +14,7 @@ from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.fleet import Fleet
-from replay_client.shards.placing import Rendezvous, chosen_by_client
+from replay_client.shards.placing import chosen_by_client
 from replay_client.shards.shard import Shard
 from replay_client.writer import AsyncWriter, Pipeline
 
@@ -26,7 +27,6 @@ class Placement:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._rendezvous = Rendezvous(list(fleet.by_name))
         self._tried: OrderedDict[int, Shard] = OrderedDict()
         """Keys that a shard may have and that do not belong to it, or whose insert failed there."""
 
@@ -35,20 +35,26 @@ class Placement:
 
         1. The shard that this client has tried the key on before: it may have the item.
         2. The shard that granted the permit, if it is up: so its admission counts the group.
-        3. The shard to which the key belongs, if it is up.
+        3. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
+           counts as one that is not there.
         4. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
         5. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
         """
-        shards, order = self._fleet.shards, self._rendezvous.order(key)
-        owner = shards[order[0]]
         if (tried := self._tried.get(key)) is not None:
             return tried
         granted = self._fleet.by_name.get(permits)
-        if granted is not None and granted.is_up:
+        if granted is not None and granted.takes_inserts:
             return granted
-        if owner.is_up or not chosen_by_client(key):
-            return owner
-        return next((shards[index] for index in order if shards[index].is_up), owner)
+        order = self._fleet.in_order(key)
+        candidates = [shard for shard in order if shard.takes_inserts or not shard.is_up] or order
+        if candidates[0].is_up or not chosen_by_client(key):
+            return candidates[0]
+        return next((shard for shard in candidates if shard.is_up), candidates[0])
+
+    def forget(self, key: int, shard: Shard) -> None:
+        """The shard is draining and lacks the key: it may go to another one."""
+        self._tried.pop(key, None)
+        shard.is_draining()
 
     def remember(self, key: int, shard: Shard) -> None:
         """An insert of this key is unsure: from now on it goes to this shard only."""
@@ -101,10 +107,7 @@ class ShardedPipeline:
             in_flight = self._when_room(when_room)
             if not self._fleet.decided or (in_flight and not self._room_for(item)):
                 return False
-            shard = self._placement.shard_for(item.key, self.granted.get(item.permits, ""))
-            if shard not in self._pipelines:
-                self._pipelines[shard] = self._make(shard)
-            return self._pipelines[shard].offer(item, when_room)
+            return self._pipeline_for(item).offer(item, when_room)
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
         """Whether all items are acknowledged. Raises the errors of earlier items."""
@@ -120,6 +123,19 @@ class ShardedPipeline:
     async def close(self) -> None:
         for pipeline in self._all():
             await pipeline.close()
+
+    def _pipeline_for(self, item: Item) -> Pipeline:
+        shard = self._placement.shard_for(item.key, self.granted.get(item.permits, ""))
+        if shard not in self._pipelines:
+            self._pipelines[shard] = self._make(shard)
+            self._pipelines[shard].on_draining = partial(self._move, shard)
+        return self._pipelines[shard]
+
+    def _move(self, shard: Shard, item: Item) -> None:
+        """The shard is draining, and refused this item: it goes to another one."""
+        with self._lock:
+            self._placement.forget(item.key, shard)
+            self._pipeline_for(item).take_over(item)
 
     def _all(self) -> list[Pipeline]:
         return [*self._ended, *self._pipelines.values()]
@@ -163,5 +179,7 @@ class ShardedWriter(AsyncWriter):
         permits: PermitLease | None,
     ) -> Item:
         if permits is not None:
+            if len(self._granted) >= _MOST_REMEMBERED:
+                self._granted.clear()  # a group whose lease is forgotten goes where its key belongs
             self._granted[permits.id] = permits.shard
         return super().item(group, priorities, policy_version, permits)

@@ -313,13 +313,13 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
         with pytest.raises(DeadlineExceededError, match="permits"):
             client.acquire_permits(1, timeout=0.2)
         for lease in leases[:4]:
-            client.insert(b"", {"any": 1.0}, permits=lease)
+            client.insert(b"", {"queue": 1.0}, permits=lease)
         assert client.release_permits(leases[4]) == 1
         admission = client.server_info().admission
         assert (admission.groups_per_step, admission.accepted, admission.running, admission.capacity) == (5, 4, 0, 1)
         for name, info in client.server_info().shards.items():
             mine = [lease for lease in leases[:4] if lease.shard == name]
-            assert info.admission.accepted == info.tables["any"].size == len(mine)
+            assert info.admission.accepted == info.tables["queue"].size == len(mine)
         waiting = threading.Thread(target=lambda: leases.append(client.acquire_permits(2)))
         waiting.start()
         client.set_policy_version(1)
@@ -333,12 +333,12 @@ def test_a_writer_sends_a_group_to_the_shard_of_its_permit(make_service):
     with ReplayClient(service.addresses) as client, client.writer() as writer:
         leases = [client.acquire_permits(2) for _ in range(3)]
         for lease in leases:
-            writer.insert(b"", {"any": 1.0}, permits=lease)
-            writer.insert(b"", {"any": 1.0}, permits=lease)
+            writer.insert(b"", {"queue": 1.0}, permits=lease)
+            writer.insert(b"", {"queue": 1.0}, permits=lease)
         writer.flush()
         info = client.server_info()
         assert (info.admission.accepted, info.admission.running) == (6, 0)
-        assert {shard.tables["any"].size for shard in info.shards.values()} == {2}
+        assert {shard.tables["queue"].size for shard in info.shards.values()} == {2}
 
 
 # --------------------------------------------------------------------------------------------- a shard that is gone
@@ -392,8 +392,8 @@ def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_se
         lease = client.acquire_permits(1)
         service.stop(service.addresses.index(lease.shard))
         until(lambda: client.server_info().gone)
-        client.insert(b"", {"any": 1.0}, permits=lease)
-        assert client.server_info().tables["any"].size == 1
+        client.insert(b"", {"queue": 1.0}, permits=lease)
+        assert client.server_info().tables["queue"].size == 1
         assert client.release_permits(lease) == 0
 
 

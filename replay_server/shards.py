@@ -1,0 +1,350 @@
+"""Shards: several complete servers as actors of a Ray cluster, which places, restarts and names them.
+
+Each shard is a named, detached actor with a ReplayServer of its own. Ray restarts it for ever, on a new port, and
+spreads the shards over the nodes. Clients find them as "ray://NAMESPACE/NAME".
+
+Only this module of the server uses Ray (`pip install 'replay-server[ray]'`). It imports Ray when a function is called.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay_server.config import Config
+from replay_server.server import ReplayServer
+
+NAME = NAMESPACE = "replay"
+"""Where clients look for shards, unless told otherwise: ray://replay/replay."""
+MAX_SHARDS = 1024
+_ANSWER_SECONDS = 10.0
+"""Seconds in which a shard must tell its state."""
+_CALLS_AT_ONCE = 8
+"""Calls that one actor answers at the same time: none of them must wait for another."""
+
+
+class ShardError(Exception):
+    """What was asked of the shards cannot be done; the message says why."""
+
+
+@dataclass(frozen=True)
+class ShardStatus:
+    """One shard, as its actor describes it."""
+
+    name: str
+    address: str
+    """host:port; empty while the shard is away."""
+    node: str = ""
+    """Id of its Ray node."""
+    pid: int = 0
+    items: int = 0
+    """Payloads held."""
+    draining: bool = False
+    """It takes no more inserts, and may go when it is empty."""
+    restarted: bool = False
+    """Whether Ray has restarted it since `up`."""
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self.address)
+
+
+class ShardActor:
+    """What runs in the process of a shard. Ray calls __init__ again after each restart."""
+
+    def __init__(self, name: str, config: Config, environment: Mapping[str, str]) -> None:
+        import ray as module
+
+        ray: Any = module
+        self._name = name
+        host, _, port = config.server.address.rpartition(":")
+        if host in ("", "0.0.0.0"):  # a client on another node needs the address of this one
+            host = ray.util.get_node_ip_address()
+        section = config.server.model_copy(update={"address": f"{host}:{port}"})
+        self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
+        self._server.start()
+
+    def address(self) -> str:
+        return self._server.address
+
+    def status(self) -> ShardStatus:
+        import ray
+
+        context = ray.get_runtime_context()
+        return ShardStatus(
+            name=self._name,
+            address=self._server.address,
+            node=context.get_node_id(),
+            pid=os.getpid(),
+            items=self._server.items,
+            draining=self._server.draining,
+            restarted=context.was_current_actor_reconstructed,
+        )
+
+    def drain(self, draining: bool) -> None:
+        """Takes no more inserts from now on, or takes them again."""
+        self._server.draining = draining
+
+    def stop(self) -> None:
+        """Ends the server in good order. `ray.kill` alone would be a SIGKILL."""
+        self._server.stop()
+
+
+class Shards:
+    """The shards of one service in a Ray cluster. Raises ShardError where Ray is missing or does not answer."""
+
+    def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
+        try:
+            import ray as module
+        except ImportError:
+            raise ShardError("shards need Ray: pip install 'replay-server[ray]'") from None
+        ray: Any = module  # half of its functions have no types
+        self.name, self.namespace, self._ray = name, namespace, ray
+        if not ray.is_initialized():
+            _check_answers(ray_address)
+            try:
+                ray.init(
+                    address=ray_address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False
+                )
+            except (ConnectionError, ValueError) as error:
+                raise ShardError(f"no Ray cluster answers at {ray_address or 'auto'}: {error}") from None
+
+    def actors(self) -> dict[str, Any]:
+        """The actor of each shard by its name, in the order of their numbers; also of those that are away."""
+        listed = self._ray.util.list_named_actors(all_namespaces=True)
+        numbers = sorted(
+            int(number)
+            for actor in listed
+            if actor["namespace"] == self.namespace
+            and (number := actor["name"].removeprefix(f"{self.name}-")) != actor["name"]
+            and number.isdecimal()
+        )
+        found = {}
+        for number in numbers:
+            with suppress(ValueError):  # it has just gone
+                found[f"{self.name}-{number}"] = self._ray.get_actor(f"{self.name}-{number}", namespace=self.namespace)
+        return found
+
+    def status(self) -> list[ShardStatus]:
+        """Every shard. One that does not answer in time has no address."""
+        actors = self.actors()
+        asked = {name: actor.status.remote() for name, actor in actors.items()}
+        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else None
+        return [self._answer(name, reference) for name, reference in asked.items()]
+
+    def start(
+        self, numbers: Iterator[tuple[int, Config]], options: Mapping[str, Any], pin: bool, timeout: float
+    ) -> None:
+        """Starts the shards with these numbers that do not run yet, and waits until they serve."""
+        actor_class: Any = self._ray.remote(ShardActor)
+        nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+        environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
+        started: dict[str, Any] = {}
+        for number, config in numbers:
+            name = f"{self.name}-{number}"
+            started[name] = actor_class.options(
+                name=name,
+                namespace=self.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=_CALLS_AT_ONCE,
+                scheduling_strategy=self._near(nodes[number % len(nodes)]) if pin else "SPREAD",
+                **options,
+            ).remote(name, config, environment)
+        answers = [actor.address.remote() for actor in started.values()]
+        ready, late = self._ray.wait(answers, num_returns=len(answers), timeout=timeout)
+        names = dict(zip(answers, started, strict=True))
+        try:
+            self._ray.get(ready)
+        except self._ray.exceptions.RayError as error:
+            raise ShardError(f"a shard could not start: {_last_line(error)}") from None
+        if late:
+            waiting = ", ".join(names[answer] for answer in late)
+            raise ShardError(
+                f"{waiting} did not start within {timeout:g} s: the cluster has {self._ray.available_resources()} left"
+            )
+
+    def drain(self, names: list[str], draining: bool) -> None:
+        actors = self.actors()
+        self._ray.get([actors[name].drain.remote(draining) for name in names], timeout=_ANSWER_SECONDS)
+
+    def stop(self, names: list[str]) -> None:
+        """Stops these shards for good, those that answer in good order."""
+        actors = self.actors()
+        stopping = [actors[name].stop.remote() for name in names if name in actors]
+        self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS) if stopping else None
+        for name in names:
+            if name in actors:
+                self._ray.kill(actors[name], no_restart=True)
+
+    def _answer(self, name: str, reference: Any) -> ShardStatus:
+        try:
+            status: ShardStatus = self._ray.get(reference, timeout=0)
+            return status
+        except self._ray.exceptions.RayError:  # away, or too slow
+            return ShardStatus(name, "")
+
+    def _near(self, node: str) -> Any:
+        """On this node as long as it lives, and then on any other one."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return NodeAffinitySchedulingStrategy(node, soft=True)
+
+
+def up(
+    shards: int,
+    config: Config,
+    *,
+    data_dir: str | Path | None = None,
+    pin: bool = False,
+    port: int = 0,
+    memory: int | None = None,
+    name: str = NAME,
+    namespace: str = NAMESPACE,
+    ray_address: str | None = None,
+    timeout: float = 120.0,
+) -> list[ShardStatus]:
+    """Starts `shards` shards NAME-0, NAME-1, ... and returns when all of them serve. Those that run already stay.
+
+    Every shard has the tables of `config`, and its share of `groups_per_step` where there is [admission].
+
+    data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
+    shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
+    port: shard i listens on `port` + i of its node, so that a list of addresses stays true; 0: on any free port.
+    memory: bytes that Ray reserves for each shard; absent: a quarter more than `max_bytes` of [server].
+
+    Raises ShardError if the shards that run are more than `shards`, or if one cannot start within `timeout` seconds.
+    """
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
+    service = Shards(name, namespace, ray_address)
+    if (running := len(service.actors())) > shards:
+        raise ShardError(f"{running} shards run already: to have {shards}, use resize")
+    parts = shard_configs(config, shards, data_dir, name, port)
+    service.start(iter(enumerate(parts)), _options(config, memory), pin, timeout)
+    return service.status()
+
+
+def status(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[ShardStatus]:
+    """Every shard; one that is away has no address."""
+    return Shards(name, namespace, ray_address).status()
+
+
+def down(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[str]:
+    """Stops all shards for good, in good order, and returns their names. What is in `data_dir` stays there."""
+    service = Shards(name, namespace, ray_address)
+    names = list(service.actors())
+    service.stop(names)
+    return names
+
+
+def resize(
+    shards: int,
+    config: Config,
+    *,
+    data_dir: str | Path | None = None,
+    pin: bool = False,
+    port: int = 0,
+    memory: int | None = None,
+    name: str = NAME,
+    namespace: str = NAMESPACE,
+    ray_address: str | None = None,
+    timeout: float = 120.0,
+) -> list[ShardStatus]:
+    """Adds shards, or takes away those with the highest numbers. Arguments as in `up`.
+
+    A shard that is to go takes no more inserts, from this call on, and goes when it is empty. Until then this raises
+    ShardError that says what it still holds: call again later. Raises ShardError also where there is [admission]: the
+    shares of `groups_per_step` would no longer add up.
+    """
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
+    if config.admission is not None:
+        raise ShardError(
+            "resize is refused: each shard got its share of groups_per_step at its start. Stop all shards (down) when "
+            "the queues are empty, and start the new number (up)"
+        )
+    service = Shards(name, namespace, ray_address)
+    now = service.status()
+    if away := [shard.name for shard in now if not shard.is_up]:
+        raise ShardError(f"resize is refused: {', '.join(away)} cannot be reached, and nobody knows what is there")
+    staying, leaving = [shard.name for shard in now[:shards]], [shard.name for shard in now[shards:]]
+    service.drain(staying, False)
+    if leaving:
+        service.drain(leaving, True)
+        held = [shard for shard in service.status() if shard.name in leaving and (shard.items or not shard.is_up)]
+        if held:
+            rest = ", ".join(f"{shard.name} holds {shard.items} items" for shard in held)
+            raise ShardError(
+                f"resize is refused for now: {rest}. They take no more inserts; try again when they are empty"
+            )
+        service.stop(leaving)
+        return service.status()
+    return up(
+        shards,
+        config,
+        data_dir=data_dir,
+        pin=pin,
+        port=port,
+        memory=memory,
+        name=name,
+        namespace=namespace,
+        ray_address=ray_address,
+        timeout=timeout,
+    )
+
+
+def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
+    """The configuration of each shard. The shares of `groups_per_step` add up to it exactly, or permits would drift."""
+    parts = []
+    for number in range(shards):
+        section: dict[str, Any] = {
+            "address": f"0.0.0.0:{port + number if port else 0}",
+            "metrics_address": _any_port(config),
+        }
+        if data_dir is not None:
+            section["data_dir"] = Path(data_dir) / f"{name}-{number}"
+        changes: dict[str, Any] = {"server": config.server.model_copy(update=section)}
+        if config.admission is not None:
+            share = (config.admission.groups_per_step * (number + 1)) // shards
+            share -= (config.admission.groups_per_step * number) // shards
+            if share < 1:
+                raise ShardError(
+                    f"groups_per_step {config.admission.groups_per_step} is too few for {shards} shards: each needs one"
+                )
+            changes["admission"] = config.admission.model_copy(update={"groups_per_step": share})
+        parts.append(config.model_copy(update=changes))
+    return parts
+
+
+def _check_answers(ray_address: str | None) -> None:
+    """Ray itself would try for many minutes. Raises ShardError."""
+    host, _, port = (ray_address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ShardError(f"no Ray cluster answers at {ray_address}: {error}") from None
+
+
+def _any_port(config: Config) -> str | None:
+    """Several shards may run on one node."""
+    return None if config.server.metrics_address is None else "0.0.0.0:0"
+
+
+def _options(config: Config, memory: int | None) -> dict[str, Any]:
+    """What Ray reserves for a shard: a core, and its memory. Never a GPU."""
+    reserved = memory if memory is not None else int(1.25 * (config.server.max_bytes or 0))
+    return {"num_cpus": 1, **({"memory": reserved} if reserved else {})}
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]

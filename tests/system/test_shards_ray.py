@@ -1,0 +1,223 @@
+"""Shards in a real Ray cluster of three nodes on this machine: killed, moved and left alone, under load.
+
+The accounting is that of the kill tests: each acknowledged item is delivered or still there, and none comes twice.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.errors import ReplayError
+from replay_server import TableConfig, shards
+from replay_server.config import AdmissionConfig, Config
+from replay_server.shards import ShardError, ShardStatus
+from tests.factories import until
+
+pytestmark = pytest.mark.timeout(170)
+
+ADDRESS = "ray://replay/replay"
+TABLES = (
+    TableConfig(name="work", sampler="fifo", max_times_sampled=1),
+    TableConfig(name="keep", sampler="prioritized"),
+)
+CONFIG = Config(tables=TABLES)
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[object]:
+    pytest.importorskip("ray")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    memory = 80 << 20
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": memory})
+    for _ in range(2):
+        cluster.add_node(num_cpus=4, object_store_memory=memory)
+    ray.init(address=cluster.address, namespace="tests", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def service(cluster, tmp_path) -> Iterator[list[ShardStatus]]:
+    yield shards.up(3, CONFIG, data_dir=tmp_path)
+    shards.down()
+
+
+class Load:
+    """A writer and a reader at work until `stop`, and what they know for sure."""
+
+    def __init__(self) -> None:
+        self.acknowledged: set[int] = set()
+        self.unsure: set[int] = set()
+        self.kept: set[int] = set()
+        self.delivered: list[int] = []
+        self.errors: list[str] = []
+        self._key = 0
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,)) for work in (self._write, self._keep, self._read)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, work) -> None:
+        with ReplayClient(ADDRESS, timeout=30.0) as client:
+            while not self._stopping.is_set():
+                try:
+                    work(client)
+                except ReplayError:
+                    time.sleep(0.01)
+                except Exception as error:
+                    self.errors.append(repr(error))
+                    return
+
+    def _write(self, client: ReplayClient) -> None:
+        self._key += 1
+        self.unsure.add(self._key)
+        client.insert(str(self._key).encode(), {"work": 1.0}, key=self._key)
+        self.acknowledged.add(self._key)
+
+    def _keep(self, client: ReplayClient) -> None:
+        self.kept.add(client.insert(b"kept", {"keep": 1.0}))
+
+    def _read(self, client: ReplayClient) -> None:
+        for sample in client.sample("work", BATCH, timeout=1.0):
+            assert bytes(sample.payload) == str(sample.info.key).encode()
+            self.delivered.append(sample.info.key)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive(), "a client hangs"
+        assert self.errors == []
+
+    def check(self, kills: int) -> None:
+        """Nothing twice, nothing invented, and no acknowledged item gone but for answers that broke with a kill."""
+        assert len(self.delivered) == len(set(self.delivered))
+        with ReplayClient(ADDRESS, timeout=30.0) as client:
+            until(lambda: client.server_info().gone == (), seconds=60)
+            there = keys_of(client, "work")
+            assert len(there) == len(set(there))
+            assert set(there).isdisjoint(self.delivered)
+            assert {*there, *self.delivered} <= self.unsure
+            gone = self.acknowledged - set(there) - set(self.delivered)
+            assert len(gone) <= kills * BATCH, f"{len(gone)} acknowledged items are gone"
+            kept = keys_of(client, "keep")
+            assert self.kept <= set(kept)
+            assert len(kept) == len(set(kept))
+        assert len(self.delivered) > 20
+
+
+def keys_of(client: ReplayClient, table: str) -> list[int]:
+    keys, page = [], ""
+    while True:
+        found = client.list_items(table, limit=1000, page=page)
+        keys += [item.key for item in found]
+        if not (page := found.next_page):
+            return keys
+
+
+def kill_and_wait(load: Load, number: int) -> None:
+    """Kills a shard, and waits until it is back and inserts go on."""
+    pid, inserted = shards.status()[number].pid, len(load.kept)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: (now := shards.status()[number]).is_up and now.pid != pid, seconds=60)
+    until(lambda: len(load.kept) > inserted + 10, seconds=60)
+
+
+def test_shards_spread_and_come_back_under_load_after_kills_with_what_they_held(service):
+    assert len({shard.node for shard in service}) == 3
+    load = Load()
+    until(lambda: len(load.delivered) > 20, seconds=60)
+    kill_and_wait(load, 1)
+    kill_and_wait(load, 0)
+    load.stop()
+    load.check(kills=2)
+    assert sorted(shard.restarted for shard in shards.status()) == [False, True, True]
+
+
+def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(cluster, service):
+    node = cluster.add_node(num_cpus=4, object_store_memory=80 << 20, resources={"last": 1})
+    load = Load()
+    until(lambda: len(load.delivered) > 20, seconds=60)
+    victim = next(each for each in cluster.worker_nodes if each is not node)
+    lost = [shard.name for shard in service if shard.node == victim.node_id]
+    assert lost
+    cluster.remove_node(victim, allow_graceful=False)
+    until(lambda: len(shards.status()) == 3 and all(shard.is_up for shard in shards.status()), seconds=90)
+    inserted = len(load.kept)
+    until(lambda: len(load.kept) > inserted + 10, seconds=60)
+    load.stop()
+    load.check(kills=1)
+    assert victim.node_id not in {shard.node for shard in shards.status()}
+
+
+def test_two_drivers_at_once_start_the_same_shards_and_these_outlive_both(cluster, tmp_path):
+    program = (
+        "import sys; from replay_server import shards, TableConfig; from replay_server.config import Config\n"
+        "config = Config(tables=(TableConfig(name='work'), TableConfig(name='keep')))\n"
+        "found = shards.up(2, config, data_dir=sys.argv[1], ray_address=sys.argv[2])\n"
+        "print(*(shard.pid for shard in found))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), cluster.address]
+    drivers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [driver.communicate(timeout=120)[0].split() for driver in drivers]
+    try:
+        assert outputs[0] == outputs[1]
+        assert [str(shard.pid) for shard in shards.status()] == outputs[0]
+        with ReplayClient(ADDRESS, timeout=30.0) as client:
+            assert client.get([client.insert(b"", {"keep": 1.0})])
+        with pytest.raises(ShardError, match="to have 1, use resize"):
+            shards.up(1, CONFIG)
+    finally:
+        assert shards.down() == ["replay-0", "replay-1"]
+    assert shards.status() == []
+
+
+def test_resize_empties_a_shard_before_it_goes_and_clients_follow(service, tmp_path):
+    with ReplayClient(ADDRESS, timeout=30.0) as client, client.writer() as writer:
+        keys = {writer.insert(b"", {"work": 1.0}) for _ in range(30)}
+        writer.flush()
+        with pytest.raises(ShardError, match=r"resize is refused for now: replay-2 holds \d+ items"):
+            shards.resize(2, CONFIG, data_dir=tmp_path)
+        held = next(shard.items for shard in shards.status() if shard.name == "replay-2")
+        keys |= {writer.insert(b"", {"work": 1.0}) for _ in range(30)}
+        keys |= {client.insert(b"", {"work": 1.0}) for _ in range(30)}
+        writer.flush()
+        assert next(shard.items for shard in shards.status() if shard.name == "replay-2") == held
+        taken = {sample.info.key for _ in range(9) for sample in client.sample("work", 10)}
+        assert taken == keys
+        assert [shard.name for shard in shards.resize(2, CONFIG, data_dir=tmp_path)] == ["replay-0", "replay-1"]
+        until(lambda: len(client.server_info().shards) == 2 and client.server_info().gone == (), seconds=60)
+        assert len(shards.resize(4, CONFIG, data_dir=tmp_path)) == 4
+        until(lambda: len(client.server_info().shards) == 4, seconds=60)
+    admitted = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=4, max_staleness=1, table="work"))
+    with pytest.raises(ShardError, match="groups_per_step"):
+        shards.resize(2, admitted)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_the_shares_of_groups_per_step_add_up(count, tmp_path):
+    config = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=64, max_staleness=1, table="work"))
+    parts = shards.shard_configs(config, count, tmp_path, "replay", 0)
+    given = [part.admission.groups_per_step for part in parts if part.admission]
+    assert sum(given) == 64
+    assert max(given) - min(given) <= 1
+    assert len({part.server.data_dir for part in parts}) == count
+
+
+def test_nothing_of_ray_is_imported_without_an_address_of_ray():
+    program = "import sys, replay_client, replay_server.shards, replay_server.cli.app; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2]).returncode == 0
