@@ -197,6 +197,48 @@ def test_loss_and_gradient_of_a_step_with_replaced_rows_equal_those_of_a_loop_by
         torch.testing.assert_close(gradients.steps[index][name], parameter.grad, atol=2e-5, rtol=2e-3, msg=name)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 2},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"beta": 0.1},
+        {"off_policy_mask_threshold": 0.05},
+        {"mask_truncated_completions": True},
+        {"loss_type": "cispo"},
+        {"loss_type": "vespo"},
+        {"importance_sampling_level": "sequence"},
+        {"scale_rewards": "batch"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"top_entropy_quantile": 0.5},
+        {"dataloader_num_workers": 1},
+    ],
+    ids=str,
+)
+def test_trls_other_options_work_with_replaced_rows(tmp_path, options):
+    trainer = make_trainer(tmp_path, max_steps=8, **options)
+    trainer.train()
+    assert sum(metrics_of(trainer, "replay/groups_replaced")) > 0
+    assert all(math.isfinite(loss) for loss in metrics_of(trainer, "loss"))
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    for output, model, row, group, k in replaced_rows(trainer):
+        prompt, completion = rows_of(output, row)
+        if not completion:  # TRL masks it, because it was truncated
+            continue
+        with torch.no_grad():
+            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
+        ratio = ratio.where(~stored_logprobs(group, k).isnan(), 1.0)
+        weighted = output["advantages"][row][: len(completion)]
+        # Whatever TRL makes the advantage, each token's is multiplied by its own ratio.
+        torch.testing.assert_close(weighted * ratio[0], weighted[0] * ratio, atol=1e-3, rtol=1e-3)
+        if "old_per_token_logps" in output:
+            with torch.no_grad():
+                expected = logprobs_of(model, prompt, completion)
+            torch.testing.assert_close(
+                output["old_per_token_logps"][row][: len(completion)], expected, atol=1e-4, rtol=1e-3
+            )
+
+
 class SamplingTrainer(RecordingTrainer):
     """Runs TRL's code for vLLM; only the engine is the model itself, with log-probabilities that are off by 0.05."""
 

@@ -80,8 +80,11 @@ def make_trainer(
         "gradient_checkpointing": False,
     }
     tokenizer = make_tokenizer()
-    model = make_model(vocabulary=len(tokenizer))
+    model: Any = make_model(vocabulary=len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if settings.get("beta"):  # TRL loads the reference model by its name
+        model.save_pretrained(f"{folder}/model")
+        model = f"{folder}/model"
     return trainer_class(
         model=model,
         reward_funcs=reward,
