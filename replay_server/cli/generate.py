@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -149,7 +150,7 @@ def generate(
             args = {"base_url": base_url, "agreement": probe_tolerance, **args}
         running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(str(error), access))
+        fail(in_flags(str(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
     report = Report(as_json)
     keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
     try:

@@ -136,7 +136,15 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(tmp_path):
         terminals.interrupt()
     finally:
         terminals.kill()
-    for words in ('{"prompt": ', "rollouts", "step 3: fresh reward", "completion 7", "reward 0.", "58+7 ="):
+    for words in (
+        '{"prompt": ',
+        "rollouts",
+        "step 3: fresh reward",
+        "completion 7",
+        "reward 0.",
+        "58+7 =",
+        "weights             ",
+    ):
         assert words in said
     assert "step 4: fresh reward" in said  # the run that was continued
     assert said.count("step 3: fresh reward") == 2  # and the second one

@@ -117,6 +117,20 @@ def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path
     assert "there is no 'max_tokenz'; did you mean 'max_tokens'?" in misspelt.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--group-size=0", "--group-size must be at least 1, not 0"),
+        ("--reload=now", "--reload must be one of between_groups, at_once, not 'now'"),
+        ("--reward-timeout=-1", "--reward-timeout must be above 0"),
+    ],
+)
+def test_a_bad_option_of_generate_is_named_as_it_was_typed(option, words):
+    result = run_replay("generate", "--model", "m", "--prompts", "p", "--reward", "exact_match", option)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith(f"replay: {words}")
+
+
 def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text("learning_rte = 1e-4\n")
