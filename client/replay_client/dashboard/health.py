@@ -53,7 +53,10 @@ def verdict(
             "failure" if collapsing else "warning", headline, Finding("policy", Level.WARNING, "; ".join(against))
         )
     if bad:
-        return _said("warning", f"Running, with {len(bad)} thing{'s' * (len(bad) > 1)} to look at", bad[0])
+        count, remark = f"{len(bad)} thing{'s' * (len(bad) > 1)}", f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
+        return _said(
+            "warning", f"Running, with {count} to look at", Finding("", bad[0].level, bottleneck(info), remark)
+        )
     return _said("ok", "Healthy", Finding("", Level.OK, bottleneck(info)))
 
 
@@ -118,5 +121,4 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
 
 
 def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:
-    detail = f"{finding.check}: {finding.message}" if level == "warning" else finding.message
-    return {"level": level, "headline": headline, "detail": detail, "remedy": finding.remedy}
+    return {"level": level, "headline": headline, "detail": finding.message, "remedy": finding.remedy}

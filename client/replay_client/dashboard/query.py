@@ -146,7 +146,7 @@ def _edges(values: Floats, whole: bool) -> Floats:
     if whole and high - low < BINS:
         return np.arange(low - 0.5, high + 1.5, dtype=np.float64)
     if not high > low:
-        return np.linspace(low - 0.5, low + 0.5, BINS + 1, dtype=np.float64)
+        return np.array([low, low], dtype=np.float64)
     # Outliers share the outer bins, so that one of them does not squeeze all others into one.
     near, far = np.quantile(values, [0.01, 0.99])
     edges = np.linspace(near, far, BINS + 1, dtype=np.float64) if far > near else np.linspace(low, high, BINS + 1)

@@ -15,11 +15,14 @@ import pytest
 
 from replay_client.dashboard.budget import DEAREST, Budget
 from replay_client.dashboard.facts import Facts, FactsStore
-from replay_client.dashboard.health import signals
+from replay_client.dashboard.health import signals, verdict
 from replay_client.dashboard.prompts import PromptLog
 from replay_client.dashboard.tokens import TokenText
 from replay_client.dashboard.training import MOST_POINTS, Runs
+from replay_client.diagnosis import Finding, Level
 from replay_client.errors import ServerUnavailableError
+from replay_client.records import Policy, ServerInfo, TableInfo
+from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 
 ROOT = Path(__file__).parents[3]
@@ -120,6 +123,49 @@ def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
     assert signals({"fresh/reward_mean": [step / 40 for step in range(40)]}, []) == []
     assert "fell" in signals({"fresh/reward_mean": [0.8] * 20 + [0.3] * 20}, [])[0]
     assert "went wrong" in signals({"train/grad_norm": [0.5] * 30 + [9.0]}, [])[0]
+
+
+def info_of(**fields) -> ServerInfo:
+    table = TableInfo(name="rollouts", inserts_per_second=9.0, sample_blocked_share=0.4)
+    given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(3, "", 1.0), "admission": None}
+    return ServerInfo(**given | {"tables": {"rollouts": table}} | fields)
+
+
+BUSY = {"rollouts": {"insert": 0.1, "sample": 0.1}}
+WARNING = Finding("memory", Level.WARNING, "nothing bounds the bytes", "set max_bytes")
+
+
+def test_one_sentence_says_how_the_run_is():
+    healthy = verdict(info_of(), [], BUSY, [])
+    assert (healthy["level"], healthy["headline"]) == ("ok", "Healthy")
+    assert healthy["detail"] == "The trainer waits for rollouts 40% of the time: generators set the pace."
+    warned = verdict(info_of(), [WARNING], BUSY, [])
+    assert (warned["headline"], warned["remedy"][:7]) == ("Running, with 1 thing to look at", "memory:")
+    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], BUSY, ["x: y"])
+    assert (failed["level"], failed["headline"], failed["remedy"]) == ("failure", "disk: it is full", "make room")
+    collapsing = verdict(info_of(), [WARNING], BUSY, ["entropy fell: the policy is collapsing"])
+    assert (collapsing["level"], collapsing["headline"]) == ("failure", "The policy is collapsing")
+    gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], {}, [])
+    assert (gone["headline"], gone["detail"]) == ("The server does not answer", "no answer")
+
+
+def test_a_wait_that_is_long_is_told_first_with_the_side_that_is_silent():
+    table = TableInfo(name="rollouts", inserting=pb.Waiting(count=2, reason="it is full", seconds=60.0))
+    info = info_of(tables={"rollouts": table})
+    found = [WARNING, Finding("rollouts", Level.WARNING, "2 wait: it is full", "start a trainer")]
+    silent = verdict(info, found, {"rollouts": {"insert": 60.0, "sample": 70.0}}, [])
+    assert silent["headline"] == "Inserts into rollouts are blocked: nobody samples it"
+    assert silent["remedy"] == "start a trainer"
+    slow = verdict(info, found, {"rollouts": {"insert": 60.0, "sample": 1.0}}, [])
+    assert slow["headline"] == "Inserts into rollouts are blocked"
+    waits = pb.AdmissionInfo(acquiring=pb.Waiting(count=1, reason="too far ahead", seconds=60.0))
+    permits = verdict(
+        info_of(admission=waits, policy=Policy(3, "", 60.0)),
+        [Finding("permits", Level.WARNING, "too far ahead")],
+        BUSY,
+        [],
+    )
+    assert permits["headline"] == "Generators are blocked: no policy version was published"
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -52,7 +52,7 @@ function edge(label, flow, wait, verb, kind = "") {
 
 function since(idle, verb) {
   const least = Math.min(...Object.values(idle).map((each) => each[verb]));
-  return least < 3 ? `${verb}s just now` : `last ${verb} ${duration(least)} ago`;
+  return least < 3 ? `${verb === "insert" ? "inserted" : "sampled"} just now` : `last ${verb} ${duration(least)} ago`;
 }
 function picture({ tables, policy, server, admission, idle }, history) {
   const feeders = (name) => tables.filter((table) => table.config.forward_to === name);
@@ -75,7 +75,7 @@ function picture({ tables, policy, server, admission, idle }, history) {
   return h("section", { class: "picture", "aria-label": "The run" },
     h("div", { class: "node end generators" }, h("b", null, "generators"),
       h("small", null, since(idle, "insert")), h("small", null, plural(server.insert_streams, "insert stream")),
-        admission && h("small", null, `${admission.running} permits in use`),
+        admission && h("small", null, `${plural(admission.running, "permit")} in use`),
       acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= LONG ? "long" : ""}` },
         `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, ${duration(acquiring.seconds)}`)),
     h("div", { class: "flows" }, rows),
