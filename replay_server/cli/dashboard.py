@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from replay_server.cli.connection import with_access
+from replay_server.cli.extras import need
 from replay_server.cli.output import fail, say
 
 
@@ -30,16 +31,14 @@ def dashboard(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
-    try:
-        from replay_client.dashboard.app import PageServer, Settings
-    except ImportError as error:
-        fail(f"the page needs {error.name}: pip install 'replay-server[dashboard]'")
+    need("the page", "dashboard", "starlette", "uvicorn", "tokenizers")
     import os
     import secrets
     import socket
     import sys
     import webbrowser
 
+    from replay_client.dashboard.app import PageServer, Settings
     from replay_protos.transport import is_loopback
 
     if runs is not None and not runs.is_dir():

@@ -293,15 +293,15 @@ def command(*arguments: str, **options) -> subprocess.Popen:
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def test_the_command_prints_its_address_and_ends_well(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
     with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
         process = command("--address", server.address, "--port", "0", "--runs", str(tmp_path))
         address = process.stdout.readline().removeprefix("dashboard at ").strip()
         assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, complaints = process.communicate(timeout=60)
-        assert complaints == ""
-        assert process.returncode in (0, 130)
+        assert (complaints, process.returncode) == ("", status)
 
 
 def test_beyond_loopback_the_address_holds_a_token():
@@ -314,6 +314,14 @@ def test_beyond_loopback_the_address_holds_a_token():
         urllib.request.urlopen(f"http://127.0.0.1:{port}/api/prompts")
     process.terminate()
     process.communicate(timeout=60)
+
+
+def test_without_its_extra_the_command_names_it():
+    code = "import sys; sys.modules['uvicorn'] = None; from replay_server.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "dashboard"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "the page needs uvicorn, which is not installed: pip install 'replay-server[dashboard]'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
