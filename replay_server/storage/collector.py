@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import count, repeat
 from typing import Any
 
@@ -19,6 +20,7 @@ from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
     ANSWER,
+    CLOCK,
     FORWARDED,
     IN_TABLE,
     ITEM,
@@ -27,6 +29,7 @@ from replay_server.storage.records import (
     SCOPE,
     TABLE,
     TAKEN,
+    Damaged,
     Delta,
     ItemRecords,
     State,
@@ -34,6 +37,7 @@ from replay_server.storage.records import (
     pack,
     pack_items,
     table_numbers,
+    unpack,
 )
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
@@ -50,7 +54,8 @@ class ChangeCollector:
         """`state` is what is recorded already."""
         state = State() if state is None else state
         self._buffer = buffer
-        self._offset = records.wall_offset(buffer.clock())
+        self._offset = records.time_offset(state.state_records, buffer.clock())
+        self._clock_record = [records.boot_id(), self._offset]
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
         self._changed_taken: set[int] = set()
@@ -61,7 +66,7 @@ class ChangeCollector:
         self._unwritten: list[StateRecord] = []
         """State records that could not be written, and that would not come again by themselves."""
         self._removed_obsolete = False
-        self._stamps = count(time.time_ns())
+        self._stamps = count(max(time.time_ns(), _last_stamp(state) + 1))  # the wall clock may have been set back
         """Scopes are restored in the order in which they were last used."""
         numbers = {name: number for number, name in table_numbers(state).items()}
         free = max(numbers.values(), default=0) + 1
@@ -161,6 +166,7 @@ class ChangeCollector:
             (TABLE + b"%d" % self._tables[name], table.state_dict()) for name, table in buffer.tables.items()
         ]
         policy = buffer.policy
+        values.append((CLOCK, self._clock_record))
         values.append((POLICY, [policy.version, policy.weights, policy.set_at + offset]))
         if buffer.admission is not None:
             admission = buffer.admission.state_dict(offset)
@@ -201,6 +207,17 @@ class ChangeCollector:
                 given = tables[name].scopes.given(scope) - self._buffer.outstanding.drawn_in_scope(tables[name], scope)
                 record = pack([name, scope, next(self._stamps), np.array(sorted(given), dtype="<u8").tobytes()])
                 yield StateRecord(SCOPE + b"%d/" % self._tables[name] + xxh3_128_digest(scope.encode()), record)
+
+
+def _last_stamp(state: State) -> int:
+    """The highest stamp of the scopes and answers that are recorded."""
+    stamps = [0]
+    for name, record in state.state_records.items():
+        if name.startswith((SCOPE, ANSWER)):
+            with suppress(Damaged):
+                value = unpack(record)
+                stamps.append(value[2] if name.startswith(SCOPE) else value[0])
+    return max(stamps)
 
 
 def rows_in_table(

@@ -1,14 +1,15 @@
 """Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
 * Every record has a checksum, so damage is found, and costs only the record that it hits.
-* Times are wall-clock seconds.
+* Times are wall-clock seconds, as the wall clock was when the first server of this boot started: see `time_offset`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -48,13 +49,14 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, TAKEN, ANSWER, POLICY, ADMISSION = (
+TABLE, SCOPE, TAKEN, ANSWER, POLICY, ADMISSION, CLOCK = (
     b"table/",
     b"scope/",
     b"taken/",
     b"answer/",
     b"policy",
     b"admission",
+    b"clock",
 )
 """Names of state records, or how they begin."""
 
@@ -219,6 +221,28 @@ def unpack_named(name: bytes, record: bytes) -> Any:
         return unpack(record)
     except Damaged:
         raise ValueError(f"the record {name.decode(errors='replace')!r} is damaged") from None
+
+
+def boot_id() -> str:
+    """Names this boot of the machine; "" where that is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def time_offset(state_records: Mapping[bytes, bytes], clock: float) -> float:
+    """What has to be added to the server's clock, which now shows `clock`, for the times of these records.
+
+    The server's clock is monotonic, and the same for all processes of one boot. A server that is started again in the
+    same boot keeps the offset of the one before, so that setting the wall clock changes no age and no lease. Only after
+    a reboot does the wall clock say how much time has passed.
+    """
+    if (record := state_records.get(CLOCK)) is not None:
+        booted, offset = unpack_named(CLOCK, record)
+        if booted and booted == boot_id():
+            return float(offset)
+    return wall_offset(clock)
 
 
 def wall_offset(clock: float) -> float:

@@ -36,7 +36,8 @@ log = logging.getLogger("replay_server")
 
 def restore(buffer: ReplayBuffer, state: State) -> None:
     """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
-    offset = records.wall_offset(buffer.clock())
+    now = buffer.clock()
+    offset = records.time_offset(state.state_records, now)
     scopes: list[Any] = []
     admission: dict[str, Any] | None = None
     taken: list[tuple[int, list[int]]] = []
@@ -59,7 +60,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         if name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
-            load_policy(buffer, Policy(value[0], value[1], value[2] - offset))
+            load_policy(buffer, Policy(value[0], value[1], min(value[2] - offset, now)))
         elif name == ADMISSION:
             admission = value
     if buffer.admission is not None:
@@ -76,6 +77,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
 
 
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
+    now = buffer.clock()
     items, rows, owners = state.items.items, state.items.rows, state.items.owners
     keys, in_table = items["key"], rows["kind"] == IN_TABLE
     holders = np.zeros(keys.size, dtype=np.int64)
@@ -92,7 +94,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
                 items["policy_version"][own],
                 items["nbytes"][own],
                 mine["order"],
-                mine["inserted_at"] - offset,
+                np.minimum(mine["inserted_at"] - offset, now),  # nothing comes from the future: the clock was set back
                 mine["times_sampled"],
             )
             continue
@@ -108,7 +110,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
         keys.tolist(),
         items["nbytes"].tolist(),
         items["policy_version"].tolist(),
-        (items["inserted_at"] - offset).tolist(),
+        np.minimum(items["inserted_at"] - offset, now).tolist(),
         holders.tolist(),
         (items["unused_permit"] != 0).tolist(),
     )

@@ -169,6 +169,7 @@ def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(t
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
     wall_offset = records.wall_offset
+    monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
     monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1, timeout=5.0)
