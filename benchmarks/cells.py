@@ -69,6 +69,8 @@ class Comparison:
     ours: Side
     theirs: Side
     measurements: tuple[Measurement, ...] = field(default=())
+    tcp: Side | None = None
+    """Ours with payloads over gRPC, as between two hosts; None: no payloads are measured."""
 
 
 def rate(results: Sequence[Result]) -> float:
@@ -138,7 +140,8 @@ def _against_reverb(payload: str, nbytes: int) -> Comparison:
             Task("latency", "inserts", nbytes),
         ),
     ]
-    return _on_both("reverb", Side("ours", (inserts, samples), fills), tuple(measurements))
+    side = Side("ours", (inserts, samples), fills)
+    return replace(_on_both("reverb", side, tuple(measurements)), tcp=replace(side, system="ours_tcp"))
 
 
 def _priorities() -> Comparison:

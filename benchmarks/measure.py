@@ -18,6 +18,9 @@ class Round:
     theirs: float
     ratio: float
     """Above 1: ours is better."""
+    tcp: float | None = None
+    """Ours with payloads over gRPC, as between two hosts."""
+    tcp_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class CellResult:
     def ratio(self) -> float | None:
         """The median of the rounds' ratios, so that what slows both sides of a round leaves it alone."""
         return statistics.median(each.ratio for each in self.rounds) if self.rounds else None
+
+    @property
+    def tcp_ratio(self) -> float | None:
+        """The same for payloads over gRPC; None where no payloads are measured."""
+        ratios = [each.tcp_ratio for each in self.rounds if each.tcp_ratio is not None]
+        return statistics.median(ratios) if ratios else None
+
+    @property
+    def tcp(self) -> float | None:
+        values = [each.tcp for each in self.rounds if each.tcp is not None]
+        return statistics.median(values) if values else None
 
     @property
     def ours(self) -> float | None:
@@ -56,11 +70,12 @@ class Effort:
 def measure(comparison: Comparison, effort: Effort, on_result: Callable[[CellResult], None]) -> None:
     """Measures all of a comparison; a measurement that fails is reported with its reason, and the next one follows."""
     ours, theirs = RunningSide(comparison.ours), RunningSide(comparison.theirs)
+    tcp = None if comparison.tcp is None else RunningSide(comparison.tcp)
     try:
         for measurement in comparison.measurements:
             error, rounds = None, []
             try:
-                rounds = _rounds(measurement, ours, theirs, effort)
+                rounds = _rounds(measurement, ours, theirs, tcp, effort)
             except Failed as failure:
                 error = str(failure)
             for figure in measurement.figures:
@@ -77,18 +92,24 @@ def measure(comparison: Comparison, effort: Effort, on_result: Callable[[CellRes
     finally:
         ours.stop()
         theirs.stop()
+        if tcp is not None:
+            tcp.stop()
 
 
-def _rounds(measurement: Measurement, ours: RunningSide, theirs: RunningSide, effort: Effort) -> list[dict[str, Round]]:
+def _rounds(
+    measurement: Measurement, ours: RunningSide, theirs: RunningSide, tcp: RunningSide | None, effort: Effort
+) -> list[dict[str, Round]]:
     """Each round by cell. Every other one begins with theirs, so that a steady drift helps neither side."""
     sides = {
         "ours": (ours, replace(measurement.task, seconds=effort.seconds)),
         "theirs": (theirs, replace(measurement.their_task or measurement.task, seconds=effort.seconds)),
     }
+    if tcp is not None:
+        sides["ours over TCP"] = tcp, replace(measurement.task, seconds=effort.seconds)
     rounds = []
     for number in range(effort.rounds):
         results = {}
-        for name in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
+        for name in sides if number % 2 == 0 else reversed(sides):
             side, task = sides[name]
             try:
                 results[name] = side.measure(task, measurement.clients)
@@ -96,15 +117,17 @@ def _rounds(measurement: Measurement, ours: RunningSide, theirs: RunningSide, ef
                 raise Failed(f"{name}: {failure}") from None
         rounds.append(
             {
-                figure.cell: _round(figure, figure.of(results["ours"]), figure.of(results["theirs"]))
+                figure.cell: _round(figure, {name: figure.of(result) for name, result in results.items()})
                 for figure in measurement.figures
             }
         )
     return rounds
 
 
-def _round(figure: Figure, ours: float, theirs: float) -> Round:
-    return Round(ours, theirs, figure.ratio(ours, theirs))
+def _round(figure: Figure, values: dict[str, float]) -> Round:
+    ours, theirs, tcp = values["ours"], values["theirs"], values.get("ours over TCP")
+    tcp_ratio = None if tcp is None else figure.ratio(tcp, theirs)
+    return Round(ours, theirs, figure.ratio(ours, theirs), tcp, tcp_ratio)
 
 
 def geometric_mean(ratios: list[float]) -> float:

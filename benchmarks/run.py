@@ -49,6 +49,8 @@ def run(comparisons: Sequence[Comparison], effort: Effort, console: Console) -> 
     def keep(cell: CellResult) -> None:
         cells.append(cell)
         result = f"failed: {cell.error}" if cell.ratio is None else f"{cell.ratio:.2f}"
+        if cell.tcp_ratio is not None:
+            result += f"   over TCP {cell.tcp_ratio:.2f}"
         console.print(f"[dim]{time.monotonic() - begin:5.0f} s[/]  {cell.cell:32} {result}", highlight=False)
 
     for comparison in comparisons:

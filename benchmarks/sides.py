@@ -28,6 +28,7 @@ class System:
 
 SYSTEMS = {
     "ours": System(OURS, "replay_client"),
+    "ours_tcp": System(OURS, "replay_client"),
     "reverb": System(REVERB, "reverb"),
     "transferqueue": System(TRANSFERQUEUE, "transfer_queue"),
 }

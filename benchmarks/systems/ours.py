@@ -24,8 +24,8 @@ class Pipeline:
 
 
 class OurSession:
-    def __init__(self, address: str) -> None:
-        self._client = ReplayClient(address, timeout=60.0)
+    def __init__(self, address: str, *, shared_memory: bool = True) -> None:
+        self._client = ReplayClient(address, timeout=60.0, shared_memory=shared_memory)
 
     def native(self, payload: Bytes) -> bytes:
         return payload.tobytes()

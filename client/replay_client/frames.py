@@ -62,7 +62,7 @@ class Item:
         return cls(key, priorities, version, payload, nbytes, timeout, permits)
 
 
-def pack_items(items: Sequence[Item]) -> Iterator[Frame[pb.InsertRequest]]:
+def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
     """The messages for `items`: many small items in one message, a large item in chunks over several."""
     start = 0
     while start < len(items):
@@ -70,16 +70,16 @@ def pack_items(items: Sequence[Item]) -> Iterator[Frame[pb.InsertRequest]]:
         while (
             stop < len(items)
             and stop - start < ROWS_PER_MESSAGE
-            and (stop == start or nbytes + items[stop].nbytes <= BYTES_PER_MESSAGE)
+            and (stop == start or nbytes + items[stop].nbytes <= bytes_per_message)
             and (items[stop].permits, items[stop].timeout) == (first.permits, first.timeout)
         ):
             nbytes += items[stop].nbytes
             stop += 1
-        yield from _message(items[start:stop], nbytes)
+        yield from _message(items[start:stop], nbytes, bytes_per_message)
         start = stop
 
 
-def _message(items: Sequence[Item], nbytes: int) -> Iterator[Frame[pb.InsertRequest]]:
+def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
     request = pb.InsertRequest(
         keys=[item.key for item in items],
         policy_versions=[item.policy_version for item in items],
@@ -88,10 +88,10 @@ def _message(items: Sequence[Item], nbytes: int) -> Iterator[Frame[pb.InsertRequ
         timeout=items[0].timeout,
         permits=items[0].permits,
     )
-    if nbytes <= BYTES_PER_MESSAGE:
+    if nbytes <= bytes_per_message:
         yield Frame(request, [chunk for item in items for chunk in item.payload])
         return
-    for chunks in cut(items[0].payload, BYTES_PER_MESSAGE):
+    for chunks in cut(items[0].payload, bytes_per_message):
         yield Frame(request, chunks)
         request = pb.InsertRequest()
 

@@ -17,12 +17,12 @@ import grpc
 
 from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import SERVICE, Frame
-from replay_protos.shared_memory import FrameWriter, RingReader, Segment, is_large, take_frame
+from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame
+from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader, Segment, is_large, take_frame
 
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
-_CAPACITY = 8 << 20
+_CAPACITY = 16 << 20
 """Bytes of a ring: many times what one message carries, and little enough to stay in a processor's cache."""
 _MOMENT = 0.1
 """Seconds that the first large payload of a stream waits for the ring. Until the ring comes, payloads go over gRPC."""
@@ -234,6 +234,11 @@ class SharedInserts:
     def __aiter__(self) -> AsyncIterator[pb.InsertResponse]:
         responses: AsyncIterator[pb.InsertResponse] = aiter(self._call)
         return responses
+
+    @property
+    def bytes_per_message(self) -> int:
+        """Payload bytes of a frame, about: more where gRPC does not carry them."""
+        return BYTES_PER_MESSAGE if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
         if self._writer is None and is_large(frame) and (segment := await self._ring.segment()) is not None:

@@ -191,7 +191,7 @@ class Pipeline:
                 await self._wake.wait()
                 self._wake.clear()
                 while not reader.done() and (items := self._next_items()):
-                    for request in pack_items(items):
+                    for request in pack_items(items, call.bytes_per_message):
                         await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason

@@ -218,6 +218,8 @@ def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | me
 
 MIN_SHARED = 16 << 10
 """Payload bytes from which on a frame goes through a ring. Fewer bytes are as fast in the message."""
+BYTES_PER_FRAME = 4 << 20
+"""Payload bytes in one frame that goes through a ring, about. A message costs gRPC the same, however much it names."""
 _PAUSE = 0.001
 """Seconds between two looks at a full ring."""
 _PATIENCE = 0.1
@@ -235,7 +237,11 @@ class FrameWriter:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._ring = RingWriter(segment)
-        self._stalled = False
+        self.stalled = False
+        """Whether the reader made no room for the last frame."""
+        self._head: Any = None
+        self._chunks: list[bytes | memoryview] = []
+        self._gathered = self._missing = 0
 
     async def place(self, frame: Frame[M]) -> Frame[M] | SharedFrame[M]:
         """The frame for gRPC. Waits for a reader that makes progress; one that does not is gRPC's to hold back."""
@@ -243,10 +249,25 @@ class FrameWriter:
         if size < MIN_SHARED:
             return frame
         position = self._ring.put(frame.payloads, size)
-        if position is None and not self._stalled and size <= self._ring.capacity:
+        if position is None and not self.stalled and size <= self._ring.capacity:
             position = await self._put_in_turn(frame.payloads, size)
-        self._stalled = position is None
+        self.stalled = position is None
         return frame if position is None else SharedFrame(frame.head, self._ring.ring_id, position, size)
+
+    def gather(self, frame: Frame[M]) -> Frame[M] | None:
+        """Joins the frames of one response while they are short. None: keep this one, more of the response follows."""
+        sizes: Sequence[int] = getattr(frame.head, "payload_sizes", ())
+        if self._head is None:
+            self._head, self._missing = frame.head, sum(sizes) or self._missing
+        size = sum(map(len, frame.payloads))
+        self._chunks += frame.payloads
+        self._gathered += size
+        self._missing -= size
+        if self._missing > 0 and self._gathered < BYTES_PER_FRAME:
+            return None
+        gathered = Frame(self._head, self._chunks)
+        self._head, self._chunks, self._gathered = None, [], 0
+        return gathered
 
     async def _put_in_turn(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
         freed, waited = self._ring.freed(), 0.0

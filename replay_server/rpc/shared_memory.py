@@ -181,7 +181,10 @@ class SharedMemoryMethods:
 
             async with aclosing(behavior(watched(), context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
-                    yield response if writer is None else await writer.place(response)
+                    if writer is None:
+                        yield response
+                    elif (gathered := writer.gather(response)) is not None:
+                        yield await writer.place(gathered)
 
         return respond
 
@@ -217,4 +220,5 @@ class _Context:
         return getattr(self._context, name)
 
     async def write(self, frame: Frame[Any]) -> None:
-        await self._context.write(await self._writer.place(frame))
+        if (gathered := self._writer.gather(frame)) is not None:
+            await self._context.write(await self._writer.place(gathered))
