@@ -118,9 +118,7 @@ class Connection:
 
     async def find_transport(self) -> str:
         """`transport`, after a look whether the server is on this host."""
-        shared = self._open().payloads.shared
-        if not shared.transport and (asked := shared.ask(0)) is not None:
-            await asyncio.wait({asked}, timeout=_GRACE)
+        await self._open().payloads.shared.find_out()
         return self.transport
 
     @property

@@ -28,6 +28,8 @@ _MOMENT = 0.1
 """Seconds that the first large payload of a stream waits for the ring. Until the ring comes, payloads go over gRPC."""
 _PAUSE = 10.0
 """Seconds after a refusal in which no stream asks for a ring again."""
+_ANSWER = 5.0
+"""Seconds for which `find_out` waits."""
 _GOODBYE = 1.0
 """Seconds that the server has to end the call."""
 _MOST_IDLE = 4
@@ -55,6 +57,13 @@ class SharedMemory:
         """Whether the last response was large enough for a ring."""
         self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
+
+    async def find_out(self) -> None:
+        """Returns when `transport` is known, if the server answers in time."""
+        async with self._one_exchange:  # a ring may be on its way
+            pass
+        if not self.transport and (asked := self.ask(0)) is not None:
+            await asyncio.wait({asked}, timeout=_ANSWER)
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
         """Asks for a ring that the server has, too; with capacity 0 only whether there are any. None: not now."""

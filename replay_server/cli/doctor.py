@@ -69,7 +69,7 @@ def examine(client: ReplayClient) -> Iterator[Finding]:
             begin = time.perf_counter()
             client.policy()
             trips.append(time.perf_counter() - begin)
-        info = client.server_info()
+        info, transport = client.server_info(), client.transport
     except ReplayError as error:
         remedy = ""
         if isinstance(error, ServerUnavailableError):
@@ -86,6 +86,7 @@ def examine(client: ReplayClient) -> Iterator[Finding]:
         f"{client.address} answers in {1000 * trip:.1f} ms",
         "bring client and server closer, or insert with client.writer() and draw with client.sampler()" if slow else "",
     )
+    yield Finding("payloads", Level.OK, f"travel over {transport}")
     yield from diagnose(info, version("replay-server"), time.time())
 
 

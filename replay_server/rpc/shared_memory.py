@@ -96,7 +96,7 @@ class SharedMemoryMethods:
             self._budget.give_back(client, cost)
             if not isinstance(error, OSError):
                 raise
-            return self._no_room(f"{self._folder} has no room for shared memory: {error.strerror}")
+            return self._no_room(f"{self._folder} cannot hold shared memory: {error.strerror}")
         # A stream may use the memory for longer than this call lasts.
         weakref.finalize(segment, self._budget.give_back, client, cost).atexit = False
         self._short = False

@@ -34,9 +34,18 @@ def test_a_healthy_server_has_no_finding(tmp_path):
         client.insert(make_group(), {"pool": 1.0})
         findings = findings_of(server, "--strict")
         assert {found["level"] for found in findings} == {"ok"}
-        assert {"access", "connection", "version", "clock", "memory", "policy", "pool"} == {
+        assert {"access", "connection", "payloads", "version", "clock", "memory", "policy", "pool"} == {
             found["check"] for found in findings
         }
+
+
+def test_the_way_of_the_payloads_is_named_with_the_reason():
+    for folder, message in (
+        ("/dev/shm", "travel over shared memory"),
+        (False, "travel over grpc: the server does not share memory ([server] shared_memory)"),
+    ):
+        with server_with({"name": "pool"}, max_bytes="1MB", shared_memory=folder) as server:
+            assert message in [found["message"] for found in findings_of(server) if found["check"] == "payloads"]
 
 
 def test_without_a_server_that_is_the_one_failure():
