@@ -60,10 +60,12 @@ class SharedMemory:
 
     async def find_out(self) -> None:
         """Returns when `transport` is known, if the server answers in time."""
-        async with self._one_exchange:  # a ring may be on its way
-            pass
-        if not self.transport and (asked := self.ask(0)) is not None:
-            await asyncio.wait({asked}, timeout=_ANSWER)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER):
+                async with self._one_exchange:  # a ring may be on its way
+                    pass
+                if not self.transport and (asked := self.ask(0)) is not None:
+                    await asyncio.wait({asked})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
         """Asks for a ring that the server has, too; with capacity 0 only whether there are any. None: not now."""
