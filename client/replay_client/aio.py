@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
@@ -15,9 +14,9 @@ import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, is_several
-from replay_client.connection import DEFAULT, TAKE_SECONDS, Connection, Patience, Timeout
-from replay_client.errors import InvalidRequestError, ReplayError, ServerUnavailableError, error_of
-from replay_client.frames import Item, missing_bytes, pack_items, split_rows
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.errors import InvalidRequestError, ReplayError, error_of
+from replay_client.frames import Item, pack_items
 from replay_client.insert_streams import InsertStreams
 from replay_client.keys import KeySequence
 from replay_client.records import (
@@ -34,20 +33,18 @@ from replay_client.records import (
     item_page_of,
     mutation_of,
     policy_of,
-    samples_of,
     server_info_of,
     stored_items_of,
 )
 from replay_client.requests import column, message_of, once
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
+from replay_client.single_batches import SingleBatches, joined
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
 MOST_KEYS = 1_000_000
 """Keys in one request."""
-MOST_UNTAKEN = 16
-"""Batches kept because no server answered when they were to be taken."""
 WRITER_BYTES = 256 << 20
 """Default bound of the payload bytes that a writer has in flight."""
 
@@ -92,8 +89,7 @@ class AsyncReplayClient:
         access = Access(address, token, files, allow_insecure_token, shared_memory)
         self._connection = Connection(access, timeout)
         self._keys = KeySequence()
-        self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
-        """Batches that `sample` could not take in its time, by the request."""
+        self._single_batches = SingleBatches(self._connection)
         self._insert_streams = InsertStreams(self._connection)
 
     @classmethod
@@ -129,7 +125,7 @@ class AsyncReplayClient:
         return self._connection.transport
 
     async def find_transport(self) -> str:
-        """`transport`, after a look whether the server is on this host. Otherwise a large payload finds out."""
+        """`transport`, after a look whether the server is on this host."""
         return await self._connection.find_transport()
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -214,8 +210,6 @@ class AsyncReplayClient:
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._connection.seconds(timeout)
-        patience = Patience(self._connection, seconds)
-        patience.start()
         request = message_of(
             pb.SampleRequest,
             table=table,
@@ -225,37 +219,9 @@ class AsyncReplayClient:
             allow_repeats=not distinct,
             scope=scope,
             exclude=list(exclude),
-            lease=lease or TAKE_SECONDS,
+            lease=lease,
         )
-        same_call = request.SerializeToString(deterministic=True)
-        request.request = secrets.randbits(64) or 1
-
-        async def attempt(rpc_timeout: float | None) -> tuple[int, list[Sample]]:
-            if rpc_timeout is not None:  # the server waits for what is left of the timeout, and not for all of it again
-                request.timeout = patience.remaining()
-            first, payloads = await _joined(self._connection.payloads.Sample(request, timeout=rpc_timeout))
-            return first.batch, samples_of(first, payloads, leased=lease > 0)
-
-        while True:
-            left = None if seconds is None else patience.remaining()
-            drawn = (
-                self._untaken.pop(same_call)
-                if same_call in self._untaken
-                else await self._connection.call(attempt, left)
-            )
-            # The client takes a batch when it has all bytes. A batch that went back before that is drawn again.
-            if lease or await self._take(drawn, same_call, None if seconds is None else patience.remaining()):
-                return drawn[1]
-
-    async def _take(self, drawn: tuple[int, list[Sample]], call: bytes, timeout: float | None) -> bool:
-        """Whether the batch is taken. Keeps it for the next equal call if only the server knows."""
-        try:
-            return await self._connection.take(drawn[0], timeout)
-        except BaseException:
-            self._untaken[call] = drawn
-            while len(self._untaken) > MOST_UNTAKEN:
-                del self._untaken[next(iter(self._untaken))]
-            raise
+        return await self._single_batches.sample(request, seconds)
 
     async def acknowledge(
         self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
@@ -265,16 +231,15 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        request = pb.AcknowledgeSamplesRequest(
-            batches=sorted({sample.info.lease for sample in samples} - {0}), give_back=give_back
-        )
+        batches = sorted({sample.info.lease for sample in samples} - {0})
+        request = pb.AcknowledgeSamplesRequest(batches=batches, give_back=give_back)
         response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, once(request), timeout)
         return mutation_of(response)
 
     def sampler(
         self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
     ) -> AsyncSampler:
-        """An endless iterator over batches of `batch_size` samples. The server draws up to `prefetch` batches ahead.
+        """An endless iterator over batches of `batch_size` samples, with up to `prefetch` batches drawn ahead.
 
         `timeout` bounds the wait for each batch, in seconds.
         """
@@ -334,7 +299,7 @@ class AsyncReplayClient:
         request = message_of(pb.GetRequest, keys=list(keys))
 
         async def attempt(rpc_timeout: float | None) -> list[StoredItem]:
-            first, payloads = await _joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
+            first, payloads = await joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
             return stored_items_of(first, payloads)
 
         return await self._connection.call(attempt, self._connection.seconds(timeout))
@@ -483,14 +448,3 @@ class AsyncReplayClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-async def _joined(call: Any) -> tuple[Any, list[Buffer]]:
-    """The first message of a response, and the payload of each of its rows."""
-    first, chunks = None, []
-    async for head, payloads in call:
-        first = head if first is None else first
-        chunks += payloads
-    if first is None or missing_bytes(first.payload_sizes, chunks):
-        raise ServerUnavailableError("the server ended the answer in the middle")
-    return first, split_rows(first.payload_sizes, chunks)

@@ -133,7 +133,7 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
 
 
 def test_a_batch_whose_reader_dies_before_it_takes_it_goes_back(monkeypatch):
-    monkeypatch.setattr("replay_client.aio.TAKE_SECONDS", 0.3)
+    monkeypatch.setattr("replay_client.single_batches.TAKE_SECONDS", 0.3)
 
     async def dies(self, batch, timeout):
         raise RuntimeError("the reader died")
