@@ -19,6 +19,7 @@ from tests.system.proxy import Faults, FaultyProxy
 STEP = int(os.environ.get("REPLAY_CUT_STEP", "41"))
 ANSWER_BYTES = 500
 """More than the server sends for any of these calls, the frames of HTTP/2 included, but for update_table."""
+PERMITS = 2000
 QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}), TableConfig(name="pool")]
 CONFIG = """
@@ -40,7 +41,7 @@ name = "pool"
 
 @contextmanager
 def serving():
-    admission = AdmissionConfig(groups_per_step=1000, max_staleness=0)
+    admission = AdmissionConfig(groups_per_step=PERMITS, max_staleness=0)
     with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
         yield server, client
 
@@ -163,7 +164,7 @@ def test_a_refused_request_is_no_answer_and_may_come_again():
 
 def test_permits_asked_for_again_while_the_first_attempt_waits_are_granted_once():
     with serving() as (server, client), stub_of(server.address) as stub:
-        all_of_them = client.acquire_permits(1000)
+        all_of_them = client.acquire_permits(PERMITS)
         request = pb.AcquirePermitsRequest(count=2, timeout=30.0, request=77)
         first, second = stub.AcquirePermits.future(request), None
         try:
