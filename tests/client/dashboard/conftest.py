@@ -36,7 +36,7 @@ def serving(settings: Settings, port: int = 0) -> Iterator[str]:
         listener.close()
 
 
-def until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
     """The first result that is true."""
     deadline = time.monotonic() + seconds
     while not (result := found()):
@@ -70,7 +70,7 @@ class Page:
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.tab.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
         self.tab.on("request", lambda request: request.url.startswith(url) or self.complaints.append(request.url))
-        self.tab.set_default_timeout(60_000)
+        self.tab.set_default_timeout(120_000)
 
     def go(self, view: str) -> Any:
         self.tab.goto(f"{self.url}/#/{view}")
