@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer of the server.")]
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import Timeout, connect, with_access
+from replay_server.cli.connection import ByShard, Timeout, connect, with_access
 from replay_server.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
     from replay_client.diagnosis import Finding
+    from replay_client.records import ServerInfo
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
@@ -25,6 +27,7 @@ _SLOW = 0.1
 def doctor(
     access: dict[str, Any],
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as failures.")] = False,
+    by_shard: ByShard = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
@@ -32,7 +35,7 @@ def doctor(
     from replay_client.diagnosis import Level
 
     with connect(access, timeout) as client:
-        findings, address = [_access(access), *examine(client)], client.address
+        findings, address = [_access(access), *examine(client, by_shard)], client.address
     worst = {finding.level for finding in findings}
     healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
     if as_json:
@@ -45,19 +48,20 @@ def doctor(
 
 def _access(given: dict[str, Any]) -> Finding:
     """Whether tokens and data are encrypted on their way to another machine."""
-    from replay_client.access import Access
+    from replay_client.access import Access, split_addresses
     from replay_client.diagnosis import Finding, Level
     from replay_protos.transport import is_loopback
 
     access = Access.find(**given)
     token = "no token" if access.token is None else "a token"
-    if access.tls is None and not is_loopback(access.address.rpartition(":")[0]):
+    hosts = [address.rpartition(":")[0] for address in split_addresses(access.address)] or [""]
+    if access.tls is None and not all(map(is_loopback, hosts)):
         remedy = "let the server use TLS ([security] tls_cert), and name its authority here: --tls-ca or REPLAY_TLS_CA"
         return Finding("access", Level.WARNING, f"{token}, not encrypted, to another machine", remedy)
     return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
 
 
-def examine(client: ReplayClient) -> Iterator[Finding]:
+def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
     """All findings. If the server does not answer, only that of the connection."""
     from replay_client.diagnosis import Finding, Level, diagnose
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
@@ -88,6 +92,21 @@ def examine(client: ReplayClient) -> Iterator[Finding]:
     )
     yield Finding("payloads", Level.OK, f"travel over {transport}")
     yield from diagnose(info, version("replay-server"), time.time())
+    yield from _shards(info, by_shard)
+
+
+def _shards(info: ServerInfo, by_shard: bool) -> Iterator[Finding]:
+    """The servers of several that are gone; with `by_shard` the findings about each of the others."""
+    from replay_client.diagnosis import Finding, Level, diagnose
+    from replay_server.cli.overview import shards_of
+
+    for name, shard in shards_of(info):
+        if shard is None:
+            remedy = "see whether it is being restarted (`replay shards status`); what it holds comes back with it"
+            yield Finding(f"shard {name}", Level.FAILURE, "does not answer", remedy)
+        elif by_shard:
+            for finding in diagnose(shard, version("replay-server"), time.time()):
+                yield replace(finding, check=f"{name} {finding.check}")
 
 
 def _print(findings: list[Finding]) -> None:

@@ -43,6 +43,12 @@ def server_document(address: str, info: ServerInfo) -> Document:
     }
 
 
+def shard_documents(info: ServerInfo) -> Document:
+    """Each server of several, by its name; null: it does not answer."""
+    shards = {name: server_document(name, shard) for name, shard in getattr(info, "shards", {}).items()}
+    return {"shards": shards | dict.fromkeys(getattr(info, "gone", ()))}
+
+
 def table_document(table: TableInfo) -> Document:
     return _fields(table) | {"config": config_of(table)}
 

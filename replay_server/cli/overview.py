@@ -14,7 +14,7 @@ from replay_client.units import byte_size, duration
 from replay_server.cli.documents import Document, config_of
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console, ConsoleOptions, RenderableType
 
     from replay_client.records import ServerInfo, TableInfo
 
@@ -86,6 +86,30 @@ SORTS: dict[str, Callable[[TableInfo], Key]] = {
     **{column.name: column.sort for column in COLUMNS if column.sort is not None},
 }
 """What the rows can be sorted by. The first keeps the order of the configuration."""
+
+
+def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
+    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
+    yield from getattr(info, "shards", {}).items()
+    for name in getattr(info, "gone", ()):
+        yield name, None
+
+
+def shard_lines(info: ServerInfo) -> Iterator[Text]:
+    """A line for each server of several."""
+    for name, shard in shards_of(info):
+        yield Text(f"{name}  does not answer", style="red") if shard is None else headline(name, shard)
+
+
+def shard_rows(info: ServerInfo) -> Iterator[RenderableType]:
+    """A headline and a table for each server of several."""
+    for name, shard in shards_of(info):
+        yield Text()
+        if shard is None:
+            yield Text(f"{name}  does not answer", style="red")
+        else:
+            yield headline(name, shard)
+            yield TableView(list(shard.tables.values()))
 
 
 @dataclass(frozen=True)

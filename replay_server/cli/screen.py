@@ -31,6 +31,8 @@ class Screen:
     info: ServerInfo | None = None
     problem: str = ""
     """Why the figures are old."""
+    by_shard: bool = False
+    """Whether each server of several has a line."""
     paused: bool = False
     reverse: bool = False
     ended: bool = False
@@ -74,7 +76,8 @@ class Screen:
         tables = sorted(self.info.tables.values(), key=overview.SORTS[self.sort], reverse=self.reverse)
         if self.reverse and self.sort == "configured":
             tables.reverse()
-        above = [overview.headline(self.address, self.info), problem, Text()]
+        lines = overview.shard_lines(self.info) if self.by_shard else ()
+        above = [overview.headline(self.address, self.info), *lines, problem, Text()]
         below = [Text(), overview.permits(self.info), *overview.waits(self.info)[:_WAITS], keys]
         room = height - len([part for part in (*above, *below) if part is not None]) - _SPARE
         shown = tables if len(tables) <= room else tables[: max(1, room - 1)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import connect, with_access
+from replay_server.cli.connection import ByShard, connect, with_access
 from replay_server.cli.output import console, misuse
 
 _ANSWER_SECONDS = 1.0
@@ -19,6 +19,7 @@ _ANSWER_SECONDS = 1.0
 def top(
     access: dict[str, Any],
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    by_shard: ByShard = False,
 ) -> None:
     """Show all tables, live. Keys sort and pause. Needs a terminal; `replay tables` and `replay watch` do not."""
     from rich.live import Live
@@ -34,7 +35,7 @@ def top(
         Keyboard() as keyboard,
         Live(console=console(), screen=True, auto_refresh=False) as live,
     ):
-        screen = Screen(client.address)
+        screen = Screen(client.address, by_shard=by_shard)
         look_at = time.monotonic()
         while not screen.ended:
             if not screen.paused and time.monotonic() >= look_at:

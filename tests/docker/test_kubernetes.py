@@ -95,3 +95,40 @@ def test_the_containers_run_what_the_compose_services_run():
     prepare = containers(PODS["replay-trainer"])[0]
     assert prepare["command"] == services["prepare"]["entrypoint"]
     assert prepare["args"] == services["prepare"]["command"]
+
+
+# ------------------------------------------------------------------------------------------------------ several servers
+
+SHARDS = files.DOCKER / "kubernetes/shards"
+COMPONENT = yaml.safe_load((SHARDS / "kustomization.yaml").read_text())
+
+
+def patches() -> list[dict[str, Any]]:
+    paths = [SHARDS / patch["path"] for patch in COMPONENT["patches"]]
+    return [document for path in paths for document in yaml.safe_load_all(path.read_text())]
+
+
+def test_the_component_of_three_servers_patches_what_is_there_and_leaves_no_file_out():
+    named = {*COMPONENT["resources"], *(patch["path"] for patch in COMPONENT["patches"]), "kustomization.yaml"}
+    assert {path.name for path in SHARDS.iterdir()} == named
+    there = {(document["kind"], document["metadata"]["name"]): document for document in OBJECTS}
+    for patch in patches():
+        whole = there[patch["kind"], patch["metadata"]["name"]]
+        assert patch["apiVersion"] == whole["apiVersion"]
+        for container in patch["spec"].get("template", {}).get("spec", {}).get("containers", []):
+            assert container["name"] in {each["name"] for each in containers(whole["spec"]["template"])}
+
+
+def test_clients_get_the_name_of_each_pod_behind_the_headless_service():
+    service = yaml.safe_load((SHARDS / "service.yaml").read_text())
+    assert service["spec"]["clusterIP"] == "None"
+    server = next(patch["spec"] for patch in patches() if patch["kind"] == "StatefulSet")
+    assert server["serviceName"] == service["metadata"]["name"]
+    expected = [f"replay-server-{i}.{server['serviceName']}:7400" for i in range(server["replicas"])]
+    addresses = [
+        variable["value"].split(",")
+        for patch in patches()
+        for container in patch["spec"].get("template", {}).get("spec", {}).get("containers", [])
+        for variable in container["env"]
+    ]
+    assert addresses == [expected, expected]

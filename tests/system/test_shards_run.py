@@ -1,0 +1,86 @@
+"""A whole run over three shards, as its user starts it: one shard is killed in the middle, and comes back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replay_client import ReplayClient
+from tests.factories import until
+from tests.system.crash import free_address
+
+STEPS = 12
+CONFIG = """
+[server]
+data_dir = "{data_dir}"
+
+[admission]
+groups_per_step = {share}
+max_staleness = 3
+
+[[tables]]
+name = "rollouts"
+rate_limiter = {{ type = "queue", max_size = 8 }}
+forward_to = "replay"
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+remover = "min_heap"
+max_size = 64
+"""
+
+
+def serve(folder: Path, address: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(folder / "replay.toml")]
+    process = subprocess.Popen([*command, "--address", address], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("listening on ")
+    return process
+
+
+@pytest.mark.timeout(300)
+def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, generate, model_folder):
+    addresses, servers = [free_address() for _ in range(3)], []
+    for number, (address, share) in enumerate(zip(addresses, (2, 1, 1), strict=True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "replay.toml").write_text(CONFIG.format(data_dir=folder / "data", share=share))
+        servers.append(serve(folder, address))
+    every = ",".join(addresses)
+    (tmp_path / "train.toml").write_text("groups_per_step = 4\nmax_tokens_per_micro_batch = 64\nlearning_rate = 1e-3\n")
+    try:
+        generator = generate(every, "transformers", "--wait-for-policy")
+        trainer = replay(
+            *("train", "--address", every, "--model", str(model_folder), "--config", str(tmp_path / "train.toml")),
+            *("--output-dir", str(tmp_path / "run"), "--steps", str(STEPS)),
+        )
+        metrics = tmp_path / "run/metrics.jsonl"
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=150)
+        os.kill(servers[0].pid, signal.SIGKILL)
+        servers[0].wait()
+        with ReplayClient(every, timeout=30.0) as client:
+            until(lambda: client.server_info().gone == (addresses[0],), seconds=30)
+            servers[0] = serve(tmp_path / "0", addresses[0])
+            assert trainer.wait(timeout=150) == 0, trainer.output()
+            until(lambda: client.policy().version == STEPS, seconds=30)
+            info = client.server_info()
+            # Every shard gave groups to the run, and none was taken twice or lost on the way.
+            assert all(shard.tables["rollouts"].samples > 0 for shard in info.shards.values())
+            rollouts = info.tables["rollouts"]
+            assert rollouts.size + rollouts.reserved == rollouts.inserts - rollouts.consumed - rollouts.stale
+            assert info.tables["replay"].size > 0
+        generator.terminate()
+        assert generator.wait(timeout=60) == 0, generator.output()
+        steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+            assert server.stdout is not None
+            server.stdout.close()
