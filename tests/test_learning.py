@@ -1,0 +1,176 @@
+"""The experiment on learning: tasks, statistics, and runs of its loop on a task that random weights can solve."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.learning import loop, model, report, run, statistics
+from benchmarks.learning.arms import ARMS, Arm
+from benchmarks.learning.prompts import prompt_choice
+from benchmarks.learning.tasks import TASKS, Task, load_task, make_problems
+from replay_client.scoring import group_advantages
+from replay_trainer.batching import to_batch
+from replay_trainer.demo import task as demo
+from replay_trainer.logprobs import LogprobModel
+from tests.trainer.factories import make_group
+
+
+def record(rates, *, arm="plain", seed=0, tokens_a_point=100, trained_a_token=1.0):
+    """A run whose curve has these solve rates at equal distances."""
+    curve = [[i * tokens_a_point, i * tokens_a_point * trained_a_token, i, i, i, rate] for i, rate in enumerate(rates)]
+    return {"arm": arm, "task": "sums", "regime": "rare", "seed": seed, "curve": curve}
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_problems_are_distinct_and_split_without_overlap_and_the_same_for_the_same_seed(name):
+    problems, again = make_problems(TASKS[name], 3), make_problems(TASKS[name], 3)
+    assert problems == again != make_problems(TASKS[name], 4)
+    prompts = [row["prompt"] for part in (problems.warm_up, problems.train, problems.held_out) for row in part]
+    assert len(prompts) == len(set(prompts)) == 3000 + 512 + 512
+    assert max(len(model.answer_tokens(row)) for row in problems.held_out) <= TASKS[name].max_tokens
+
+
+def test_answers_are_right():
+    rng = random.Random(0)
+    for _ in range(200):
+        prompt, answer = TASKS["steps"].problem(rng)
+        first, second, third = map(int, prompt[:-1].split("+"))
+        assert [int(part[::-1]) for part in answer.split()] == [first + second, first + second + third]
+        prompt, answer = TASKS["sort"].problem(rng)
+        assert sorted(prompt[:-1]) == list(answer)
+
+
+def test_a_task_that_is_not_there_is_refused_by_name():
+    with pytest.raises(ValueError, match="'chess'; there are sums, steps, sort"):
+        load_task("chess")
+    with pytest.raises(ValueError, match="is a function"):
+        load_task("benchmarks.learning.tasks:make_problems")
+
+
+def test_the_exact_solve_rate_is_the_mean_probability_of_the_answers():
+    policy, rows = demo.make_model(0).eval(), make_problems(TASKS["sums"], 0).held_out[:5]
+    ids, labels = model.supervised_batch(rows)
+    groups = [
+        make_group(prompt=model.encode(row["prompt"]), completions=[model.answer_tokens(row)], rewards=[1.0])
+        for row in rows
+    ]
+    batch = to_batch(groups)
+    with torch.no_grad():
+        logprobs_BT, _ = LogprobModel(policy, packing=False)(batch)
+    expected = float(torch.where(batch.mask_BT, logprobs_BT, 0.0).sum(1).exp().mean())
+    assert model.solve_rate(policy, ids, labels) == pytest.approx(expected, rel=1e-4)
+
+
+def test_sampled_groups_carry_the_logprobs_and_rewards_of_their_own_tokens():
+    policy, rows = demo.make_model(0).eval(), make_problems(TASKS["sums"], 0).train[:3]
+    groups = model.sample_groups(policy, rows, 4, 6, version=7, random_source=torch.Generator().manual_seed(0))
+    batch = to_batch(groups)
+    with torch.no_grad():
+        logprobs_BT, _ = LogprobModel(policy, packing=False)(batch)
+    mask = batch.mask_BT
+    assert torch.allclose(logprobs_BT[mask], batch.rollout_logprobs_BT[mask], atol=1e-4)
+    assert {group.policy_version for group in groups} == {7}
+    for group in groups:
+        assert group.completion_ids.size == group.completion_lengths.sum() <= 4 * 6
+        assert np.array_equal(group.advantages, group_advantages(group.rewards))
+
+
+# Random weights solve it now and then: the answer is to stop at once.
+COIN = Task("coin", lambda rng: (f"{rng.randrange(10**6)}=", ""), max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "replace", "share50", "dynamic", "half-thompson", "half-skip", "stale16-mask"]
+)
+def test_every_kind_of_arm_spends_its_budget_and_reports_where_it_stood(name, monkeypatch, tmp_path):
+    problems = make_problems(COIN, 0)
+    monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
+    monkeypatch.setattr(loop, "load_task", lambda _: COIN)
+    arm = ARMS[name]
+    done = loop.run(arm, loop.Settings("coin", "rare", 0, 1e-4, 3000), tmp_path)
+    curve = np.array(done["curve"])
+    assert (np.diff(curve, axis=0)[:, :5] > 0).all()
+    assert curve[-1, statistics.GENERATED] >= 3000
+    assert (done["means"]["replayed"] > 0) == (name in ("replace", "share50"))
+    if name == "share50":
+        assert curve[-1, statistics.TRAINED] > curve[-1, statistics.GENERATED]
+
+
+def test_a_run_repeats_exactly(monkeypatch, tmp_path):
+    problems = make_problems(COIN, 0)
+    monkeypatch.setattr(loop, "load_task", lambda _: COIN)
+    curves = []
+    for _ in range(2):
+        monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
+        done = loop.run(ARMS["share50"], loop.Settings("coin", "rare", 0, 1e-4, 2000), tmp_path)
+        curves.append([(point[0], point[1], point[-1]) for point in done["curve"]])
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("kind", ["epochs", "thompson", "skip"])
+def test_prompts_come_in_the_number_asked_for(kind):
+    choice = prompt_choice(kind, 512, seed=0)
+    for version in range(50):
+        chosen = choice.next(16, version)
+        assert len(chosen) == 16
+        assert all(0 <= index < 512 for index in chosen)
+        for index in chosen:
+            choice.told(index, make_group(rewards=[1.0, 0.0] if index % 2 else [0.0, 0.0]))
+
+
+def test_thompson_sampling_prefers_prompts_that_are_sometimes_solved():
+    choice = prompt_choice("thompson", 512, seed=0)
+    late = []
+    for version in range(300):
+        chosen = choice.next(16, version)
+        for index in chosen:
+            solved = index < 64
+            choice.told(index, make_group(rewards=[1.0, 0.0, 1.0, 0.0] if solved else [0.0] * 4))
+        late += [index < 64 for index in chosen] if version >= 200 else []
+    assert np.mean(late) > 2 * 64 / 512
+
+
+def test_costs_are_interpolated_where_a_curve_crosses_a_level():
+    curve = np.array(record([0.0, 0.1, 0.3], trained_a_token=2.0)["curve"], dtype=float)
+    assert statistics.cost_at(curve, 0.2, (1, 0, 0, 0, 0)) == pytest.approx(150)
+    assert statistics.cost_at(curve, 0.2, (10, 1, 0, 0, 0)) == pytest.approx(1500 + 300)
+    assert statistics.cost_at(curve, 0.0, (1, 0, 0, 0, 0)) == 0
+    assert statistics.cost_at(curve, 0.4, (1, 0, 0, 0, 0)) == math.inf
+
+
+def test_ratios_are_to_the_best_that_the_baseline_reaches():
+    slow, fast = record([0.0, 0.1, 0.2, 0.3, 0.4]), record([0.0, 0.2, 0.4, 0.6, 0.8])
+    weights = report.GENERATED_ONLY
+    # Smoothed over neighbours the slow curve ends at 0.35, and the fast one has 0.3 and 0.4 at its first two points.
+    assert statistics.ratio_to(fast, slow, weights) == pytest.approx(150 / 400)
+    assert statistics.ratio_to(slow, slow, weights) == 1.0
+    assert statistics.ratio_to(slow, fast, weights) == math.inf
+    assert math.isnan(statistics.ratio_to(fast, record([0.5, 0.1, 0.1, 0.1]), weights))
+
+
+def test_medians_over_seeds_count_runs_that_never_got_there():
+    assert statistics.interval([0.5, math.inf, 0.7]).median == 0.7
+    assert statistics.interval([0.5, math.inf, math.inf]).median == math.inf
+    found = statistics.interval([0.4, 0.5, 0.6, 0.7, 0.8])
+    assert (found.median, found.low, found.high) == (0.6, 0.4, 0.8)
+
+
+def test_the_table_pairs_runs_by_seed():
+    runs = [record([0.0, 0.1, 0.2, 0.3, 0.4], seed=seed) for seed in (0, 1)]
+    runs += [record([0.0, 0.2, 0.4, 0.6, 0.8], arm="half", seed=seed) for seed in (1, 2)]
+    (row,) = [line for line in report.table(runs) if "| half |" in line]
+    assert "**0.38** [0.38, 0.38]" in row  # of seed 1 alone
+    assert "| 2 |" in row
+
+
+def test_jobs_of_one_seed_come_before_those_of_the_next_and_a_record_names_its_job():
+    arguments = run.parse(["--arms", "plain", "half", "--tasks", "sums", "--seeds", "4", "5"])
+    jobs = list(run.jobs(arguments))
+    assert [(job[3], job[0]) for job in jobs] == [(4, "plain"), (4, "half"), (5, "plain"), (5, "half")]
+    arm, task, regime, seed, rate, budget = jobs[0]
+    made = {"arm": arm, "task": task, "regime": regime, "seed": seed, "learning_rate": rate, "budget": budget}
+    assert run.identity(made) == jobs[0]
+    assert isinstance(ARMS[arm], Arm)
