@@ -306,7 +306,7 @@ async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
 
 
 def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_granted_them(make_service):
-    shares = tuple(AdmissionConfig(table="any", groups_per_step=share, max_staleness=0) for share in (2, 2, 1))
+    shares = tuple(AdmissionConfig(table="queue", groups_per_step=share, max_staleness=0) for share in (2, 2, 1))
     service = make_service(admission=shares)
     with ReplayClient(service.addresses) as client:
         leases = [client.acquire_permits(1) for _ in range(5)]
@@ -329,7 +329,7 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
 
 
 def test_a_writer_sends_a_group_to_the_shard_of_its_permit(make_service):
-    service = make_service(admission=(AdmissionConfig(table="any", groups_per_step=4, max_staleness=0),) * 3)
+    service = make_service(admission=(AdmissionConfig(table="queue", groups_per_step=4, max_staleness=0),) * 3)
     with ReplayClient(service.addresses) as client, client.writer() as writer:
         leases = [client.acquire_permits(2) for _ in range(3)]
         for lease in leases:
@@ -387,7 +387,7 @@ def test_a_key_that_somebody_may_have_tried_waits_for_its_shard(service, client)
 
 
 def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_service):
-    service = make_service(admission=(AdmissionConfig(table="any", groups_per_step=4, max_staleness=0),) * 3)
+    service = make_service(admission=(AdmissionConfig(table="queue", groups_per_step=4, max_staleness=0),) * 3)
     with ReplayClient(service.addresses) as client:
         lease = client.acquire_permits(1)
         service.stop(service.addresses.index(lease.shard))
