@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,15 +89,17 @@ def test_the_rate_of_clients_that_start_together_is_all_items_over_the_longest_t
 def test_the_report_has_a_ratio_in_each_cell_and_says_which_goals_are_met(tmp_path):
     failed = CellResult("sample/400B/1-readers", "reverb", "items/s", True, error="theirs: it broke")
     cells = [
-        make_cell("insert/400B/1-writers", 8.0),
+        replace(make_cell("insert/400B/1-writers"), rounds=(Round(800.0, 100.0, 8.0, tcp=50.0, tcp_ratio=0.5),)),
         make_cell("ack-p50/400B", 2.0),
         make_cell("scaling/insert/1e6", 0.5, against="ours at 1e3 items"),
     ]
     report = Report({}, cells)
-    lowest, mean, small, scaling, large = report.goals()
+    lowest, one, four, ends, mean, over_tcp, scaling, large = report.goals()
     assert (lowest.value, lowest.met) == (2.0, True)
+    assert (one.met, four.met) == (None, None)
+    assert (ends.value, ends.met) == (8.0, True)
     assert mean.value == pytest.approx(4.0)
-    assert (small.value, small.met) == (8.0, True)
+    assert over_tcp.value == pytest.approx(1.0)  # 0.5 over TCP, and 2.0 where there is only one way
     assert (scaling.value, scaling.met) == (0.5, False)
     assert large.met is None
 
@@ -105,7 +108,9 @@ def test_the_report_has_a_ratio_in_each_cell_and_says_which_goals_are_met(tmp_pa
     report.save(tmp_path)
     saved = json.loads((tmp_path / "benchmark.json").read_text())
     assert [cell["ratio"] for cell in saved["cells"]] == [8.0, 2.0, 0.5, None]
-    assert saved["cells"][0]["rounds"] == [{"ours": 800.0, "theirs": 100.0, "ratio": 8.0}]
+    assert [cell["tcp_ratio"] for cell in saved["cells"]] == [0.5, None, None, None]
+    round_saved = {"ours": 800.0, "theirs": 100.0, "ratio": 8.0, "tcp": 50.0, "tcp_ratio": 0.5}
+    assert saved["cells"][0]["rounds"] == [round_saved]
     assert (tmp_path / "benchmark.png").stat().st_size > 1_000
     console = Console(file=io.StringIO(), record=True, width=160)
     report.print(console)
