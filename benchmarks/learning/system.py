@@ -133,12 +133,12 @@ class _Watch(Callback):
         self._budget = budget
         self._held_out = held_out
         self._generated = self._trained = 0
-        self._evaluating = 0.0
+        self._evaluating = self._evaluating_cpu = 0.0
 
     def on_start(self, trainer: Run, version: int) -> None:
-        self._add(trainer, 0)
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._evaluating = 0.0
+        self._add(trainer, 0)
+        self._evaluating = self._evaluating_cpu = 0.0
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         metrics = report.metrics
@@ -158,10 +158,10 @@ class _Watch(Callback):
             raise BudgetSpent
 
     def _add(self, trainer: Run, step: int) -> None:
-        before = time.perf_counter()
+        before, cpu_before = time.perf_counter(), time.process_time()
         rate = solve_rate(trainer.model, *self._held_out)
-        now, cpu = time.perf_counter(), time.process_time()
         seconds = before - self._start - self._evaluating if step else 0.0
-        self._evaluating += now - before
-        cpu_seconds = cpu - self._cpu_start - self._evaluating if step else 0.0
+        cpu_seconds = cpu_before - self._cpu_start - self._evaluating_cpu if step else 0.0
+        self._evaluating += time.perf_counter() - before
+        self._evaluating_cpu += time.process_time() - cpu_before
         self.curve.append(Point(self._generated, self._trained, step, seconds, cpu_seconds, rate))
