@@ -276,7 +276,7 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
     """What it may mean that the server closes the connection at once. gRPC does not know the reason."""
-    if not details.endswith(("Socket closed", "Connection reset by peer")):
+    if "Socket closed" not in details and "Connection reset by peer" not in details:
         return ""
     if tls is None:
         return " A server that uses TLS closes a connection without it: try tls=... (REPLAY_TLS_CA, --tls-ca)"

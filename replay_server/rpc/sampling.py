@@ -118,9 +118,9 @@ class SampleMethods:
 
     def _end(self, batch_id: int, give_back: bool, unread: bool) -> bool:
         """Takes a batch, or gives it back. Returns True for a retry too, and False if the batch was ended otherwise."""
-        if (sample_stream := self._stream_of.get(batch_id)) is not None:
+        if not give_back and (sample_stream := self._stream_of.get(batch_id)) is not None:
             # The connection of the stream broke, and the server may not have noticed that yet.
-            return sample_stream.end(batch_id, give_back)
+            return sample_stream.end(batch_id, give_back=False)
         if self.leases.end(batch_id, give_back, unread):
             return True
         return not give_back and batch_id in self.backend.buffer.outstanding.taken

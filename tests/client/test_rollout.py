@@ -151,7 +151,7 @@ def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():
 
 def test_small_fields_that_are_not_small_are_refused_when_encoding_and_when_decoding():
     make_group(meta={"text": "x" * 1_000_000}).encode()
-    with pytest.raises(ValueError, match="put what is large into extras"):
+    with pytest.raises(ValueError, match="put large values into extras"):
         make_group(meta={"text": "x" * 5_000_000}).encode()
     header = bytes(5_000_000)
     with pytest.raises(ValueError, match="header of 5000000 bytes"):

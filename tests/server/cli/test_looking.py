@@ -78,9 +78,9 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     """
     assert sorted(data) == server_fields.split()
     table_fields = """
-        age bytes config consumed deleted duplicates effective_priority evicted evicted_unsampled forward_refused
-        forwarded insert_blocked_share inserting inserts inserts_per_second limiter name priority reserved
-        sample_blocked_share samples samples_per_second sampling size stale stale_refused staleness
+        age bytes config consumed deleted duplicates effective_priority evicted evicted_on_arrival evicted_unsampled
+        forward_refused forwarded insert_blocked_share inserting inserts inserts_per_second limiter name priority
+        reserved sample_blocked_share samples samples_per_second sampling size stale stale_refused staleness
     """
     assert sorted(data["tables"]["replay"]) == table_fields.split()
     page = document(replay("items", "replay", "--json"))

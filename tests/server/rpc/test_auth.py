@@ -494,7 +494,7 @@ def test_settings_come_from_arguments_then_the_environment_then_the_file(tmp_pat
         ({"REPLAY_TOKEN": "se cret"}, "", "REPLAY_TOKEN must hold one token"),
         ({"REPLAY_TLS_CA": "/nowhere"}, "", "tls_ca /nowhere cannot be read"),
         ({"REPLAY_TLS": "maybe"}, "", "REPLAY_TLS must be 1 or 0, not 'maybe'"),
-        ({"REPLAY_ADDRESS": "nowhere"}, "", "address must be host:port"),
+        ({"REPLAY_ADDRESS": "nowhere"}, "", "REPLAY_ADDRESS must be host:port"),
         ({}, "tokn = 'secret'", "no setting tokn"),
         ({}, "token = 5", "token has a value of the wrong type"),
         ({}, "token = ", "client.toml"),

