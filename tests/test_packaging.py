@@ -122,7 +122,7 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
 
 def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(built, tmp_path):
     server = environment(tmp_path / "server", built["wheel"], requirements_of(built["wheel"]))
-    client = environment(tmp_path / "client", built["wheel"], ["grpcio", "msgpack", "numpy", "protobuf"])
+    client = environment(tmp_path / "client", built["wheel"], ["grpcio", "msgpack", "numpy", "protobuf", "xxhash"])
     assert "serve" in run(server / "replay", "--help", cwd=tmp_path)
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(server / "replay"), "serve", "--address", "127.0.0.1:0", "--log-level", "warning"]

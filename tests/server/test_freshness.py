@@ -96,12 +96,13 @@ def test_an_ageing_remover_evicts_what_is_worth_least_now():
     table = TableConfig(name="pool", remover={"type": "min_heap", "half_life": 4.0}, max_size=3)
     with serving(table) as client:
         client.set_policy_version(8)
-        first, _, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
+        first, second, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
         client.set_policy_version(20)
-        newest = client.insert(b"x", {"pool": 0.05}, policy_version=20)
+        # The others are worth 0.125, 0.0625 and 1.125 now.
+        client.insert(b"x", {"pool": 0.05}, policy_version=20)
+        assert set(effective(client)) == {first, second, third}
+        newest = client.insert(b"x", {"pool": 0.1}, policy_version=20)
         assert set(effective(client)) == {first, third, newest}
-        client.insert(b"x", {"pool": 1.0}, policy_version=20)
-        assert newest not in effective(client)  # 0.05 now is less than 4.0 of twenty versions ago, 0.125
 
 
 def test_a_restart_keeps_the_age_of_every_item(tmp_path):

@@ -33,6 +33,7 @@ data_dir = "{data_dir}"
 fsync = {fsync}
 
 [admission]
+table = "work"
 groups_per_step = 1000
 max_staleness = 1000
 permit_ttl = 3600.0

@@ -82,7 +82,7 @@ def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_bo
         "with": {8},
     }
     assert "replay_share" in (out / "with" / "train.toml").read_text()
-    assert "without the pool: fresh reward" in said
+    assert "without  the pool: fresh reward" in said
     assert "with     the pool: fresh reward" in said
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "without" / "warm" / "model.safetensors").read_bytes() == (

@@ -31,7 +31,7 @@ def test_codes_have_the_numbers_of_grpc():
     assert {code.name: int(code) for code in Code}.items() <= numbers.items()
 
 
-@pytest.mark.parametrize("reason", Reason)
+@pytest.mark.parametrize("reason", CLASSES)
 def test_each_reason_has_a_class_in_the_client(reason):
     assert type(error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "why", reason)) is CLASSES[reason]
 

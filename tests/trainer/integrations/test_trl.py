@@ -441,15 +441,15 @@ def test_training_goes_on_when_the_server_is_killed_and_started_again(tmp_path):
             first.kill()
             threading.Timer(0.5, again.__enter__).start()
 
-        trainer = make_trainer(tmp_path, replay=address, callbacks=[At(3, restart)], max_steps=8)
+        trainer = make_trainer(tmp_path, replay=address, callbacks=[At(3, restart)], max_steps=20)
         try:
             trainer.train()
             policy = trainer.pool.client.policy()
             stored = trainer.pool.client.server_info().tables["replay"].size
         finally:
             again.__exit__(None, None, None)
-    assert trainer.state.global_step == 8
-    assert policy.version == 7
+    assert trainer.state.global_step == 20
+    assert policy.version == 19
     assert stored > 0
     assert sum(metrics_of(trainer, "replay/groups_replaced")[4:]) > 0
 
