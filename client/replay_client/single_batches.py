@@ -32,8 +32,8 @@ class SingleBatches:
         patience = Patience(self._connection, seconds)
         patience.start()
         leased = request.lease > 0
+        same_call = request.SerializeToString(deterministic=True)  # before the lease: a leased call is another call
         request.lease = request.lease or TAKE_SECONDS
-        same_call = request.SerializeToString(deterministic=True)
         request.request = secrets.randbits(64) or 1
 
         def left() -> float | None:

@@ -149,3 +149,23 @@ def test_a_batch_whose_reader_dies_before_it_takes_it_goes_back(monkeypatch):
                 client.sample("queue", 1)
         until(lambda: client.server_info().tables["queue"].size == 1)
         assert bytes(client.sample("queue", 1)[0].payload) == payload(0)
+
+
+def test_a_leased_sample_does_not_get_the_batch_that_a_plain_one_could_not_take(monkeypatch):
+    async def dies(self, batch, timeout):
+        raise RuntimeError("no answer")
+
+    with (
+        ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server,
+        ReplayClient(server.address) as client,
+    ):
+        for number in range(2):
+            client.insert(payload(number), {"queue": 1.0})
+        with monkeypatch.context() as patch:
+            patch.setattr("replay_client.connection.Connection.take", dies)
+            with pytest.raises(RuntimeError, match="no answer"):
+                client.sample("queue", 1)
+        [leased] = client.sample("queue", 1, lease=30.0)
+        assert bytes(leased.payload) == payload(1)
+        assert client.acknowledge([leased]).applied == 1
+        assert bytes(client.sample("queue", 1)[0].payload) == payload(0)
