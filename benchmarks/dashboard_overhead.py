@@ -1,4 +1,4 @@
-"""What the page costs: the same load on one server while ten people look at its page, and while nobody does.
+"""Measures the cost of the page: the same load on one server, with ten viewers of its page and with none.
 
     python -m benchmarks.dashboard_overhead [--rounds 12] [--items 20000]
 

@@ -23,7 +23,7 @@ class Arm:
     zero_variance: Literal["keep", "replace", "dynamic"] = "keep"
     """As GRPOConfig.zero_variance; keep is its "none"."""
     half_life: float | None = 5.0
-    """Of the pool's priorities, in policy versions; None: they do not age."""
+    """Half-life of the pool's priorities, in policy versions; None: they do not age."""
     exponent: float = 0.6
     priority: Literal["learnability", "advantage"] = "learnability"
     pool_size: int = 256
@@ -39,7 +39,7 @@ class Arm:
 
     @property
     def pools(self) -> bool:
-        """Whether the arm draws from the pool at all."""
+        """True if the arm draws from the pool."""
         return self.replay > 0 or self.zero_variance == "replace"
 
 
@@ -54,7 +54,7 @@ def share(name: str, replayed: int, **options: object) -> Arm:
     """
     defaults: dict[str, object] = {"zero_variance": "replace", "max_times_sampled": 0, "correction": BYPASS}
     arm = Arm(name, fresh=GROUPS_PER_STEP - replayed, replay=replayed)
-    return replace(arm, **(defaults | options))  # type: ignore[arg-type]
+    return replace(arm, **(defaults | options))  # type: ignore[arg-type]  # of the fields of several types
 
 
 ARMS = {

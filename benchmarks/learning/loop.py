@@ -44,7 +44,7 @@ EVALUATIONS = 12
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all arms of a comparison."""
+    """Settings that all arms of a comparison share."""
 
     task: str
     regime: str

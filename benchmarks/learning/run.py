@@ -28,7 +28,7 @@ Job = tuple[str, str, str, int, float, int]
 
 
 def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
-    """What is to be run, in its order."""
+    """The runs to do, in order."""
     for seed in arguments.seeds:
         for task in arguments.tasks:
             for regime in arguments.regimes:

@@ -1,4 +1,4 @@
-"""What curves say: tokens to a level, areas, ends; medians over seeds, paired by seed, with bootstrap intervals."""
+"""Summarises curves: tokens to a level, areas, ends; medians over seeds, paired, with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def end(record: dict[str, Any]) -> float:
 
 
 def collapsed(record: dict[str, Any]) -> bool:
-    """Whether the run ended below where it began."""
+    """True if the run ended below its start."""
     return end(record) < record["curve"][0][SOLVE_RATE]
 
 

@@ -22,7 +22,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Task:
-    """How one problem is drawn: `problem(rng)` gives a prompt and its answer, in the demo's characters."""
+    """Draws one problem: `problem(rng)` returns a prompt and its answer, in the demo's characters."""
 
     name: str
     problem: Callable[[random.Random], tuple[str, str]]

@@ -1,4 +1,4 @@
-"""What was chosen before the comparison, for plain GRPO alone, on seeds that the comparison does not use."""
+"""Chosen before the comparison, for plain GRPO alone, on seeds that the comparison does not use."""
 
 TUNING_SEEDS = (100, 101)
 RATES_TO_TRY = (1e-4, 2e-4, 3e-4)
