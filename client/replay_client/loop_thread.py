@@ -27,6 +27,17 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def _result(future: concurrent.futures.Future[T]) -> T:
+    # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and looks
+    # at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
+    while True:
+        try:
+            return future.result(timeout=1.0)
+        except TimeoutError:
+            if future.done():  # the error is the result's, or the result came in this moment
+                return future.result()
+
+
 class LoopThread:
     """An event loop in a daemon thread, for calls from other threads."""
 
@@ -58,7 +69,7 @@ class LoopThread:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return future.result()
+            return _result(future)
         except concurrent.futures.CancelledError:
             raise ServerClosedError("this client was closed while the call waited") from None
         except BaseException:

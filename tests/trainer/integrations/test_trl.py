@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from replay_client import ReplayClient
@@ -78,7 +79,10 @@ def stored_logprobs(group, k):
 
 
 def test_every_replaced_row_is_what_the_server_holds(tmp_path):
-    trainer = make_trainer(tmp_path)
+    # Prompts of three lengths in every step but few, so that replaced groups meet others on which TRL puts padding.
+    trainer = make_trainer(
+        tmp_path, dataset=Dataset.from_list([{"prompt": "1+2="[-n:]} for n in (2, 3, 4)] * 16), max_steps=10
+    )
     trainer.train()
     rows, padded, lengths = 0, False, set()
     for output, model, row, group, k in replaced_rows(trainer):
