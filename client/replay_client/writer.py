@@ -32,6 +32,10 @@ from replay_client.shared_memory import SharedInserts
 
 _SEND_AHEAD = 1024
 """Items that are packed into messages together."""
+_WORTH_A_MESSAGE = 1 << 18
+"""Bytes of items that are sent at once. Fewer wait for others to share a message with."""
+_LINGER = 0.002
+"""Seconds that they wait at most after an acknowledgement."""
 
 
 class Pipeline:
@@ -65,12 +69,14 @@ class Pipeline:
         self._lock = threading.Lock()
         self._unsent: deque[Item] = deque()
         self._unacknowledged: deque[Item] = deque()
+        self._unsent_bytes = 0
         self._in_flight, self._bytes = 0, 0
         self._unreported: list[ReplayError] = []
         self._failure: ReplayError | None = None
         self._room: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._awake = False
         self._task: asyncio.Task[None] | None = None
 
@@ -85,9 +91,11 @@ class Pipeline:
                     self._room.append(when_room)
                 return False
             self._unsent.append(item)
+            self._unsent_bytes += item.nbytes
             self._in_flight += 1
             self._bytes += item.nbytes
-            wake, self._awake = not self._awake, True
+            wake = not self._awake and self._worth_sending()
+            self._awake = self._awake or wake
         if wake:
             self._loop.call_soon_threadsafe(self._start)
         return True
@@ -96,6 +104,7 @@ class Pipeline:
         """Takes an item of another pipeline, whether there is room or not."""
         with self._lock:
             self._unsent.append(item)
+            self._unsent_bytes += item.nbytes
             self._in_flight += 1
             self._bytes += item.nbytes
             self._awake = True
@@ -108,7 +117,10 @@ class Pipeline:
                 self._raise()
                 return True
             self._drained.append(when_drained)
-            return False
+            hurry = bool(self._unsent)
+        if hurry:
+            self._loop.call_soon_threadsafe(self._start)
+        return False
 
     @property
     def in_flight(self) -> int:
@@ -149,7 +161,20 @@ class Pipeline:
         if self._failure is not None:
             raise self._failure
 
+    def _worth_sending(self) -> bool:
+        """Whether to send what is unsent now, and not with the next acknowledgement.
+
+        A message costs both sides as much as ten small items. Small items therefore wait for each other while the
+        server has work of this writer. An item that comes when the server has none is sent at once.
+        """
+        return (
+            not self._unacknowledged
+            or self._unsent_bytes >= _WORTH_A_MESSAGE
+            or 2 * len(self._unsent) >= self._max_in_flight
+        )
+
     def _start(self) -> None:
+        self._timer = None
         self._wake.set()
         if self._task is None:
             self._task = self._loop.create_task(self._run())
@@ -166,6 +191,7 @@ class Pipeline:
                         await patience.pause_or_raise(error)
                 with self._lock:  # send again what was not acknowledged, first and in the old order
                     self._unsent.extendleft(reversed(self._unacknowledged))
+                    self._unsent_bytes += sum(item.nbytes for item in self._unacknowledged)
                     self._unacknowledged.clear()
                     self._awake = bool(self._unsent)
                     if self._awake:
@@ -190,9 +216,11 @@ class Pipeline:
             while not reader.done():
                 await self._wake.wait()
                 self._wake.clear()
-                while not reader.done() and (items := self._next_items()):
+                items = self._next_items(worth=False)
+                while not reader.done() and items:
                     for request in pack_items(items, call.bytes_per_message):
                         await call.write(request)
+                    items = self._next_items()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason
         finally:
@@ -202,9 +230,12 @@ class Pipeline:
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()
 
-    def _next_items(self) -> list[Item]:
+    def _next_items(self, worth: bool = True) -> list[Item]:
         with self._lock:
-            items = [self._unsent.popleft() for _ in range(min(len(self._unsent), _SEND_AHEAD))]
+            items = []
+            if not worth or self._worth_sending():
+                items = [self._unsent.popleft() for _ in range(min(len(self._unsent), _SEND_AHEAD))]
+            self._unsent_bytes -= sum(item.nbytes for item in items)
             self._unacknowledged.extend(items)
             self._awake = bool(items)
         return items
@@ -222,6 +253,8 @@ class Pipeline:
                 self.refused.update(errors)
                 self.evicted.see(response)
                 self._unreported.extend(errors.values())
+                if self._unsent and not self._awake and self._timer is None:
+                    self._timer = self._loop.call_later(_LINGER, self._start)
             self._call(self._room)
             if not self._in_flight:
                 self._call(self._drained)

@@ -119,6 +119,18 @@ def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
     assert got == keys
 
 
+@pytest.mark.parametrize("held_back", [1, 100])
+def test_small_items_that_wait_for_others_are_sent_without_a_flush(client, held_back):
+    with client.writer() as writer:
+        for n in range(9):  # the table takes eight
+            writer.insert(bytes([n]), {"rollouts": 0.0})
+        until(lambda: size(client, "rollouts") == 8)
+        for n in range(held_back):
+            writer.insert(bytes([n]), {"plain": 1.0})
+        client.sample("rollouts", 1)
+        until(lambda: size(client, "plain") == held_back)
+
+
 def test_a_writer_is_told_which_items_left_a_full_pool_at_once(client):
     client.update_table("best", max_size=3)
     with client.writer() as writer:

@@ -97,6 +97,7 @@ class Drawer:
             rows = min(draw.rows, possible)
             if rows == draw.rows or (last_look and rows >= max(1, draw.least)):
                 counts = self._share_out(draw, weights, rows)
+                self._expect(draw, weights, counts)
                 undivided = undivided_is_taken and max(counts) == rows
                 drawn = await self._draw_parts(draw, weights, counts, 0.0 if undivided else seconds or _PART_LEASE)
                 if len(drawn) >= rows:
@@ -145,16 +146,27 @@ class Drawer:
         now = asyncio.get_running_loop().time()
         reusable = not draw.scope and not draw.exclude
         if reusable and (known := self._weights.get(draw.table)) and now - known[0] <= WEIGHTS_AGE:
-            return {shard: weight for shard, weight in known[1].items() if shard.is_up}
+            weights = {shard: weight for shard, weight in known[1].items() if shard.is_up}
+            rows = sum(most_rows(weight, draw.distinct) for weight in weights.values())
+            if rows >= draw.rows or not any(weight.ordered for weight in weights.values()):
+                return weights
         request = message_of(pb.WeighRequest, table=draw.table, scope=draw.scope, exclude=sorted(draw.exclude))
         up = await self._fleet.reachable(deadline)
         weights, _ = await self._fleet.try_to_ask(
             lambda client: client.connection.unary(client.connection.stub.Weigh, request, _WEIGH_SECONDS), up
         )
-        # Where items leave when they are sampled, or come one after the other, the next draw needs to look again.
-        if reusable and not any(weight.consuming or weight.ordered for weight in weights.values()):
+        # Where the total weight falls with each draw, by how much only the shard knows: the next draw looks again.
+        if reusable and all(weight.ordered or not weight.consuming for weight in weights.values()):
             self._weights[draw.table] = now, weights
         return weights
+
+    def _expect(self, draw: Draw, weights: dict[Shard, Weight], counts: list[int]) -> None:
+        """Takes what this draw takes off the weights that are known. A shard that gives less is weighed again."""
+        if not any(weight.ordered and weight.consuming for weight in weights.values()):
+            return
+        for weight, count in zip(weights.values(), counts, strict=True):
+            weight.items = max(0, weight.items - count)
+            weight.samples = max(0, weight.samples - count)
 
     def _share_out(self, draw: Draw, weights: dict[Shard, Weight], rows: int) -> list[int]:
         self._turn += 1

@@ -104,9 +104,11 @@ class ShardedPipeline:
         """Takes the item if there is room. Raises the errors of earlier items."""
         with self._lock:
             self._raise_failures()
-            in_flight = self._when_room(when_room)
-            if not self._fleet.decided or (in_flight and not self._room_for(item)):
-                return False
+            if not self._has_room(item):
+                if when_room is not None:
+                    self._call_when_room(when_room)
+                if not self._has_room(item):  # room that came before the callback was set calls nobody
+                    return False
             return self._pipeline_for(item).offer(item, when_room)
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
@@ -140,21 +142,20 @@ class ShardedPipeline:
     def _all(self) -> list[Pipeline]:
         return [*self._ended, *self._pipelines.values()]
 
-    def _room_for(self, item: Item) -> bool:
-        pipelines = self._pipelines.values()
-        return (
-            sum(pipeline.in_flight for pipeline in pipelines) < self._max_in_flight
-            and sum(pipeline.bytes_in_flight for pipeline in pipelines) + item.nbytes <= self._max_bytes
-        )
+    def _has_room(self, item: Item) -> bool:
+        if not self._fleet.decided:
+            return False
+        in_flight = nbytes = 0
+        for pipeline in self._pipelines.values():
+            in_flight += pipeline.in_flight
+            nbytes += pipeline.bytes_in_flight
+        return not in_flight or (in_flight < self._max_in_flight and nbytes + item.nbytes <= self._max_bytes)
 
-    def _when_room(self, callback: Callable[[], None] | None) -> int:
-        """How many items are in flight. `callback` is called when that may have changed; it is set before the look."""
-        if callback is not None:
-            if not self._fleet.decided:
-                self._fleet.when_decided(callback)
-            for pipeline in self._pipelines.values():
-                pipeline.when_room(callback)
-        return sum(pipeline.in_flight for pipeline in self._pipelines.values())
+    def _call_when_room(self, callback: Callable[[], None]) -> None:
+        if not self._fleet.decided:
+            self._fleet.when_decided(callback)
+        for pipeline in self._pipelines.values():
+            pipeline.when_room(callback)
 
     def _raise_failures(self) -> None:
         """Raises the failure of a pipeline once, and replaces the pipeline: the other shards go on."""
