@@ -121,7 +121,7 @@ def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
 
 @pytest.mark.parametrize("held_back", [1, 100])
 def test_small_items_that_wait_for_others_are_sent_without_a_flush(client, held_back):
-    with client.writer() as writer:
+    with client.writer(max_in_flight=200) as writer:
         for n in range(9):  # the table takes eight
             writer.insert(bytes([n]), {"rollouts": 0.0})
         until(lambda: size(client, "rollouts") == 8)
