@@ -155,7 +155,7 @@ def generate(
     keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
     try:
         stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
-    except (ReplayError, ValueError, OSError) as error:
+    except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report.print(stats)
 

@@ -107,7 +107,8 @@ class GRPOConfig:
     epsilon_high: float | None = None
     """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap itself."""
     beta: float = 0.0
-    """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model."""
+    """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
+    is to the base model without it, which needs no copy."""
     scale_rewards: ScaleRewards | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups."""
@@ -119,6 +120,9 @@ class GRPOConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
+    merge_adapter: bool = False
+    """Of a peft model, publish whole weights with the adapter added to them, for engines that take no adapters. Each
+    publication then needs memory for a second copy of the model. False: publish the adapter alone."""
     weights_dir: str | Path | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Full states are written to output_dir as well, after the announcement: memory does not survive a reboot."""

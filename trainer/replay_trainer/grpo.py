@@ -6,6 +6,7 @@ import copy
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_trainer.adapters import Adapter
 from replay_trainer.alarms import Alarms
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
@@ -38,9 +40,10 @@ from replay_trainer.weights import saved, server_checkpoint_of
 class GRPOTrainer:
     """Trains `model` on the groups of a replay server and publishes each version for the generators.
 
-    `model` is any causal language model of transformers, the same on every rank; `tokenizer` is saved beside its
-    weights. The first rank calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`;
-    the metrics that it returns on the first rank become eval/*: see TableEvaluation, or use `trainer.model`.
+    `model` is any causal language model of transformers, or a peft model with a LoRA adapter, of which only the adapter
+    is trained and published. It is the same on every rank; `tokenizer` is saved beside its weights. The first rank
+    calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`; the metrics that it returns
+    on the first rank become eval/*: see TableEvaluation, or use `trainer.model`.
 
     Under torchrun each rank makes a trainer with a client of its own; `fsdp` shards the model over the ranks.
     """
@@ -65,12 +68,21 @@ class GRPOTrainer:
         self.replayed_per_rank = self.ranks.share(config.replayed_groups_per_step, "replay_share of groups_per_step")
         self.callbacks = [*reporters(config), *callbacks] if self.ranks.is_first else []
 
+        if hasattr(model, "module"):
+            raise ValueError(f"give GRPOTrainer the model itself, not a {type(model).__name__} around it")
         self.model = model.to(self.device)
-        self.policy = LogprobModel(self.model, config.packing, config.gradient_checkpointing)
+        self.adapter = Adapter.of(self.model, config.merge_adapter)
+        trained = self.model if self.adapter is None else self.adapter.base
+        self.policy = LogprobModel(trained, config.packing, config.gradient_checkpointing)
         self.ranks.copy_from_first(self.policy)
-        self.reference = copy.deepcopy(self.policy).requires_grad_(False) if config.beta > 0 else None
+        self.reference: LogprobModel | None = None
+        if config.beta > 0:
+            # The base model under an adapter never changes, so it needs no copy.
+            self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
         self.sharded = config.fsdp and self.ranks.size > 1
         if self.sharded:
+            if self.adapter is not None:
+                raise ValueError("fsdp=True does not take an adapter: leave fsdp off, or train whole weights")
             for module in (self.policy, self.reference):
                 if module is not None:
                     shard(module, self.model._no_split_modules or (), self.device, config.bf16)
@@ -82,7 +94,7 @@ class GRPOTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = len(self.policy.model.get_input_embeddings().weight)
         self.inspector = Inspector(client, self.ranks, vocabulary, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
@@ -103,7 +115,7 @@ class GRPOTrainer:
         """
         config = self.config
         publication = Publication(
-            self.policy, self.optimizer, self.tokenizer, self.client, config, self.ranks, self.sharded
+            self.policy, self.optimizer, self.tokenizer, self.client, config, self.ranks, self.sharded, self.adapter
         )
         version = publication.start()
         laps = Laps()
@@ -278,7 +290,8 @@ class GRPOTrainer:
                 normalizer=normalizer,
             )
             if self.reference is not None:
-                with torch.no_grad():
+                without_adapter = nullcontext() if self.adapter is None else self.adapter.off()
+                with torch.no_grad(), without_adapter:
                     reference_BT, _ = self._forward(self.reference, micro)
                 penalty, kl_metrics = kl_loss(
                     logprobs_BT, reference_BT, micro.mask_BT, config.beta, config.loss, normalizer=normalizer

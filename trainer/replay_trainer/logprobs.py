@@ -123,7 +123,7 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 def _trial(model: Any) -> Batch:
     """A batch of random tokens: completions of unequal lengths with shared prompts."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = len(model.get_input_embeddings().weight)
     random = np.random.default_rng(0)
 
     def tokens(count: int) -> Any:

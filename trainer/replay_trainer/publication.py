@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient
+from replay_trainer.adapters import Adapter
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -59,8 +60,9 @@ class Publication:
         config: GRPOConfig,
         ranks: Ranks,
         sharded: bool,
+        adapter: Adapter | None = None,
     ) -> None:
-        """`sharded`: the weights of the policy are sharded over the ranks."""
+        """`sharded`: the weights of the policy are sharded over the ranks. `adapter`: published in their place."""
         self.policy = policy
         self.optimizer = optimizer
         self.tokenizer = tokenizer
@@ -68,6 +70,7 @@ class Publication:
         self.config = config
         self.ranks = ranks
         self.sharded = sharded
+        self.adapter = adapter
         self.output_dir = Path(config.output_dir).resolve()
         self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
         self.lock = OutputLock(self.output_dir)
@@ -131,12 +134,18 @@ class Publication:
     def _load(self, folder: Path) -> None:
         """Continue from a full state, and undo later publications."""
         version = version_of(folder)
-        set_model_state_dict(
-            self.policy,
-            {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()},
-            options=StateDictOptions(full_state_dict=True),
-        )
         state = load_state(folder)
+        if ("adapter" in state) != (self.adapter is not None):
+            was, is_now = ("an adapter", "whole weights") if self.adapter is None else ("whole weights", "an adapter")
+            raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}")
+        if self.adapter is not None:
+            self.adapter.load(state["adapter"])
+        else:
+            set_model_state_dict(
+                self.policy,
+                {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()},
+                options=StateDictOptions(full_state_dict=True),
+            )
         if state["optimizer"] is not None:
             set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_GATHERED)
         if self.ranks.index < len(state["random"]):
@@ -211,7 +220,7 @@ class Publication:
         self._state_copy.wait()
         write = partial(
             publish_weights,
-            self.policy.model,
+            self.adapter or self.policy.model,
             self.tokenizer,
             version=version,
             keep=self.config.keep_weights,
@@ -235,7 +244,8 @@ class Publication:
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
         if not self.ranks.is_first:
             return {}
-        copied: dict[str, Tensor] = self._weights_copy.take(dict(self.policy.model.state_dict()))
+        weights = dict(self.policy.model.state_dict()) if self.adapter is None else self.adapter.weights()
+        copied: dict[str, Tensor] = self._weights_copy.take(weights)
         return copied
 
     def _state(self) -> dict[str, Any]:
@@ -249,7 +259,13 @@ class Publication:
             )
             if not self.sharded and self.ranks.is_first:
                 optimizer = self._state_copy.take(optimizer)
+        adapter = {}
+        if self.adapter is not None and self.ranks.is_first:
+            adapter["adapter"] = {
+                name: tensor.detach().cpu().clone() for name, tensor in self.adapter.tensors().items()
+            }
         return {
+            **adapter,
             "optimizer": optimizer,
             "random": self.ranks.all(torch.get_rng_state()),
             "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),

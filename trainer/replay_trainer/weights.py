@@ -46,9 +46,9 @@ def publish_weights(
 ) -> Path:
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
-    `model` is a PreTrainedModel, `tokenizer` its tokenizer or None, `weights` its state dict if it is sharded over
-    ranks. Without a `probe`, generators cannot check what they load, and warn. `state` makes the folder a full state;
-    the newest full state is never removed. Raises FileExistsError if the folder exists.
+    `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
+    the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `state` makes
+    the folder a full state; the newest full state is never removed. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -135,7 +135,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
     """Random tokens, the same for every version of a model, without the special tokens of the tokenizer."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = len(model.get_input_embeddings().weight)
     if tokenizer is not None:
         vocabulary = min(vocabulary, len(tokenizer))  # engines refuse ids that exist only to pad the embedding
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)

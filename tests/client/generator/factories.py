@@ -104,6 +104,27 @@ def make_version(
     return folder
 
 
+def make_adapter(
+    base: Path, folder: Path, *, seed: int = 1, probe: bool = True, rank: int = 4, drift: float = 0.3
+) -> Path:
+    """A LoRA adapter of `base` with random weights, and the probe that a trainer would write."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, drift)
+    adapted.save_pretrained(folder)
+    if probe:
+        token_ids = [3, 9, 4, 13, 7, 5, 20, 11]
+        (folder / "probe.json").write_text(json.dumps({"token_ids": token_ids, "logprobs": scores(folder, token_ids)}))
+    return folder
+
+
 def make_prompts(count: int = 10_000, *, text: str = "{}+1=") -> list[Prompt]:
     return [Prompt.of({"prompt": text.format(index), "prompt_id": f"p{index}"}) for index in range(count)]
 

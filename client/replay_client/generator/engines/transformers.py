@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines.adapters import check_base, holds_adapter, read_adapter
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
 
 _T = TypeVar("_T")
@@ -55,7 +56,12 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
-        self._model = self._load(os.fspath(model))
+        self._base = os.fspath(model)
+        check_base(self._base)
+        self._model = self._load(self._base)
+        self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
+        self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
+        self._adapters = 0
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         text_config = self._model.config.get_text_config()
         self.max_length: int = max_length or getattr(
@@ -87,11 +93,14 @@ class TransformersEngine:
             request.cancelled = True
 
     async def load_weights(self, path: str, version: int) -> None:
-        if not any(Path(path).glob("*.safetensors")):
-            raise FileNotFoundError(f"no *.safetensors in {path}")
+        is_adapter = holds_adapter(path)
 
         def load() -> None:
-            self._model = self._load(path)
+            if is_adapter:
+                self._load_adapter(path)
+            else:
+                self._model = self._load(path)
+                self._adapted, self._is_base = None, False
             self._batch.set_model(self._model, version)
 
         try:
@@ -159,6 +168,34 @@ class TransformersEngine:
             # Published weights are data: run no code that comes with them.
             model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
         return model.to(self._device).eval()
+
+    def _load_adapter(self, path: str) -> None:
+        """Put an adapter on the base in the place of the one before.
+
+        The base that the adapter names is not read: its files may be elsewhere on this machine, and the probe finds a
+        wrong base.
+        """
+        # All reading comes first. A file that is gone leaves the model as it was.
+        config, tensors = read_adapter(path)
+        from peft import PeftModel, set_peft_model_state_dict
+
+        before, self._adapters = f"policy-{self._adapters}", self._adapters + 1
+        name = f"policy-{self._adapters}"
+        if self._adapted is None:
+            base = self._model if self._is_base else self._load(self._base)
+            self._is_base = True
+            config.base_model_name_or_path = None  # peft would warn that it is not this one
+            self._adapted = PeftModel(base, config, adapter_name=name)
+            self._model = base
+        else:
+            self._adapted.add_adapter(name, config)
+        unexpected = set_peft_model_state_dict(self._adapted, tensors, adapter_name=name).unexpected_keys
+        if unexpected:
+            raise ValueError(f"{path}: the base model {self._base} has no place for {unexpected[0]!r} of this adapter")
+        self._adapted.set_adapter(name)
+        if before in self._adapted.peft_config:
+            self._adapted.delete_adapter(before)
+        self._adapted.requires_grad_(False).eval()
 
     def _score(self, token_ids: list[int]) -> list[float]:
         import torch

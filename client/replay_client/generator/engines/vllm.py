@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.generator.engines import LOGPROBS_MODE, Completion, SamplingConfig
+from replay_client.generator.engines.adapters import check_base, holds_adapter
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
 
@@ -51,8 +52,10 @@ class VLLMEngine:
 
         `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
         `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
-        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here.
+        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
+        `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
         """
+        check_base(os.fspath(model))
         # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
@@ -78,8 +81,12 @@ class VLLMEngine:
         self._finalizer = weakref.finalize(self, self._llm.shutdown, _SHUTDOWN_SECONDS)
         self._request_ids = itertools.count()
         self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._whole = asyncio.Event()  # unset while weights are being loaded, and after that failed
         self._whole.set()
+        self._takes_adapters = bool(engine_args.get("enable_lora"))
+        self._adapter: Any = None  # the LoRARequest of the requests from now on
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.max_length: int = self._llm.model_config.max_model_len
 
@@ -108,14 +115,25 @@ class VLLMEngine:
         return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions)
 
     async def load_weights(self, path: str, version: int) -> None:
+        is_adapter = holds_adapter(path)
+        if is_adapter and not self._takes_adapters:
+            raise ValueError(
+                f"{path} holds a LoRA adapter, and this engine was started without enable_lora: start it with "
+                "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
+            )
         files = [*Path(path).glob("*.safetensors")]
-        if not files:
-            raise FileNotFoundError(f"no *.safetensors in {path}")
         self._whole.clear()
+        if is_adapter != (self._adapter is not None):
+            # vLLM cannot give a request under way its first adapter, or take its adapter away.
+            await self._idle.wait()
         if self._running:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         try:
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            if is_adapter:
+                await self._load_adapter(path)
+            else:
+                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+                self._adapter = None
         except Exception as error:
             if not all(file.exists() for file in files):
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
@@ -125,6 +143,14 @@ class VLLMEngine:
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
         self._whole.set()
+
+    async def _load_adapter(self, path: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # Always the same number, so that requests under way go on with the new adapter.
+        if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
+            raise RuntimeError(f"vLLM did not load the adapter in {path}")
+        self._adapter = LoRARequest("policy", 1, path)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         output = await self._request(token_ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -149,11 +175,15 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
         await self._whole.wait()
         self._running += 1
+        self._idle.clear()
+        request_id = str(next(self._request_ids))
         try:
-            async for output in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
                 final = output
         finally:
             self._running -= 1
+            if not self._running:
+                self._idle.set()
         return final
 
 

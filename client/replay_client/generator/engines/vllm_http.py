@@ -17,6 +17,7 @@ import aiohttp
 
 from replay_client.errors import ReplayError
 from replay_client.generator.engines import LOGPROBS_MODE
+from replay_client.generator.engines.adapters import holds_adapter
 
 FIRST = "default"
 """vLLM's label of the weights that a server was started with."""
@@ -47,10 +48,13 @@ class Weights:
 
     @classmethod
     def of(cls, path: str, version: int) -> Weights:
-        """Raises FileNotFoundError if the folder holds no weights."""
+        """Raises FileNotFoundError if the folder holds no weights, ValueError if it holds an adapter."""
+        if holds_adapter(path):
+            raise ValueError(
+                f"{path} holds a LoRA adapter, and the generator gives a vLLM server whole weights alone: let the "
+                "trainer publish them with merge_adapter=True"
+            )
         files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"no *.safetensors in {path}")
         # A later run may write other weights of this version into this folder.
         facts = [(str(file), file.stat().st_mtime_ns) for file in files]
         return cls(path, version, f"{version}@{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}")

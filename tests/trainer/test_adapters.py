@@ -1,0 +1,183 @@
+"""GRPOTrainer over a peft model: the adapter is trained, published and resumed, and the base never changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from replay_client.generator.probe import Probe
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
+from replay_trainer.weights import published
+from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model
+
+
+def lora(**options: Any) -> LoraConfig:
+    few = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(**(few | options))
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        self.lines.append(dict(report.metrics))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    make_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def with_adapter(base: Path, config: Any = None, *, seed: int = 0) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    return get_peft_model(model, config or lora())
+
+
+def trainer_of(model: Any, client: FakeClient, output_dir: Path, *callbacks: Callback, **options: Any) -> GRPOTrainer:
+    few = {"max_steps": 3, "learning_rate": 1e-2, "progress": False, "report_to": ()}
+    config = GRPOConfig(output_dir=output_dir, **(few | options))  # type: ignore[arg-type]
+    return GRPOTrainer(model, client, config, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def copies(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def probe_difference(model: Any, folder: Path) -> float:
+    """How far a model that was loaded from the folder is from the trainer's probe, in nats."""
+    probe = Probe.read(str(folder))
+    assert probe is not None
+    ids = torch.tensor([probe.token_ids])
+    with torch.no_grad():
+        logprobs = model.eval()(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return probe.max_difference(logprobs.tolist())
+
+
+def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_base(
+    base: Path, tmp_path: Path
+) -> None:
+    model = with_adapter(base)
+    before = copies(model)
+    trainer = trainer_of(model, FakeClient(make_batches(3)), tmp_path / "run")
+    assert trainer.policy.route == "packed"
+    trainer.train()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    folder = tmp_path / "run/step-3"
+    assert not (folder / "model.safetensors").exists()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base.resolve())
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"]), folder)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert probe_difference(loaded, folder) < 1e-4
+    assert probe_difference(AutoModelForCausalLM.from_pretrained(base), folder) > 1e-3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_with_merge_adapter_a_folder_holds_whole_weights_that_any_engine_loads(tmp_path: Path, tied: bool) -> None:
+    client, folder = FakeClient(make_batches(3)), tmp_path / "run/step-3"
+    make_model(tied=tied).save_pretrained(tmp_path / "base")
+    model = with_adapter(tmp_path / "base")
+    before = copies(model)
+    trainer_of(model, client, tmp_path / "run", merge_adapter=True).train()
+    assert not (folder / "adapter_config.json").exists()
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert not hasattr(whole, "peft_config")
+    assert probe_difference(whole, folder) < 1e-4
+    for name, tensor in model.state_dict().items():
+        assert "lora_" in name or torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base: Path, tmp_path: Path, merged: bool) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "merge_adapter": merged}
+    whole = with_adapter(base)
+    trainer_of(whole, FakeClient(make_batches(4)), tmp_path / "whole", **options).train()
+
+    class Stop(Callback):
+        def on_step(self, trainer: Run, report: StepReport) -> None:
+            if report.metrics["step"] == 3:
+                raise KeyboardInterrupt
+
+    client = FakeClient(make_batches(4))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(with_adapter(base), client, tmp_path / "run", Stop(), **options).train()
+    assert client.version == 2
+    resumed = with_adapter(base, seed=7)  # another start; the state replaces it
+    trainer_of(resumed, client, tmp_path / "run", resume=True, **options).train()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+def test_an_adapter_of_layers_and_head_learns_a_task(base: Path, tmp_path: Path) -> None:
+    model = with_adapter(base, lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]))
+    client = OnlineClient(model, prompts=[[5], [9]], group_size=8)
+    losses = Losses()
+    options: dict[str, Any] = {"max_steps": 60, "learning_rate": 3e-2, "groups_per_step": 4, "publish_every": 60}
+    trainer_of(model, client, tmp_path / "run", losses, **options).train()
+    rewards = [line["fresh/reward_mean"] for line in losses.lines]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.3
+
+
+def test_the_reference_of_the_kl_is_the_base_model_without_the_adapter(base: Path, tmp_path: Path) -> None:
+    """The same losses as with a second model, which the trainer keeps for whole weights."""
+    losses = {}
+    for own_reference in (False, True):
+        model = with_adapter(base)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+        seen = Losses()
+        trainer = trainer_of(model, FakeClient(make_batches(3)), tmp_path / f"run-{own_reference}", seen, beta=0.3)
+        assert trainer.reference is trainer.policy
+        if own_reference:
+            # What a trainer of whole weights would keep.
+            plain = trainer_of(AutoModelForCausalLM.from_pretrained(base), FakeClient(), tmp_path / "plain", beta=0.3)
+            trainer.reference = plain.reference
+        trainer.train()
+        losses[own_reference] = [(line["train/loss"], line["train/kl"]) for line in seen.lines]
+    assert losses[False][0][1] > 0.01
+    for alone, with_model in zip(losses[False], losses[True], strict=True):
+        assert alone == pytest.approx(with_model, abs=1e-4)
+
+
+def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+    def refuse(model: Any, words: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            trainer_of(model, FakeClient(make_batches(1)), tmp_path / "run", **options)
+
+    refuse(get_peft_model(make_model(), lora()), "no name, .* merge_adapter=True")
+    refuse(make_model(), "merge_adapter=True is for a peft model", merge_adapter=True)
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    refuse(with_adapter(base, prompts), "'default' is PROMPT_TUNING")
+    frozen = with_adapter(base)
+    frozen.save_pretrained(tmp_path / "saved")
+    refuse(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved"), "is_trainable=True"
+    )
+    injected = AutoModelForCausalLM.from_pretrained(base)
+    injected.add_adapter(lora())
+    refuse(injected, "PeftModel")
+
+
+def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: Path) -> None:
+    client = FakeClient(make_batches(4))
+    trainer_of(with_adapter(base), client, tmp_path / "run", max_steps=1).train()
+    assert [folder.name for folder in published(tmp_path / "run")] == ["step-0", "step-1"]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(ValueError, match="is of a run that trains an adapter, and this one trains whole weights"):
+        trainer_of(plain, client, tmp_path / "run", resume=True).train()
+    smaller = with_adapter(base, lora(target_modules=["q_proj"]))
+    with pytest.raises(RuntimeError, match=r"differ in 24 tensors, such as .* LoraConfig of the run"):
+        trainer_of(smaller, client, tmp_path / "run", resume=True).train()
