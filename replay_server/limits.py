@@ -16,6 +16,7 @@ MAX_EXCLUDE = 1 << 14
 MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
+MAX_SHARE = 4096.0
 """Characters in the location of weights. Every watcher of the policy gets them."""
 MAX_CHANGES = 1 << 16
 """Characters in the changes of one UpdateTable."""

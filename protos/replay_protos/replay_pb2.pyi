@@ -1399,22 +1399,30 @@ class SetPolicyVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ROLLBACK_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
     rollback: _builtins.bool
     """allows a version lower than the current one"""
+    share: _builtins.float
+    """How many times its own groups_per_step this server grants from now on, and for the versions up to this one. The
+    shards that are up make up so for one that is away. Absent: as before, at first 1.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         weights: _builtins.str = ...,
         rollback: _builtins.bool = ...,
+        share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollback", b"rollback", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "rollback", b"rollback", "share", b"share", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
+    _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
 
 Global___SetPolicyVersionRequest: _TypeAlias = SetPolicyVersionRequest  # noqa: Y015
 

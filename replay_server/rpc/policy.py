@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import invalid, unsupported
-from replay_server.limits import MAX_WEIGHTS
+from replay_server.limits import MAX_SHARE, MAX_WEIGHTS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.open_calls import Context
@@ -32,7 +32,10 @@ class PolicyMethods:
                 f"weights {request.weights[:100]!r}: the location of weights has at most {MAX_WEIGHTS} characters, all "
                 f"of them printable"
             )
-        self.buffer.set_policy_version(request.version, request.weights, request.rollback)
+        share = request.share if request.HasField("share") else None
+        if share is not None and not 0 <= share <= MAX_SHARE:
+            raise invalid(f"share {share}: must be a number from 0 to {MAX_SHARE:g}")
+        self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
         return info.policy(self.buffer)
 
     @unary

@@ -6,10 +6,17 @@ the insert (running -> accepted), by release, or by expiry of its grant (both lo
 
 Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
 other tables goes back, because no step will ever use that group.
+
+While another shard is away, this one grants `share` times its groups_per_step, so that a step gets all its groups:
+
+    accepted + running + n <= earlier + (max_staleness + 1) * share * groups_per_step
+
+`earlier` is the sum of share * groups_per_step over all finished versions; without shards, version * groups_per_step.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +59,9 @@ class Admission:
         self.table = table
         self._clock = clock
         self._version = 0
+        self._share = 1.0
+        self._earlier = 0.0
+        """Groups of all finished versions."""
         self._began = False
         """Whether a version was ever set. The first one is where the count of accepted groups begins."""
         self.accepted = 0
@@ -68,23 +78,29 @@ class Admission:
     @property
     def capacity(self) -> int:
         """How many permits could be granted now."""
-        bound = (self.config.max_staleness + self._version + 1) * self.config.groups_per_step
-        return bound - self.accepted - self.running
+        return self._bound - self.accepted - self.running
+
+    @property
+    def _bound(self) -> int:
+        # A hundredth of a group more: a sum of fractions may lie below the whole number that it means.
+        return math.floor(
+            self._earlier + (self.config.max_staleness + 1) * self._share * self.config.groups_per_step + 0.01
+        )
 
     def why_not(self, count: int) -> str:
         config = self.config
-        bound = (config.max_staleness + self._version + 1) * config.groups_per_step
         remedy = f"; ask for at most {self._most} at once" if count > self._most else ""
+        share = "" if self._share == 1 else f"; this shard grants {self._share:g} times that while others are away"
         return (
             f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
             f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = "
-            f"{bound}{remedy}"
+            f"{self._bound}{share}{remedy}"
         )
 
     @property
     def _most(self) -> int:
         """How many permits are free once all accepted groups are trained on."""
-        return (self.config.max_staleness + 1) * self.config.groups_per_step
+        return math.floor((self.config.max_staleness + 1) * self._share * self.config.groups_per_step + 0.01)
 
     def acquire(self, count: int, deadline_at: float, request: int = 0) -> PendingPermits:
         """Asks for `count` permits at once; the result is done when they are granted.
@@ -138,21 +154,29 @@ class Admission:
         self.accepted -= 1
         self.progress()
 
-    def set_version(self, version: int, unsampled: Callable[[], int]) -> None:
+    def set_version(self, version: int, unsampled: Callable[[], int], share: float | None = None) -> None:
         """The trainer has finished `version` updates. `unsampled` counts accepted groups that nobody has sampled yet.
 
         A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
         them in `accepted`, the first version would admit a group for every one of them again.
+
+        `share` counts for the versions since the last one, and from now on; None: as before.
         """
+        self._share = self._share if share is None else share
         # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
         if not self._began and (version > 1 or not (self.accepted or self.running)):
             self.accepted = max(self.accepted, version * self.config.groups_per_step + unsampled())
+            self._earlier = float(version * self.config.groups_per_step)
+        else:
+            self._earlier += (version - self._version) * self._share * self.config.groups_per_step
         self._began, self._version = True, version
         self.progress()
 
-    def restart(self, version: int) -> None:
+    def restart(self, version: int, share: float | None = None) -> None:
         """The trainer starts again at `version`, so `accepted` becomes what it has used until then."""
+        self._share = self._share if share is None else share
         self.accepted = version * self.config.groups_per_step
+        self._earlier = float(self.accepted)
         self._began, self._version = True, version
         self.progress()
 
@@ -203,6 +227,8 @@ class Admission:
             "accepted": self.accepted,
             "expired": self.expired,
             "began": self._began,
+            "share": self._share,
+            "earlier": self._earlier,
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
 
@@ -214,6 +240,8 @@ class Admission:
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
         self._began, self._version = state.get("began", version > 0), version  # older records do not say
+        self._share = state.get("share", 1.0)
+        self._earlier = state.get("earlier", float(version * self.config.groups_per_step))
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

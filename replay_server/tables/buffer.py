@@ -410,8 +410,13 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ policy
 
-    def set_policy_version(self, version: int, weights: str, rollback: bool = False) -> Policy:
-        """Sets the current version, drops what has become too stale, and lets waiting generators go on."""
+    def set_policy_version(
+        self, version: int, weights: str, rollback: bool = False, share: float | None = None
+    ) -> Policy:
+        """Sets the current version, drops what has become too stale, and lets waiting generators go on.
+
+        `share`: see Admission.set_version.
+        """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
         if version < self.policy.version and not rollback:
@@ -429,13 +434,13 @@ class ReplayBuffer:
                     pending.fail(refusal)
         if self.admission is not None:
             if rollback:
-                self.admission.restart(version)
+                self.admission.restart(version, share)
                 for watcher in self.watchers:
                     watcher.changed(key for key, item in self.items.items() if item.unused_permit)
                 for item in self.items.values():
                     item.unused_permit = False  # no longer among the accepted
             else:
-                self.admission.set_version(version, self.items.unused_permits)
+                self.admission.set_version(version, self.items.unused_permits, share)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

@@ -10,13 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from replay_client.aio import AsyncReplayClient
 from replay_client.errors import ReplayError
-from replay_client.records import Policy
+from replay_client.records import Policy, policy_of
+from replay_client.requests import message_of
 from replay_client.shards.fleet import GONE, Deadline, Fleet
 from replay_client.shards.merging import lowest
 from replay_client.shards.shard import Shard
+from replay_protos import replay_pb2 as pb
+
+_AWAY_SECONDS = 5.0
+"""Seconds after which the others make up for a shard: a connection that breaks for a moment changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +38,27 @@ class PolicyBoard:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._published: _Published | None = None
-        self._catching_up: set[asyncio.Task[None]] = set()
+        self._away: set[Shard] = set()
+        """Shards for which the others make up."""
+        self._groups: dict[Shard, int] = {}
+        """groups_per_step of the shards that have told it; 0: without admission."""
+        self._telling: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()
+        """An older version must not be told after a newer one, which may be lower."""
         fleet.listeners.append(self._came_or_went)
 
     async def publish(self, version: int, weights: str, rollback: bool, deadline: Deadline) -> Policy:
         """Tells all shards that are up. The others get it when they come back, as long as this client lives."""
-        answers = await self._fleet.ask(
-            lambda client: client.set_policy_version(version, weights, rollback=rollback, timeout=deadline.seconds),
-            deadline,
-        )
-        self._published = _Published(version, weights, rollback)
+        published = _Published(version, weights, rollback)
+        async with self._one_at_a_time:
+            share = self._share
+            answers = await self._fleet.ask(lambda client: _set(client, published, share, deadline.seconds), deadline)
+            self._published = published
         for shard in self._fleet.shards:
-            if shard.is_up and shard not in answers:
+            if shard not in self._groups or not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
+        if share != self._share:  # a shard came or went meanwhile
+            await self._tell_shares()
         return lowest(answers.values())
 
     async def policy(self, deadline: Deadline) -> Policy:
@@ -104,24 +118,71 @@ class PolicyBoard:
                 await asyncio.sleep(0.1)
 
     def _came_or_went(self, shard: Shard) -> None:
-        if shard.is_up and self._published is not None:
-            task = asyncio.create_task(self._catch_up(shard, self._published))
-            self._catching_up.add(task)
-            task.add_done_callback(self._catching_up.discard)
+        if self._published is not None:
+            work = self._came_back(shard) if shard.is_up else self._stays_away(shard)
+            task = asyncio.create_task(work)
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
-    async def _catch_up(self, shard: Shard, published: _Published) -> None:
-        """Tells the shard, unless it knows, or a newer version has been published meanwhile."""
-        while shard.is_up and self._published is published:
+    async def _stays_away(self, shard: Shard) -> None:
+        await asyncio.sleep(_AWAY_SECONDS)
+        if not shard.is_up and shard not in self._away:
+            self._away.add(shard)
+            await self._tell_shares()
+
+    async def _came_back(self, shard: Shard) -> None:
+        """Brings the shard up to date, unless it is, or a newer version has been published meanwhile."""
+        made_up_for = shard in self._away
+        self._away.discard(shard)
+        while shard.is_up:
             try:
-                current = await shard.client.policy(timeout=5.0)
-                behind = current.version < published.version
-                if behind or (published.rollback and current.version > published.version):
-                    await shard.client.set_policy_version(
-                        published.version, published.weights, rollback=published.rollback, timeout=5.0
-                    )
-                return
+                admission = (await shard.client.server_info(tables=[], timeout=5.0)).admission
+                self._groups[shard] = admission.groups_per_step if admission else 0
+                async with self._one_at_a_time:
+                    await self._bring_up_to_date(shard, made_up_for)
+                break
             except ReplayError:
                 await asyncio.sleep(0.1)
+        await self._tell_shares()
+
+    async def _bring_up_to_date(self, shard: Shard, made_up_for: bool) -> None:
+        published = self._published
+        assert published is not None
+        current = await shard.client.policy(timeout=5.0)
+        behind = current.version < published.version
+        if behind or (published.rollback and current.version > published.version):
+            await _set(shard.client, published, 0.0 if behind and made_up_for else self._share, 5.0)
+
+    async def _tell_shares(self) -> None:
+        async with self._one_at_a_time:
+            assert self._published is not None
+            # No rollback: it would take the shards that have done it back once more.
+            published, share = replace(self._published, rollback=False), self._share
+            up = [shard for shard in self._fleet.up() if self._groups.get(shard)]
+            with suppress(ReplayError):  # the next version comes with the share, too
+                await self._fleet.try_to_ask(lambda client: _set(client, published, share, 5.0), up)
+
+    @property
+    def _share(self) -> float:
+        """How many times its groups_per_step each shard grants that is up."""
+        known = [groups for groups in self._groups.values() if groups]
+        if not known or not self._away:
+            return 1.0
+        typical = sum(known) / len(known)  # of a shard that this client has never reached
+        total = sum(self._groups.get(shard, typical) for shard in self._fleet.shards)
+        up = sum(self._groups.get(shard, typical) for shard in self._fleet.shards if shard not in self._away)
+        return total / up if up else 1.0
+
+
+async def _set(client: AsyncReplayClient, published: _Published, share: float, timeout: float | None) -> Policy:
+    request = message_of(
+        pb.SetPolicyVersionRequest,
+        version=published.version,
+        weights=published.weights,
+        rollback=published.rollback,
+        share=share,
+    )
+    return policy_of(await client.connection.unary(client.connection.stub.SetPolicyVersion, request, timeout))
 
 
 def _other_weights(policy: Policy, last: Policy) -> bool:

@@ -20,7 +20,8 @@ class Service:
     """Several servers, each of which can be stopped and started again at its address."""
 
     def __init__(self, admission: tuple[AdmissionConfig, ...] = (), count: int = 3) -> None:
-        self.servers = [ReplayServer(TABLES, 0, admission=admission[i] if admission else None) for i in range(count)]
+        self.admission = admission or (None,) * count
+        self.servers = [ReplayServer(TABLES, 0, admission=self.admission[i]) for i in range(count)]
         for server in self.servers:
             server.start()
         self.addresses = [server.address for server in self.servers]
@@ -31,7 +32,7 @@ class Service:
     def start_again(self, index: int) -> None:
         """An empty server at the address of the stopped one."""
         port = int(self.addresses[index].rpartition(":")[2])
-        self.servers[index] = ReplayServer(TABLES, port)
+        self.servers[index] = ReplayServer(TABLES, port, admission=self.admission[index])
         self.servers[index].start()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+import replay_client.shards.policy
 from replay_client import AsyncReplayClient, ReplayClient, ShardedInfo
 from replay_client.errors import (
     DeadlineExceededError,
@@ -395,6 +396,39 @@ def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_se
         client.insert(b"", {"queue": 1.0}, permits=lease)
         assert client.server_info().tables["queue"].size == 1
         assert client.release_permits(lease) == 0
+
+
+def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, monkeypatch):
+    monkeypatch.setattr(replay_client.shards.policy, "_AWAY_SECONDS", 0.1)
+    shares = tuple(AdmissionConfig(table="queue", groups_per_step=share, max_staleness=1) for share in (3, 2, 1))
+    service = make_service(admission=shares)
+
+    def capacities():
+        info = client.server_info()
+        return {service.addresses.index(name): shard.admission.capacity for name, shard in info.shards.items()}
+
+    def step(version):
+        """Six groups are generated, taken, and trained on."""
+        for _ in range(6):
+            client.insert(b"", {"queue": 1.0}, permits=client.acquire_permits(1))
+        assert len(client.sample("queue", 6)) == 6
+        client.set_policy_version(version)
+
+    with ReplayClient(service.addresses, timeout=30.0) as client:
+        client.set_policy_version(0)
+        step(1)
+        until(lambda: sum(capacities().values()) == 12)
+        service.stop(1)
+        until(lambda: sum(capacities().values()) == 12)  # two versions of six, all from two shards
+        for version in (2, 3, 4):
+            step(version)
+            assert sum(capacities().values()) in (11, 12)  # each of two shards may keep half a group for later
+        service.start_again(1)
+        until(lambda: len(capacities()) == 3 and sum(capacities().values()) in (11, 12))
+        assert client.policy().version == 4
+        step(5)
+        assert sum(capacities().values()) in (11, 12)
+        assert capacities()[1] <= 4
 
 
 def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, client):
