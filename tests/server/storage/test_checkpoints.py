@@ -5,7 +5,7 @@ import random
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,9 +14,11 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
+from replay_server.rpc.open_calls import OpenCalls
 from replay_server.storage import checkpointer, checkpoints
 from replay_server.storage.checkpoint_file import DamagedCheckpoint, read_contents
 from replay_server.storage.checkpoints import CheckpointDirectory
+from tests.factories import until
 from tests.system.ledger import payload_of
 
 TABLES = (
@@ -313,21 +315,29 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
 
 def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
-    put_in_place = checkpointer._put_in_place
+    put_in_place, make_calls, calls = checkpointer._put_in_place, OpenCalls.__init__, []
 
     def slowly(*paths):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         put_in_place(*paths)
 
+    def make_known(open_calls, limits):
+        make_calls(open_calls, limits)
+        calls.append(open_calls)
+
     monkeypatch.setattr(checkpointer, "_put_in_place", slowly)
+    monkeypatch.setattr(OpenCalls, "__init__", make_known)
     with serving(tmp_path) as client:
+        (open_calls,) = calls
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(client.checkpoint, "first")
-            assert begun.wait(10)
+            first = pool.submit(client.checkpoint, "first", timeout=60.0)
+            assert begun.wait(60)
             with ReplayClient(client.address) as impatient:
-                waiting = [pool.submit(impatient.checkpoint, f"waits-{n}") for n in range(5)]
-                wait(waiting, timeout=0.5)
+                for n in range(5):
+                    pool.submit(impatient.checkpoint, f"waits-{n}")
+                until(lambda: open_calls.count == 6)
+            until(lambda: open_calls.count == 1)  # the server has seen that nobody waits
             go_on.set()
             assert first.result() == "first"
         client.checkpoint("last")
