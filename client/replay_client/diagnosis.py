@@ -180,6 +180,14 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
             f"the server cannot write to data_dir and refuses inserts: {info.commit_error}",
             "make room on that disk, or repair it; the server goes on by itself",
         )
+    if info.fell_back:
+        yield Finding(
+            "disk",
+            Level.FAILURE,
+            info.fell_back,
+            "compare the items and the policy version with what the run expects; this is said until the next start; "
+            'fsync = "always" keeps every commit through a crash of the machine',
+        )
     if info.damaged:
         yield Finding(
             "disk",

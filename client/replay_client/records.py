@@ -192,6 +192,8 @@ class ServerInfo:
     """Why the last commit failed; empty: it succeeded. While it is set, the server refuses inserts."""
     damaged: int
     """Items that the server lost since its start because their bytes on disk were damaged."""
+    fell_back: str
+    """Why the server's start went back to an older state of its data, and to which; empty: it did not."""
 
 
 def policy_of(message: pb.Policy) -> Policy:

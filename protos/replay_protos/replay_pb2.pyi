@@ -986,6 +986,7 @@ class ServerInfo(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     COMMIT_ERROR_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
+    FELL_BACK_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_AVAILABLE_FIELD_NUMBER: _builtins.int
@@ -1013,6 +1014,8 @@ class ServerInfo(_message.Message):
     """why the last commit failed, while it is so: inserts are refused"""
     damaged: _builtins.int
     """items lost since the start because their bytes on disk were damaged"""
+    fell_back: _builtins.str
+    """why the start went back to an older state of data_dir, and to which; empty: it did not"""
     time: _builtins.float
     """the server's clock, seconds since the epoch"""
     resident_bytes: _builtins.int
@@ -1048,6 +1051,7 @@ class ServerInfo(_message.Message):
         commits: _builtins.int = ...,
         commit_error: _builtins.str = ...,
         damaged: _builtins.int = ...,
+        fell_back: _builtins.str = ...,
         time: _builtins.float = ...,
         resident_bytes: _builtins.int = ...,
         memory_available: _builtins.int = ...,
@@ -1055,7 +1059,7 @@ class ServerInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "insert_streams", b"insert_streams", "items", b"items", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ def server_document(address: str, info: ServerInfo) -> Document:
         "commits": info.commits,
         "commit_error": info.commit_error,
         "damaged": info.damaged,
+        "fell_back": info.fell_back,
         "insert_streams": info.insert_streams,
         "sample_streams": info.sample_streams,
         "admission": None if info.admission is None else _fields(info.admission),

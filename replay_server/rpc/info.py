@@ -39,6 +39,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
         disk_bytes=storage.disk_bytes,
         commits=storage.commits,
         commit_error=storage.error,
+        fell_back=storage.fell_back,
     )
     if (admission := buffer.admission) is not None:
         head = admission.line.head

@@ -11,26 +11,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from replay_server.storage.chunks import CHUNK_KEY
 from replay_server.storage.lmdb_check import problems_of
 from replay_server.storage.records import Damaged, unseal
+from replay_server.storage.roots import NO_PAGE, roots_in
 
 log = logging.getLogger("replay_server")
 
-CHUNK_KEY = struct.Struct(">QI")
 KEY = struct.Struct(">Q")
 COMMIT = b"commit"
 COMMIT_RECORD = struct.Struct("<QQ")
 """FORMAT, number of the transaction."""
 
-# Of LMDB's pages 0 and 1, which hold the roots of its last two commits (MDB_meta in mdb.c, 64 bit).
-_PAGE_SIZE, _PAGE_SIZE_AT = struct.Struct("<I"), 40
-_ROOT, _ROOT_AT = struct.Struct("<QQQ"), 128
-"""Root page of the main database, last page, number of the transaction."""
 _U16 = struct.Struct("<H")
 
 
 class UnusableDirectory(ValueError):
     """A data directory that the server cannot use, with the reason and the remedy."""
+
+
+class DamagedDirectory(UnusableDirectory):
+    """No state in the data directory is known to be whole."""
+
+    def __init__(self, directory: Path, what: str) -> None:
+        super().__init__(
+            f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
+            f"--restore latest"
+        )
 
 
 def lock(directory: Path) -> int:
@@ -53,50 +60,31 @@ def put_aside(directory: Path) -> None:
         log.warning("what was in %s is in %s now; remove it when nothing of it is needed", directory, aside)
 
 
-def why_damaged(directory: Path, what: str) -> str:
-    return (
-        f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
-        f"--restore latest"
-    )
-
-
-def verify(directory: Path, used: bool) -> None:
-    """Raises UnusableDirectory if LMDB could crash on the file. `used`: the directory had data before."""
-    path = directory / "data.mdb"
-    if not path.exists() or not path.stat().st_size:
-        if used:
-            raise UnusableDirectory(why_damaged(directory, "data.mdb is gone or empty"))
-        return
+def why_not_openable(path: Path) -> str:
+    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it."""
     try:
         problems = problems_of(path, {b"items": KEY.size, b"payloads": CHUNK_KEY.size}) or list(_wrong_roots(path))
     except (struct.error, IndexError, OverflowError) as error:
         problems = [str(error)]
-    if problems:
-        raise UnusableDirectory(why_damaged(directory, f"{len(problems)} problems, the first: {problems[0]}"))
+    return f"{len(problems)} problems, the first: {problems[0]}" if problems else ""
 
 
 def _wrong_roots(path: Path) -> Iterator[str]:
     """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
     it opens the older state and does not notice. So each of our commits records its own number."""
+    roots = roots_in(path)
+    new, others = roots[0], [root for root in roots[1:] if root.txn or root.main != NO_PAGE]
     with path.open("rb") as file:
-        file.seek(0)
-        size = _PAGE_SIZE.unpack_from(file.read(4096), _PAGE_SIZE_AT)[0]
-        roots = []
-        for number in (0, 1):
-            file.seek(number * size)
-            root, _, txn = _ROOT.unpack_from(file.read(size), _ROOT_AT)
-            roots.append((txn, root))
-        roots.sort()
-        (old, old_root), (new, new_root) = roots
-        known_new, known_old = (_commit_number(file, root, size) for root in (new_root, old_root))
+        known_new, *known_others = (_commit_number(file, root.main, root.page_size) for root in (new, *others))
     if known_new is None:
         return  # no commit yet, or what `load` refuses
-    if known_new != new:
-        yield f"commit {known_new} says that it is {new}"
-    if known_old is None and old != new - 1:
-        yield f"commits {old} and {new} follow each other"
-    if known_old is not None and known_old != old:
-        yield f"commit {known_old} says that it is {old}"
+    if known_new != new.txn:
+        yield f"commit {known_new} says that it is {new.txn}"
+    for old, known in zip(others, known_others, strict=True):
+        if known is None and old.txn != new.txn - 1:
+            yield f"commits {old.txn} and {new.txn} follow each other"
+        if known is not None and known != old.txn:
+            yield f"commit {known} says that it is {old.txn}"
 
 
 def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:

@@ -24,9 +24,10 @@ import lmdb
 from replay_server.errors import broken
 from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.collector import ChangeCollector
-from replay_server.storage.data_dir import UnusableDirectory
+from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.restore import restore
+from replay_server.storage.roots import SyncMode
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.known_keys import MAX_KNOWN_KEYS
 
@@ -38,6 +39,7 @@ _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
 Fsync = Literal["always", "never"] | float
+_SYNC_MODES: dict[Fsync, SyncMode] = {"always": SyncMode.ALWAYS, "never": SyncMode.NEVER}
 
 
 class Journal:
@@ -67,6 +69,7 @@ class Journal:
         began = time.monotonic()
         try:
             state = storage.load()
+            storage.begin_syncs(_SYNC_MODES.get(fsync, SyncMode.REGULARLY))
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
             if checkpoint is None:
@@ -74,7 +77,7 @@ class Journal:
         except UnusableDirectory:
             raise
         except ValueError as error:
-            raise UnusableDirectory(storage.why_damaged(str(error))) from error
+            raise DamagedDirectory(storage.directory, str(error)) from error
         if checkpoint is not None:
             if held := len(state.items) + len(state.skipped):
                 raise ValueError(
@@ -206,6 +209,11 @@ class Journal:
         synced = 0
         while True:
             await asyncio.sleep(self._fsync)
-            if (commits := self._storage.commits) > synced:
+            if (commits := self._storage.commits) == synced:
+                continue
+            try:
                 await asyncio.to_thread(self._storage.sync)
+            except (lmdb.Error, OSError) as error:
+                log.error("%s cannot be synced, and will be tried again: %s", self._storage.directory, error)
+            else:
                 synced = commits

@@ -3,13 +3,14 @@
 * A payload stays in memory until a commit has written it, together with all records that changed.
 * Each transaction leads from one consistent state of the server to the next.
 * LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (lmdb_check.py).
+* After a crash of the machine pages can be older than the root above them. The start then falls back (recovery.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
     payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     seen       number of the commit -> checksum, keys inserted with it
-    (main)     "commit" -> format, number of the transaction
+    (main)     "commit" -> format, number of the transaction; "digest" -> that number, sum over all records (digest.py)
 """
 
 from __future__ import annotations
@@ -17,50 +18,36 @@ from __future__ import annotations
 import logging
 import math
 import os
-import struct
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_intdigest
 
-from replay_protos.framing import cut
+from replay_server.storage import digest
+from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of
 from replay_server.storage.data_dir import (
-    CHUNK_KEY,
     COMMIT,
     COMMIT_RECORD,
     KEY,
+    DamagedDirectory,
     UnusableDirectory,
     lock,
     put_aside,
-    verify,
-    why_damaged,
+    why_not_openable,
 )
-from replay_server.storage.records import (
-    FORMAT,
-    Damaged,
-    Delta,
-    ItemRecords,
-    State,
-    join_items,
-    seal,
-    unpack_items,
-    unseal,
-)
+from replay_server.storage.digest import DIGEST, DIGEST_RECORD
+from replay_server.storage.lmdb_load import MAP_SIZE, Databases, Loaded, NotWhole, check, load
+from replay_server.storage.records import FORMAT, Delta, State, seal
+from replay_server.storage.recovery import fall_back
+from replay_server.storage.roots import Root, SyncedRoot, SyncMode, root_of
 from replay_server.tables.payloads import DamagedPayloads, Payload, Reader, StorageFacts
 
 log = logging.getLogger("replay_server")
 
-MAP_SIZE = 1 << 42
-"""Of the address space only: the file grows with what it holds."""
-CHUNK_BYTES = 256 * 1024 - 16 - 8
-"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
-chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
 BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
 MAX_KNOWN_KEYS = 1 << 18
@@ -70,9 +57,6 @@ RESERVE = 64 << 20
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
 
-_CHUNK = np.dtype([("key", ">u8"), ("number", ">u4")])
-
-
 class LmdbStorage:
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
         """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: the old file is
@@ -81,36 +65,29 @@ class LmdbStorage:
         Raises UnusableDirectory, also if it cannot be made or written.
         """
         self.directory = directory
+        self._fsync = fsync
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(directory)
         except OSError as error:
             raise UnusableDirectory(f"data_dir {directory} cannot be written: {error.strerror}") from error
         try:
+            self._synced = SyncedRoot(directory)
             if replace:
                 put_aside(directory)
+                self._synced.forget()
                 os.ftruncate(self._lock, 0)
-            verify(directory, used=os.fstat(self._lock).st_size > 0)
-            (directory / "lock.mdb").unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
-            self._env = lmdb.open(
-                str(directory),
-                map_size=MAP_SIZE,
-                max_dbs=8,
-                sync=fsync,
-                metasync=fsync,
-                readahead=False,
-                max_spare_txns=4,
-            )
-            self._payloads = self._env.open_db(b"payloads")
-            self._items = self._env.open_db(b"items")
-            self._pieces = self._env.open_db(b"pieces")
-            self._seen = self._env.open_db(b"seen")
-        except lmdb.Error as error:
-            os.close(self._lock)
-            raise UnusableDirectory(f"data_dir {directory}: {error}") from error
+            self.fell_back = self._make_openable()
+            self._open()
         except BaseException:
             os.close(self._lock)
             raise
+        self._pinned: lmdb.Transaction | None = None
+        """Keeps the pages of the last synced commit from being reused."""
+        self._sync_mode = SyncMode.NEVER
+        self._syncing = Lock()
+        self._digest = 0
+        """Of all records in the file (digest.py)."""
         self._fresh: dict[int, Payload] = {}
         """Payloads that no commit has written yet."""
         self._gone: list[tuple[int, int]] = []
@@ -132,6 +109,35 @@ class LmdbStorage:
         self._room = 0
         self._looked_at = -_LOOK_EVERY
 
+    def _make_openable(self) -> str:
+        """Falls back to an older commit if LMDB cannot open the file. Returns what it did, in words; "": nothing."""
+        path = self.directory / "data.mdb"
+        if not path.exists() or not path.stat().st_size:
+            if os.fstat(self._lock).st_size:
+                raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
+            return ""
+        if problem := why_not_openable(path):
+            return fall_back(self.directory, self._synced, problem)
+        return ""
+
+    def _open(self) -> None:
+        (self.directory / "lock.mdb").unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
+        try:
+            self._env = lmdb.open(
+                str(self.directory),
+                map_size=MAP_SIZE,
+                max_dbs=8,
+                sync=self._fsync,
+                metasync=self._fsync,
+                readahead=False,
+                max_spare_txns=4,
+            )
+            self._databases = Databases.of(self._env)
+        except lmdb.Error as error:
+            raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
+        self._payloads, self._items = self._databases.payloads, self._databases.items
+        self._pieces, self._seen = self._databases.pieces, self._databases.seen
+
     # ------------------------------------------------------------------------------------------------ payloads
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
@@ -149,7 +155,7 @@ class LmdbStorage:
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         under_way = self._taken[0]
         unwritten = [self._fresh.get(key, under_way.get(key)) for key in keys]
-        return _Reader(self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True)))
+        return ChunkReader(self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True)))
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key, size in zip(keys, sizes, strict=True):
@@ -188,7 +194,9 @@ class LmdbStorage:
 
     def facts(self) -> StorageFacts:
         blocks = (self.directory / "data.mdb").stat().st_blocks
-        return StorageFacts("lmdb", disk_bytes=blocks * 512, commits=self.commits, error=self.error)
+        return StorageFacts(
+            "lmdb", disk_bytes=blocks * 512, commits=self.commits, error=self.error, fell_back=self.fell_back
+        )
 
     # ------------------------------------------------------------------------------------------------ commits
 
@@ -201,20 +209,28 @@ class LmdbStorage:
     def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
         """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
-        values = _values(new)
+        chunks = chunks_of(new)
         old_seen: int | None = None
         while old_seen is None:
-            written = 0
+            written, sums = 0, self._digest
             with self._env.begin(write=True) as txn:
                 payloads = txn.cursor(self._payloads)
-                for name, value in values:
-                    payloads.put(name, value)
+                for key, number, value in chunks:
+                    name = CHUNK_KEY.pack(key, number)
+                    if payloads.put(name, value, overwrite=False):
+                        sums += digest.of_chunk(key, number)
+                    else:  # from a commit that failed half-way
+                        payloads.put(name, value)
                     written += len(value)
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    old_seen = self._write_records(txn, delta, new, gone)
+                    old_seen, change = self._write_records(txn, delta, new, gone)
+                    sums += change
+                sums = digest.total(sums)
+                txn.put(DIGEST, seal(DIGEST_RECORD.pack(txn.id(), sums)))
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
+            self._digest = sums
         self._strays = []
         for _ in range(old_seen):
             self._seen_total -= self._seen_counts.popleft()[1]
@@ -223,33 +239,46 @@ class LmdbStorage:
             self._seen_counts.append((self._env.info()["last_txnid"], len(delta.known_keys)))
 
     def _write_records(
-        self, txn: lmdb.Transaction, delta: Delta, new: Collection[int], gone: list[tuple[int, int]]
-    ) -> int:
-        """Returns how many records of seen keys are obsolete now."""
-        for key, size in gone:
-            for number in range(0 if key in new else _count(size)):
-                txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
-        for stray in self._strays:
-            if CHUNK_KEY.unpack(stray)[0] not in new:
-                txn.delete(stray, db=self._payloads)
+        self, txn: lmdb.Transaction, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Returns how many records of seen keys are obsolete now, and by how much the digest changes."""
+        change = 0
+        obsolete_chunks = [
+            (key, number) for key, size in gone for number in range(0 if key in new else chunk_count(size))
+        ]
+        strays = [CHUNK_KEY.unpack(stray) for stray in self._strays]
+        obsolete_chunks += [(key, number) for key, number in strays if key not in new]
+        for key, number in obsolete_chunks:
+            if txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads):
+                change -= digest.of_chunk(key, number)
         for key in delta.removed:
-            txn.delete(KEY.pack(key), db=self._items)
-        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
+            change -= digest.of_item(txn.pop(KEY.pack(key), db=self._items))
+        replaced = {key for key, _ in gone}
+        first = [(KEY.pack(key), record) for key, record in delta.items if key in new and key not in replaced]
+        txn.cursor(self._items).putmulti(first)
+        change += sum(digest.of_item(record) for _, record in first)
+        for key, record in delta.items:
+            if key not in new or key in replaced:
+                old = txn.replace(KEY.pack(key), record, db=self._items)
+                change += digest.of_item(record) - digest.of_item(old)
         for piece in delta.state_records:
             if piece.record is None:
-                txn.delete(piece.name, db=self._pieces)
+                old = txn.pop(piece.name, db=self._pieces)
             else:
-                txn.put(piece.name, piece.record, db=self._pieces)
+                old = txn.replace(piece.name, piece.record, db=self._pieces)
+            change += digest.of_record(piece.name, piece.record) - digest.of_record(piece.name, old)
         obsolete = 0
         if delta.known_keys:
-            txn.put(KEY.pack(txn.id()), seal(np.array(delta.known_keys, dtype="<u8").tobytes()), db=self._seen)
+            record = seal(np.array(delta.known_keys, dtype="<u8").tobytes())
+            txn.put(KEY.pack(txn.id()), record, db=self._seen)
+            change += digest.of_record(KEY.pack(txn.id()), record)
             total = self._seen_total + len(delta.known_keys)
             for number, n in self._seen_counts:
                 if (total := total - n) < MAX_KNOWN_KEYS:
                     break
-                txn.delete(KEY.pack(number), db=self._seen)
+                change -= digest.of_record(KEY.pack(number), txn.pop(KEY.pack(number), db=self._seen))
                 obsolete += 1
-        return obsolete
+        return obsolete, change
 
     def write_payloads(self) -> None:
         """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
@@ -284,139 +313,81 @@ class LmdbStorage:
         self._half_written |= new.keys()
         return list(kept)
 
+    def begin_syncs(self, mode: SyncMode) -> None:
+        """Call it once, before the first commit, for the start to know what a crash of the machine leaves.
+
+        REGULARLY: `sync` will be called regularly. ALWAYS: the storage itself syncs each commit.
+        """
+        self._sync_mode = mode
+        try:
+            if mode != SyncMode.NEVER:
+                self.sync()
+            elif self._synced.root is not None:  # its pages may be reused from now on
+                self._synced.write(self._synced.root, mode)
+        except (lmdb.Error, OSError) as error:
+            log.error("%s cannot be synced: after a crash of the machine it may not start: %s", self.directory, error)
+
     def sync(self) -> None:
-        """Returns when all commits so far are on the disk."""
-        self._env.sync(True)
+        """Returns when all commits so far are on the disk. May be called from any thread."""
+        with self._syncing:
+            pin, root = self._last_root()
+            try:
+                self._env.sync(True)
+                # With NEVER this is the last call, and the next start begins anew.
+                self._synced.write(root, max(self._sync_mode, SyncMode.REGULARLY))
+            except BaseException:
+                pin.abort()
+                raise
+            if self._pinned is not None:
+                self._pinned.abort()
+            self._pinned = pin if self._sync_mode == SyncMode.REGULARLY else None
+            if self._pinned is None:
+                pin.abort()
+
+    def _last_root(self) -> tuple[lmdb.Transaction, Root]:
+        """The root of the last commit, with a transaction that keeps its pages."""
+        page_size = self._env.stat()["psize"]
+        file = os.open(self.directory / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while True:
+                pin = self._env.begin()
+                if (root := root_of(file, pin.id(), page_size)) is not None:
+                    return pin, root
+                pin.abort()  # two commits came in between
+        finally:
+            os.close(file)
 
     def close(self) -> None:
+        """Closes the file. Commits since the last `sync` are not on the disk yet."""
+        if self._pinned is not None:
+            self._pinned.abort()
         self._env.close()
         os.close(self._lock)
 
     # ------------------------------------------------------------------------------------------------ start
 
-    def why_damaged(self, what: str) -> str:
-        return why_damaged(self.directory, what)
-
     def load(self) -> State:
-        """The committed state, without payloads. Items whose payload is incomplete are left out.
+        """The committed state, without payloads; if it is not whole, that of an older commit (recovery.py). Items
+        whose payload is incomplete are left out.
 
-        Raises UnusableDirectory if the directory is not one, or of another version.
+        Raises UnusableDirectory if the directory is not one, of another version, or damaged.
         """
-        with self._env.begin() as txn:
-            commit = txn.get(COMMIT)
-            entries = [txn.stat(db)["entries"] for db in (self._payloads, self._items, self._pieces, self._seen)]
-            if commit is None and any(entries):
-                raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
-            if commit is not None:
-                self._check_format(commit)
-            pieces = dict(txn.cursor(self._pieces))
-            seen: list[int] = []
-            bad_seen = 0
-            for key, record in txn.cursor(self._seen):
-                keys: list[int] = []
-                try:
-                    keys = np.frombuffer(unseal(record), dtype="<u8").tolist()
-                except (Damaged, ValueError):
-                    bad_seen += 1
-                seen += keys
-                self._seen_counts.append((KEY.unpack(key)[0], len(keys)))
-                self._seen_total += len(keys)
-            parts, skipped = [], []
-            cursor = txn.cursor(self._items)
-            entries_left = iter(cursor)
-            while portion := list(islice(entries_left, 1 << 16)):
-                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-                part = unpack_items(keys_there, [record for _, record in portion])
-                if len(part) < len(portion):
-                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
-                parts.append(part)
-            names = txn.cursor(self._payloads).iternext(values=False)
-            there = [
-                np.frombuffer(b"".join(some), dtype=_CHUNK) for some in iter(lambda: list(islice(names, 1 << 16)), [])
-            ]
-        items = join_items(parts)
-        complete = self._match_payloads(items, np.concatenate([np.empty(0, _CHUNK), *there]))
-        skipped += items.items["key"][~complete].tolist()
-        return State(pieces, items.select(complete), seen, skipped, bad_seen)
-
-    def _check_format(self, commit: bytes) -> None:
         try:
-            version, _ = COMMIT_RECORD.unpack(unseal(commit))
-        except (Damaged, struct.error):
-            raise UnusableDirectory(why_damaged(self.directory, "the record of the last commit")) from None
-        if version != FORMAT:
-            raise UnusableDirectory(
-                f"data_dir {self.directory} has format {version}, and this version of the software reads {FORMAT}: use "
-                f"the version that wrote it, or restore a checkpoint of this version into another directory"
-            )
+            loaded = self._load()
+        except NotWhole as damage:
+            self._env.close()
+            self.fell_back = fall_back(self.directory, self._synced, str(damage))
+            self._open()
+            loaded = self._load()
+        self._strays, self._digest = loaded.strays, loaded.digest
+        self._seen_counts = loaded.seen_counts
+        self._seen_total = sum(keys for _, keys in loaded.seen_counts)
+        return loaded.state
 
-    def _match_payloads(self, items: ItemRecords, there: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Which items have all chunks of their payload. The next commit deletes the chunks of no item."""
-        keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
-        first = np.searchsorted(there["key"], keys)
-        last = first + counts - 1
-        inside = last < there.size
-        at = np.where(inside & (counts > 0), last, 0)
-        complete = counts == 0
-        if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
-            complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
-        owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
-        mine = np.zeros(there.size, dtype=np.bool_)
-        if keys.size:
-            mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
-        for key, number in there[~mine].tolist():
-            self._strays.append(CHUNK_KEY.pack(key, number))
-        return np.asarray(complete)
-
-
-class _Reader:
-    """Reads the payloads of one moment: a transaction sees no later change."""
-
-    def __init__(self, txn: lmdb.Transaction, entries: list[tuple[int, int, Payload | None]]) -> None:
-        self._txn = txn
-        self._entries = entries
-        """(key, bytes, payload if it is in memory)"""
-
-    def read(self, part: slice) -> list[Payload | None]:
-        return [
-            _read(self._txn, key, size) if payload is None else payload for key, size, payload in self._entries[part]
-        ]
-
-    def close(self) -> None:
-        self._txn.abort()
-
-
-def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
-    """The payload in its chunks; None if it is damaged."""
-    pieces = []
-    for number in range(_count(size)):
-        value = txn.get(CHUNK_KEY.pack(key, number))
-        if value is None or len(value) != 8 + min(CHUNK_BYTES, size - number * CHUNK_BYTES):
-            return None
-        piece = bytes(value[8:])  # the view ends with the transaction
-        if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
-            return None
-        pieces.append(piece)
-    return tuple(pieces)
-
-
-def _values(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
-    for key, payload in payloads.items():
-        for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
-            checksum = xxh3_64(seed=_seed(key, number))
-            for part in parts:
-                checksum.update(part)
-            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
-
-
-def _seed(key: int, number: int) -> int:
-    """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
-    return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
-
-
-def _count(size: int) -> int:
-    """How many chunks a payload has."""
-    return -(-size // CHUNK_BYTES)
+    def _load(self) -> Loaded:
+        loaded = load(self._env, self._databases, self.directory)
+        check(loaded, self._env, self._databases, self._synced.covers(self._env.info()["last_txnid"]))
+        return loaded
 
 
 def _length(payload: Payload) -> int:

@@ -42,6 +42,8 @@ class StorageFacts:
     """Transactions since the start."""
     error: str = ""
     """Why the last commit failed; "": it did not."""
+    fell_back: str = ""
+    """Why the start went back to an older state, and to which; "": it did not."""
 
 
 class Storage(Protocol):

@@ -54,6 +54,10 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
         "replay_max_bytes": ("Bound of replay_bytes, where there is one.", info.max_bytes or None),
         "replay_memory_available_bytes": ("Memory that the machine has left.", info.memory_available or None),
         "replay_disk_available_bytes": ("Space that the disk of data_dir has left.", info.disk_available or None),
+        "replay_fell_back": (
+            "1: the start found damage on the disk, and went back to an older state.",
+            None if info.storage == "memory" else float(bool(info.fell_back)),
+        ),
         "replay_insert_streams": ("Open streams of inserts.", info.insert_streams),
         "replay_sample_streams": ("Open streams of samples.", info.sample_streams),
         "replay_policy_version": ("Finished updates of the trainer.", info.policy.version),

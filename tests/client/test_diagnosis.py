@@ -103,6 +103,7 @@ SICK = {
         Level.FAILURE,
         "cannot write to data_dir and refuses inserts: No space left on device",
     ),
+    "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", Level.FAILURE, "to commit 7"),
     "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items were lost"),
     "a trainer that publishes no version": (
         server(table("pool", samples=5), policy=pb.Policy()),

@@ -36,6 +36,7 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
     for name in ("memory_available", "disk_available"):  # of shards that know it: the one that has least left
         merged[name] = min((value for info in every if (value := getattr(info, name))), default=0)
     errors = [f"{shard}: {info.commit_error}" for shard, info in infos.items() if info.commit_error]
+    fallen = [f"{shard}: {info.fell_back}" for shard, info in infos.items() if info.fell_back]
     tables: dict[str, list[TableInfo]] = {}
     for info in every:
         for table in info.tables.values():
@@ -48,6 +49,7 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
         "policy": lowest(info.policy for info in every),
         "admission": merge_admissions([info.admission for info in every if info.admission is not None]),
         "commit_error": "; ".join(errors),
+        "fell_back": "; ".join(fallen),
         "tables": {name: merge_tables(parts) for name, parts in tables.items()},
     }
     assert merged.keys() == {item.name for item in fields(ServerInfo)}

@@ -73,8 +73,8 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     client.insert(make_group(), {"replay": 1.0})
     data = document(replay("tables", "--json"))
     server_fields = """
-        address admission bytes commit_error commits damaged disk_available disk_bytes insert_streams items max_bytes
-        memory_available policy resident_bytes sample_streams server_id storage tables time uptime version
+        address admission bytes commit_error commits damaged disk_available disk_bytes fell_back insert_streams items
+        max_bytes memory_available policy resident_bytes sample_streams server_id storage tables time uptime version
     """
     assert sorted(data) == server_fields.split()
     table_fields = """

@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 from lmdb.verify import VerifyError, verify
 
-from replay_server.storage import lmdb
+from replay_server.storage import chunks
 from replay_server.storage.collector import ChangeCollector
-from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
+from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
+from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.restore import restore
 from replay_server.tables.batches import InsertBatch
 from replay_server.tables.buffer import ReplayBuffer
@@ -38,8 +39,8 @@ def payload_of(key: int) -> bytes:
     return random.Random(key).randbytes([0, 10, 500, 5000, 20_000][key % 5])
 
 
-def open_buffer(directory: Path) -> tuple[ReplayBuffer, LmdbStorage, ChangeCollector]:
-    storage = LmdbStorage(directory)
+def open_buffer(directory: Path, fsync: bool = False) -> tuple[ReplayBuffer, LmdbStorage, ChangeCollector]:
+    storage = LmdbStorage(directory, fsync=fsync)
     buffer = ReplayBuffer(TABLES, time.monotonic, storage=storage)
     state = storage.load()
     collector = ChangeCollector(buffer, state)
@@ -47,7 +48,7 @@ def open_buffer(directory: Path) -> tuple[ReplayBuffer, LmdbStorage, ChangeColle
     try:
         restore(buffer, state)
     except ValueError as error:
-        raise UnusableDirectory(storage.why_damaged(str(error))) from error
+        raise DamagedDirectory(directory, str(error)) from error
     buffer.damaged += len(state.skipped)
     return buffer, storage, collector
 
@@ -151,7 +152,7 @@ def in_child(directory: Path, expected: dict[int, object]) -> str:
 
 def main(directory: Path, seconds: float) -> None:
     logging.disable()
-    lmdb.CHUNK_BYTES = 8000  # so that large payloads do not make a large file, in which little else would be hit
+    chunks.CHUNK_BYTES = 8000  # so that large payloads do not make a large file, in which little else would be hit
     whole, copy = directory / "whole", directory / "copy"
     fill(whole)
     buffer, storage, _ = open_buffer(whole)

@@ -1,0 +1,266 @@
+"""Cuts the power of a machine at any moment, over and over, and starts the storage on what the disk then has.
+
+    python -m tests.server.storage.power_cut DIRECTORY SECONDS [SEED]
+
+It records the pages that each commit of a run writes, and the syncs between them. Then it makes disks as a crash leaves
+them: all writes before the last sync, and of the later ones a prefix, or each page in any version that it had since,
+or with sectors of several versions. It prints a line of JSON: how many starts came back to which commit, and what went
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from replay_server.storage import chunks, records
+from replay_server.storage.data_dir import DamagedDirectory
+from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.roots import SyncMode
+from tests.server.storage.damage import commit, insert, open_buffer, payload_of
+
+PAGE, SECTOR = 4096, 512
+Pages = dict[int, bytes]
+
+
+@dataclass
+class Recording:
+    """What a run wrote. A moment is the index of a write."""
+
+    mode: SyncMode
+    start: bytes
+    writes: list[Pages] = field(default_factory=list)
+    """The pages that each commit, or part of a commit, changed."""
+    synced: list[int] = field(default_factory=list)
+    """How many writes were on the disk for sure at each moment."""
+    roots: list[bytes] = field(default_factory=list)
+    """The file `last-synced` at each moment; it is written in place and synced at once."""
+    commits: list[int] = field(default_factory=list)
+    """The number of the last commit at each moment."""
+    promised: list[int] = field(default_factory=list)
+    """The commit that each moment must not lose."""
+    states: dict[int, object] = field(default_factory=dict)
+    """All records after each commit, by its number."""
+
+
+def dump(storage: LmdbStorage) -> object:
+    """All records of the file, and the names of the chunks."""
+    with storage._env.begin() as txn:
+        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces, storage._seen)]
+        return [*tables, [bytes(name) for name, _ in txn.cursor(storage._payloads)]]
+
+
+def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) -> Recording:
+    buffer, storage, collector = open_buffer(directory, fsync=mode == SyncMode.ALWAYS)
+    path, synced_path = directory / "data.mdb", directory / "last-synced"
+    storage.begin_syncs(mode)
+    before = path.read_bytes()
+    recording = Recording(mode, before)
+    on_disk = 0
+    promise = number = storage._env.info()["last_txnid"]
+    recording.states[number] = dump(storage)
+
+    def write(pages: Pages, last: int) -> None:
+        recording.writes.append(pages)
+        recording.synced.append(on_disk)
+        recording.roots.append(synced_path.read_bytes() if synced_path.exists() else b"")
+        recording.commits.append(last)
+        recording.promised.append(promise)
+
+    def one_commit() -> None:
+        nonlocal before, number, on_disk, promise
+        commit(storage, collector)
+        after = path.read_bytes()
+        changed = {
+            at: after[at : at + PAGE] for at in range(0, len(after), PAGE) if after[at : at + PAGE] != before[at : at + PAGE]
+        }
+        before = after
+        if mode == SyncMode.ALWAYS:  # LMDB syncs the pages before it writes the root, and the root before it returns
+            write({at: page for at, page in changed.items() if at >= 2 * PAGE}, number)
+            on_disk = len(recording.writes)
+            number = storage._env.info()["last_txnid"]
+            write({at: page for at, page in changed.items() if at < 2 * PAGE}, number)
+            on_disk, promise = len(recording.writes), number
+        else:
+            number = storage._env.info()["last_txnid"]
+            write(changed, number)
+        recording.states[number] = dump(storage)
+
+    keys: list[int] = []
+    for step in range(commits):
+        # In half of the run only values change: then old pages fit into the tree, and only the digest can tell.
+        changes_values_only = step // 10 % 2 and len(keys) > 40
+        n_fresh = 0 if changes_values_only else rng.randrange(6)
+        fresh = [rng.randrange(1 << 40) * 5 + rng.randrange(5) for _ in range(n_fresh)]
+        insert(buffer, fresh)
+        keys += fresh
+        if not changes_values_only and len(keys) > 60 and rng.random() < 0.6:
+            gone = rng.sample(keys, 8)
+            keys = [key for key in keys if key not in gone]
+            for table in "ab":
+                buffer.delete(table, gone)
+        if keys and (changes_values_only or rng.random() < 0.5):
+            some = np.array(sorted(rng.sample(keys, min(len(keys), 5))), dtype=np.uint64)
+            buffer.update_priorities("a", some, np.array([rng.random() for _ in some]))
+        if rng.random() < 0.2:
+            buffer.set_policy_version(buffer.policy.version + 1, "somewhere")
+        one_commit()
+        if mode == SyncMode.REGULARLY and rng.random() < 0.12:
+            pin, root = storage._last_root()
+            covered, at_sync = len(recording.writes), number
+            for _ in range(rng.randrange(4)):  # while the disk syncs, commits go on
+                insert(buffer, [rng.randrange(1 << 40) * 5])
+                one_commit()
+            on_disk = covered
+            storage._synced.write(root, SyncMode.REGULARLY)
+            promise = at_sync
+            if storage._pinned is not None:
+                storage._pinned.abort()
+            storage._pinned = pin
+    storage.close()
+    return recording
+
+
+def disk_after_a_cut(recording: Recording, rng: random.Random) -> tuple[bytes, int, str]:
+    """A file as a crash of the machine leaves it, the moment of the crash, and how the writes were chosen."""
+    moment = rng.randrange(len(recording.writes))
+    disk = bytearray(recording.start)
+
+    def put(at: int, page: bytes) -> None:
+        if len(disk) < at:
+            disk.extend(bytes(at - len(disk)))
+        disk[at : at + PAGE] = page
+
+    for pages in recording.writes[: recording.synced[moment]]:
+        for at, page in pages.items():
+            put(at, page)
+    versions: dict[int, list[bytes]] = {}
+    later = recording.writes[recording.synced[moment] : moment + 1]
+    how = rng.choice(["in order", "in any order", "mostly", "all but one", "all but one", "torn"])
+    for place, pages in enumerate(later):
+        partly = sorted(pages.items(), key=lambda entry: entry[0] < 2 * PAGE)  # the root comes last
+        if place == len(later) - 1 and how == "in order":
+            partly = partly[: rng.randrange(len(partly) + 1)]
+        for at, page in partly:
+            versions.setdefault(at, []).append(page)
+    left_out = rng.choice([*versions, None])
+    for at, seen in versions.items():
+        old = bytes(disk[at : at + PAGE]).ljust(PAGE, b"\0")
+        match how:
+            case "in order":
+                page = seen[-1]
+            case "in any order":
+                page = rng.choice([old, *seen])
+            case "all but one":
+                page = rng.choice([old, *seen[:-1]]) if at == left_out else seen[-1]
+            case "mostly":
+                page = old if rng.random() < 0.03 else seen[-1]
+            case _:
+                parts = [rng.choice([old, *seen, seen[-1], seen[-1]]) for _ in range(PAGE // SECTOR)]
+                page = b"".join(part[n * SECTOR : (n + 1) * SECTOR] for n, part in enumerate(parts))
+        put(at, page)
+    return bytes(disk), moment, how
+
+
+def examine(directory: Path, recording: Recording, moment: int, same_boot: bool) -> str:
+    """Starts on the disk. Raises where promises break; else says to which commit it came back."""
+    if not same_boot:
+        records.boot_id = lambda: "after the crash"
+    try:
+        buffer, storage, collector = open_buffer(directory)
+    except DamagedDirectory:
+        assert recording.mode == SyncMode.NEVER, "refused"
+        return "refused"
+    number = storage._env.info()["last_txnid"]
+    newest, promised = recording.commits[moment], recording.promised[moment]
+    assert number <= newest, f"commit {number} was not acknowledged before the crash at {newest}"
+    assert recording.mode == SyncMode.NEVER or number >= promised, f"{number} is older than {promised}, which was synced"
+    assert dump(storage) == recording.states[number], f"this is not the state of commit {number}"
+    fell_back = sorted(path.name for path in directory.glob("damaged-*.mdb"))
+    assert bool(storage.fell_back) == bool(fell_back), fell_back
+    synced_keys = {key for key, _ in recording.states[promised][0]}
+    bad = [key for key in buffer.items if storage.reader([key], [buffer.items[key].nbytes]).read(slice(None)) == [None]]
+    assert not synced_keys & {key.to_bytes(8) for key in bad}, "a synced payload is lost"
+    assert same_boot or not (bad or buffer.damaged), "payloads are lost"
+    for key in buffer.items.keys() - set(bad):
+        assert b"".join(next(buffer.payloads([key]))) == payload_of(key), "a wrong payload"
+    if bad:
+        buffer.discard(bad)
+    storage.begin_syncs(recording.mode)
+    for keys in (range(100), range(100, 150)):  # and it goes on working
+        for table in "ab":
+            buffer.delete(table, list(buffer.items))
+        insert(buffer, list(keys))
+        commit(storage, collector)
+    storage.sync()
+    storage.close()
+    buffer, storage, _ = open_buffer(directory)
+    assert buffer.items.keys() == set(range(100, 150))
+    assert not storage.fell_back
+    storage.close()
+    outcome = "the last commit" if number == newest else "the synced commit" if number == promised else "one between"
+    return outcome + (", without payloads" if bad else "")
+
+
+def in_child(directory: Path, recording: Recording, moment: int, same_boot: bool) -> str:
+    """The outcome in a process that may die of it."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            signal.alarm(60)
+            os.write(write, examine(directory, recording, moment, same_boot).encode())
+        except BaseException:
+            os.write(write, b"broken: " + traceback.format_exc().encode()[-1500:])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        outcome = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return outcome if status == 0 else f"broken: died of signal {os.WTERMSIG(status)}"
+
+
+def main(directory: Path, seconds: float, seed: int) -> None:
+    logging.disable()
+    chunks.CHUNK_BYTES = 8000  # large payloads would make a large file, in which little else changes
+    rng = random.Random(seed)
+    recordings: list[tuple[Recording, Path]] = []
+    for mode in SyncMode:
+        folder = directory / f"run-{mode.name}"
+        recordings.append((record(folder, mode, 90, rng), folder))
+    outcomes: Counter[str] = Counter()
+    broken: list[str] = []
+    end, copy = time.monotonic() + seconds, directory / "copy"
+    while time.monotonic() < end and len(broken) < 20:
+        recording, folder = rng.choice([*recordings, recordings[SyncMode.REGULARLY]])
+        disk, moment, how = disk_after_a_cut(recording, rng)
+        same_boot = rng.random() < 0.3 and how != "torn"  # within one boot the system's cache survives
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        (copy / "data.mdb").write_bytes(disk)
+        shutil.copy(folder / "server.lock", copy)
+        if recording.roots[moment]:
+            (copy / "last-synced").write_bytes(recording.roots[moment])
+        outcome = in_child(copy, recording, moment, same_boot)
+        if outcome.startswith("broken"):
+            broken.append(f"{recording.mode.name}, {how}, at write {moment}, same boot {same_boot}: {outcome}")
+        else:
+            outcomes[f"{recording.mode.name}: {outcome}"] += 1
+    writes = {recording.mode.name: len(recording.writes) for recording, _ in recordings}
+    print(json.dumps({"seed": seed, "starts": outcomes.total(), "outcomes": outcomes, "broken": broken, "writes": writes}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
