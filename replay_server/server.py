@@ -19,6 +19,7 @@ from replay_server.rpc.service import ReplayService
 from replay_server.rpc.tls import ServerCertificates
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
+from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables.buffer import ReplayBuffer
@@ -172,13 +173,37 @@ class ReplayServer:
 
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serves on the running event loop until `request_stop`. Calls `on_started` when clients can connect."""
-        section, checkpoint, storage = self.config.server, None, None
+        checkpoint = None
         if self._restore is not None:
             if (directory := self.config.checkpoint_dir) is None:
                 raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
             checkpoint = CheckpointDirectory(directory).open(self._restore)
+        try:
+            await self._run(checkpoint, self._replace, "", on_started)
+        except DamagedDirectory as damage:
+            if checkpoint is not None:
+                raise
+            checkpoint = self._last_resort(damage)
+            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.contents.summary.name}"
+            log.error("%s; all later changes are lost", said)
+            await self._run(checkpoint, True, said, on_started)
+
+    def _last_resort(self, damage: DamagedDirectory) -> OpenCheckpoint:
+        """The newest whole checkpoint. Raises the damage if there is none."""
+        directory = self.config.checkpoint_dir
+        try:
+            assert directory is not None  # data_dir gives it a default
+            return CheckpointDirectory(directory).open("latest")
+        except ValueError:
+            raise damage from None
+
+    async def _run(
+        self, checkpoint: OpenCheckpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
+    ) -> None:
+        section, storage = self.config.server, None
         if section.data_dir is not None:
-            storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=self._replace)
+            storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
+            storage.fell_back = storage.fell_back or fell_back
         try:
             await self._serve(storage, checkpoint, on_started)
         finally:

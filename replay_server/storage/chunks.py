@@ -1,12 +1,12 @@
 """Chunks: how the payload of an item lies in the database `payloads`.
 
-    key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
+key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import lmdb
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from replay_protos.framing import cut
+from replay_server.storage import digest
 from replay_server.storage.records import ItemRecords
 from replay_server.tables.payloads import Payload
 
@@ -27,7 +28,7 @@ CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
 class ChunkReader:
     """Reads the payloads of one moment: a transaction sees no later change."""
 
-    def __init__(self, txn: lmdb.Transaction, entries: list[tuple[int, int, Payload | None]]) -> None:
+    def __init__(self, txn: lmdb.Transaction, entries: Sequence[tuple[int, int, Payload | None]]) -> None:
         self._txn = txn
         self._entries = entries
         """(key, bytes, payload if it is in memory)"""
@@ -55,19 +56,24 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
     return tuple(pieces)
 
 
-def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[int, int, bytes]]:
-    """(key, number, value) of each chunk of `payloads`."""
+def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
+    """(name, value) of each chunk of `payloads`."""
     for key, payload in payloads.items():
         for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
             checksum = xxh3_64(seed=_seed(key, number))
             for part in parts:
                 checksum.update(part)
-            yield key, number, b"".join((checksum.digest(), *parts))
+            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
 
 
 def _seed(key: int, number: int) -> int:
     """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
     return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def digest_of(names: Sequence[bytes]) -> int:
+    """What these chunks add to the digest."""
+    return digest.of_chunks(np.frombuffer(b"".join(names), dtype=CHUNK_NAME))
 
 
 def chunk_count(size: int) -> int:

@@ -31,13 +31,14 @@ class UnusableDirectory(ValueError):
 
 
 class DamagedDirectory(UnusableDirectory):
-    """No state in the data directory is known to be whole."""
+    """No state in the data directory is known to be whole. The remedy is a checkpoint."""
 
     def __init__(self, directory: Path, what: str) -> None:
         super().__init__(
             f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
             f"--restore latest"
         )
+        self.what = f"data_dir {directory} is damaged ({what}), and no state in it is whole"
 
 
 def lock(directory: Path) -> int:

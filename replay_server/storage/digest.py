@@ -19,34 +19,30 @@ DIGEST = b"digest"
 DIGEST_RECORD = struct.Struct("<QQ")
 """Number of the transaction, digest."""
 
-_FACTOR, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _MASK = (1 << 64) - 1
 
 
-def of_record(name: bytes, record: bytes | None) -> int:
+def of_record(name: bytes, record: bytes | memoryview | None) -> int:
     """The number of a record under its name; 0 where there is none."""
-    return 0 if record is None else xxh3_64_intdigest(name + record)
+    return 0 if record is None else xxh3_64_intdigest(name + bytes(record))
 
 
-def of_item(record: bytes | None) -> int:
+def of_item(record: bytes | memoryview | None) -> int:
     """The number of an item's record, which begins with its own checksum (records.ITEM)."""
     return 0 if record is None else int.from_bytes(record[:8], "little")
 
 
 def of_items(checksums: npt.NDArray[np.uint64]) -> int:
+    """The sum of `of_item` over records with these checksums."""
     return int(np.add.reduce(checksums, dtype=np.uint64))
 
 
-def of_chunk(key: int, number: int) -> int:
-    """The number of the name of a chunk."""
-    mixed = (key + number * _FACTOR) * _MIX & _MASK
-    return (mixed ^ mixed >> 32) * _MIX & _MASK
-
-
-def of_chunks(keys: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> int:
-    """The sum of `of_chunk` over all."""
-    mixed = (keys + numbers * np.uint64(_FACTOR)) * np.uint64(_MIX)
-    return int(np.add.reduce((mixed ^ mixed >> np.uint64(32)) * np.uint64(_MIX), dtype=np.uint64))
+def of_chunks(names: npt.NDArray[np.void]) -> int:
+    """The sum of one number for each name of a chunk (chunks.CHUNK_NAME)."""
+    keys, numbers = names["key"].astype(np.uint64), names["number"].astype(np.uint64)
+    mixed = (keys + numbers * _FACTOR) * _MIX
+    return int(np.add.reduce((mixed ^ mixed >> np.uint64(32)) * _MIX, dtype=np.uint64))
 
 
 def total(numbers: int) -> int:

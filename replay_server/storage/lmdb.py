@@ -28,7 +28,7 @@ import lmdb
 import numpy as np
 
 from replay_server.storage import digest
-from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of
+from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of, digest_of
 from replay_server.storage.data_dir import (
     COMMIT,
     COMMIT_RECORD,
@@ -56,6 +56,7 @@ RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
+
 
 class LmdbStorage:
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
@@ -155,7 +156,9 @@ class LmdbStorage:
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         under_way = self._taken[0]
         unwritten = [self._fresh.get(key, under_way.get(key)) for key in keys]
-        return ChunkReader(self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True)))
+        return ChunkReader(
+            self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True))
+        )
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key, size in zip(keys, sizes, strict=True):
@@ -215,10 +218,10 @@ class LmdbStorage:
             written, sums = 0, self._digest
             with self._env.begin(write=True) as txn:
                 payloads = txn.cursor(self._payloads)
-                for key, number, value in chunks:
-                    name = CHUNK_KEY.pack(key, number)
+                new_chunks: list[bytes] = []
+                for name, value in chunks:
                     if payloads.put(name, value, overwrite=False):
-                        sums += digest.of_chunk(key, number)
+                        new_chunks.append(name)
                     else:  # from a commit that failed half-way
                         payloads.put(name, value)
                     written += len(value)
@@ -227,7 +230,7 @@ class LmdbStorage:
                 else:  # records go with the last payloads: without them the payloads have no effect
                     old_seen, change = self._write_records(txn, delta, new, gone)
                     sums += change
-                sums = digest.total(sums)
+                sums = digest.total(sums + digest_of(new_chunks))
                 txn.put(DIGEST, seal(DIGEST_RECORD.pack(txn.id(), sums)))
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
             self._digest = sums
@@ -244,13 +247,12 @@ class LmdbStorage:
         """Returns how many records of seen keys are obsolete now, and by how much the digest changes."""
         change = 0
         obsolete_chunks = [
-            (key, number) for key, size in gone for number in range(0 if key in new else chunk_count(size))
+            CHUNK_KEY.pack(key, number)
+            for key, size in gone
+            for number in range(0 if key in new else chunk_count(size))
         ]
-        strays = [CHUNK_KEY.unpack(stray) for stray in self._strays]
-        obsolete_chunks += [(key, number) for key, number in strays if key not in new]
-        for key, number in obsolete_chunks:
-            if txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads):
-                change -= digest.of_chunk(key, number)
+        obsolete_chunks += [stray for stray in self._strays if CHUNK_KEY.unpack(stray)[0] not in new]
+        change -= digest_of([name for name in obsolete_chunks if txn.delete(name, db=self._payloads)])
         for key in delta.removed:
             change -= digest.of_item(txn.pop(KEY.pack(key), db=self._items))
         replaced = {key for key, _ in gone}

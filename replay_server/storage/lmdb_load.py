@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -45,17 +46,17 @@ class NotWhole(Exception):
 class Databases:
     """The databases of a file, as LMDB names them."""
 
-    payloads: object
-    items: object
-    pieces: object
-    seen: object
+    payloads: Any
+    items: Any
+    pieces: Any
+    seen: Any
 
     @classmethod
     def of(cls, env: lmdb.Environment, create: bool = True) -> Databases:
         """Raises lmdb.NotFoundError if one is missing, and is not to be made."""
         return cls(*(env.open_db(name, create=create) for name in (b"payloads", b"items", b"pieces", b"seen")))
 
-    def all(self) -> tuple[object, ...]:
+    def all(self) -> tuple[Any, ...]:
         return self.payloads, self.items, self.pieces, self.seen
 
 
@@ -122,7 +123,7 @@ def load(env: lmdb.Environment, databases: Databases, directory: Path) -> Loaded
                 ),
             ]
         )
-        sums += digest.of_chunks(there["key"].astype(np.uint64), there["number"].astype(np.uint64))
+        sums += digest.of_chunks(there)
         recorded = _recorded_digest(txn.get(DIGEST), number)
     items = join_items(parts)
     complete, strays = match_payloads(items, there)
