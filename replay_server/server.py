@@ -150,7 +150,9 @@ class ReplayServer:
 
         self._thread = threading.Thread(target=lambda: asyncio.run(main()), name="replay-server", daemon=True)
         self._thread.start()
-        ready.wait()
+        # Waits in slices: in one without an end, Python may miss a signal that came in the moment before it.
+        while not ready.wait(1.0):
+            pass
         if failure:
             self._thread.join()
             self._thread = None
@@ -162,7 +164,8 @@ class ReplayServer:
             return
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.request_stop, grace)
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(1.0)  # in slices, as in `start`
         self._thread = None
 
     def request_stop(self, grace: float | None = 5.0) -> None:

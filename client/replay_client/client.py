@@ -12,7 +12,7 @@ from replay_client.access import TLS
 from replay_client.aio import WRITER_BYTES, AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
-from replay_client.loop_thread import LoopThread
+from replay_client.loop_thread import LoopThread, wait_for
 from replay_client.records import Buffer, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
@@ -205,7 +205,7 @@ class Writer:
         if not self._pipeline.offer(item):
             room = threading.Event()
             while not self._pipeline.offer(item, room.set):
-                room.wait()
+                wait_for(room, None)
                 room.clear()
         return item.key
 
@@ -215,7 +215,7 @@ class Writer:
         self._thread.check()
         seconds, drained = self._pipeline.seconds(timeout), threading.Event()
         while not self._pipeline.drained(drained.set):
-            if not drained.wait(seconds):
+            if not wait_for(drained, seconds):
                 raise DeadlineExceededError(self._pipeline.waiting())
             drained.clear()
 

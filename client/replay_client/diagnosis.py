@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.records import ServerInfo, TableInfo
-from replay_client.units import byte_size, duration, listed
+from replay_client.units import byte_size, duration, listed, waiting
 
 LONG_WAIT = 20.0
 """Seconds of waiting from which on a wait is reported."""
@@ -233,7 +233,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     if not wait.count or wait.seconds < LONG_WAIT:
         return
     starved = [table.name for table in info.tables.values() if table.sampling.count and _long(table.sampling)]
-    message = f"{wait.count} requests for permits wait, the first for {duration(wait.seconds)}: {wait.reason}"
+    message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
     if starved:
         yield Finding(
             "permits",
@@ -274,19 +274,19 @@ def _waits(table: TableInfo) -> Iterator[Finding]:
         yield Finding(
             table.name,
             Level.FAILURE,
-            f"{inserting.count} inserts and {sampling.count} samples wait for each other: {inserting.reason}; "
+            f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: {inserting.reason}; "
             f"{sampling.reason}",
             "widen the rate limiter (`replay update`), or ask for fewer samples at a time",
         )
         return
-    for verb, wait in (("inserting", inserting), ("sampling", sampling)):
+    for request, wait in (("insert", inserting), ("sample request", sampling)):
         if _long(wait):
-            message = f"{wait.count} {verb}, the first for {duration(wait.seconds)}: {wait.reason}"
-            yield Finding(table.name, Level.WARNING, message, _remedy_for_wait(verb, wait.reason))
+            message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
+            yield Finding(table.name, Level.WARNING, message, _remedy_for_wait(request, wait.reason))
 
 
-def _remedy_for_wait(verb: str, reason: str) -> str:
-    if verb == "sampling":
+def _remedy_for_wait(request: str, reason: str) -> str:
+    if request == "sample request":
         return "see whether a generator runs and inserts into this table; or lower min_size, or ask for fewer samples"
     if "max_diff" in reason:
         return "see whether a trainer runs and samples this table; or widen the rate limiter (`replay update`)"

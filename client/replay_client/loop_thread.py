@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -36,6 +37,17 @@ def _result(future: concurrent.futures.Future[T]) -> T:
         except TimeoutError:
             if future.done():  # the error is the result's, or the result came in this moment
                 return future.result()
+
+
+def wait_for(event: threading.Event, seconds: float | None) -> bool:
+    """As `event.wait(seconds)`, for a wait that a signal must be able to end: see `_result`."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while not event.is_set():
+        left = 1.0 if end is None else end - time.monotonic()
+        if left <= 0:
+            return False
+        event.wait(min(left, 1.0))
+    return True
 
 
 class LoopThread:

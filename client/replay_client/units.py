@@ -1,4 +1,4 @@
-"""Writes durations, byte counts and lists of names as people read them."""
+"""Writes durations, waits, byte counts and lists of names as people read them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def duration(seconds: float) -> str:
     if whole < DAY:
         return _two_units(whole, HOUR, "h", MINUTE, "min")
     return _two_units(whole, DAY, "d", HOUR, "h")
+
+
+def waiting(count: int, request: str, seconds: float) -> str:
+    """`1 insert waits, none was served for 40 s`; `2 sample requests wait, none was served for 3 min`."""
+    verb = "waits" if count == 1 else "wait"
+    return f"{count} {request}{'' if count == 1 else 's'} {verb}, none was served for {duration(seconds)}"
 
 
 def byte_size(count: int) -> str:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from replay_client.units import byte_size, duration
+from replay_client.units import byte_size, duration, waiting
 from replay_server.cli.documents import Document, config_of
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def waits(info: ServerInfo) -> list[Text]:
     """A line for each kind of request that waits, with the reason."""
     lines = []
     for table in info.tables.values():
-        for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling)):
+        for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
             if wait.count:
-                lines.append(f"waiting: {wait.count} {verb}, the first for {duration(wait.seconds)}: {wait.reason}")
+                lines.append(f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}")
     if info.admission is not None and (wait := info.admission.acquiring).count:
-        lines.append(f"waiting: {wait.count} for permits, the first for {duration(wait.seconds)}: {wait.reason}")
+        lines.append(f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}")
     return [Text(line, style="yellow") for line in lines]
 
 

@@ -121,7 +121,7 @@ SICK = {
         tutorial(admission=admission(acquiring=waiting())),
         "permits",
         Level.WARNING,
-        "wait, the first for 40 s",
+        "1 permit request waits, none was served for 40 s: ",
     ),
     "permits that no step returns, while the trainer waits for groups": (
         tutorial({"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())),
@@ -133,9 +133,9 @@ SICK = {
         tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
         "rollouts",
         Level.WARNING,
-        "1 inserting, the first for 40 s: 9 > max_diff 8",
+        "1 insert waits, none was served for 40 s: 9 > max_diff 8",
     ),
-    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", Level.WARNING, "1 sampling"),
+    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", Level.WARNING, "1 sample request waits"),
     "both sides of a table wait": (
         server(table("pool", inserting=waiting(), sampling=waiting())),
         "pool",

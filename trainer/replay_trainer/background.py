@@ -78,8 +78,9 @@ class BackgroundTask:
 
     def wait(self) -> None:
         """Wait until the function has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+            self._thread.join(1.0)
 
     def take_error(self) -> Exception | None:
         """The error of the function if it has failed already, once."""

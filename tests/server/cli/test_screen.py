@@ -41,7 +41,7 @@ def test_permits_waits_and_keys_are_on_the_screen_however_many_tables_there_are(
     lines = lines_of(screen, height)
     assert len(lines) < height
     text = "\n".join(lines)
-    for words in ("permits: 4 running", "waiting: 3 inserting", "q quit", "t0 "):
+    for words in ("permits: 4 running", "3 inserts wait, none was served for ", "q quit", "t0 "):
         assert words in text
     hidden = sum(f"t{i} " not in text for i in range(tables))
     assert (f"and {hidden} more tables" in text) == (hidden > 0)

@@ -237,7 +237,9 @@ def _start(args: dict[str, Any]) -> Any:
     thread = threading.Thread(target=load, name="start-vllm", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+            thread.join(1.0)
     except BaseException:
         for child in set(multiprocessing.active_children()) - before:
             child.kill()
