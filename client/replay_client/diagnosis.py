@@ -274,8 +274,8 @@ def _waits(table: TableInfo) -> Iterator[Finding]:
         yield Finding(
             table.name,
             Level.FAILURE,
-            f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: {inserting.reason}; "
-            f"{sampling.reason}",
+            f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: "
+            f"{inserting.reason}; {sampling.reason}",
             "widen the rate limiter (`replay update`), or ask for fewer samples at a time",
         )
         return

@@ -132,8 +132,9 @@ def own_server() -> Iterator[ReplayClient]:
         "with ReplayServer(tables=[TableConfig(name='bench', max_bytes='256MB', max_size=16384)], port=0) as server:\n"
         "    print(server.address, flush=True); sys.stdin.read()\n"
     )
+    # In a session of its own: Ctrl-C is for the command, which ends its server.
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -144,4 +145,5 @@ def own_server() -> Iterator[ReplayClient]:
             with ReplayClient(address) as client:
                 yield client
         finally:
+            process.terminate()
             process.stdin.close()

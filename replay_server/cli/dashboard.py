@@ -34,6 +34,7 @@ def dashboard(
     need("the page", "dashboard", "starlette", "uvicorn", "tokenizers")
     import os
     import secrets
+    import signal
     import socket
     import sys
     import webbrowser
@@ -53,8 +54,20 @@ def dashboard(
         fail(error if isinstance(error, ValueError) else f"cannot listen on {host}:{port}: {error.strerror}")
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
+    # The server notes signals while it runs. One that comes before that must end it too.
+    early: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        early.append(number)
+        server.should_exit = True
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     say(f"dashboard at {url}")
     if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)
     os.nice(5)  # on a machine that they share the server goes first
     server.run(sockets=[listener])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for number in early[:1]:
+        signal.raise_signal(number)

@@ -135,7 +135,12 @@ SICK = {
         Level.WARNING,
         "1 insert waits, none was served for 40 s: 9 > max_diff 8",
     ),
-    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", Level.WARNING, "1 sample request waits"),
+    "a queue that nobody fills": (
+        tutorial({"sampling": waiting()}),
+        "rollouts",
+        Level.WARNING,
+        "1 sample request waits",
+    ),
     "both sides of a table wait": (
         server(table("pool", inserting=waiting(), sampling=waiting())),
         "pool",

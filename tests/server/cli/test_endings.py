@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.factories import server_process
+from replay_client import ReplayClient
+from replay_trainer.demo.task import make_model, make_tokenizer
+from tests.factories import server_process, until
 from tests.server.cli.conftest import run_replay
 
 
@@ -23,7 +28,10 @@ def silent() -> Iterator[socket.socket]:
         yield listener
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+both_signals = pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@both_signals
 @pytest.mark.parametrize(
     "command",
     [
@@ -139,3 +147,80 @@ def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
     assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in result.stderr
     negative = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--steps", "-1")
     assert negative.stderr.startswith("replay: --steps must be at least 1, not -1")
+
+
+def started(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "replay_server.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def check_end(process: subprocess.Popen[str], number: int, status: int) -> str:
+    """Sends the signal, and returns what the command said on stderr."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, complained = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == status, complained
+    assert "Traceback" not in complained
+    assert "Warning" not in complained
+    psutil.wait_procs(children, timeout=60)
+    assert not any(child.is_running() for child in children)
+    return complained
+
+
+@both_signals
+def test_a_signal_ends_the_page_as_soon_as_it_has_said_its_address(tmp_path, number, status):
+    page = started("dashboard", "--port", "0", "--no-browser", "--address", "127.0.0.1:1", folder=tmp_path)
+    assert page.stdout.readline().startswith("dashboard at ")
+    check_end(page, number, status)
+
+
+@both_signals
+def test_a_signal_ends_a_benchmark_with_its_server(tmp_path, number, status):
+    bench = started("bench", "--seconds", "600", folder=tmp_path)
+    until(lambda: psutil.Process(bench.pid).children(), seconds=120)
+    assert check_end(bench, number, status) == ""
+
+
+def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
+    demo = started("demo", "--engine", "transformers", "--out", "run", folder=tmp_path)
+    until(lambda: (tmp_path / "run").exists(), seconds=120)
+    assert "stopped; all processes of the demo have ended" in check_end(demo, signal.SIGTERM, 143)
+
+
+def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
+    make_model(0).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with server_process(tmp_path) as server, ReplayClient(server.address) as client:
+        options = ("--model", "model", "--output-dir", "run", "--address", server.address)
+        trainer = started("train", *options, folder=tmp_path)
+        until(lambda: client.server_info().tables["rollouts"].sampling.count, seconds=120)
+        assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
+
+
+def test_an_interrupt_that_python_drops_comes_again(tmp_path):
+    code = (
+        "import os, signal, time\n"
+        "from replay_server.cli.signals import Interrupts\n"
+        "interrupts = Interrupts()\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.01)\n"
+        "last = Last()\n"
+        "try:\n"
+        "    del last\n"
+        "    while True: time.sleep(100)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(interrupts.status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("143\n", "")
