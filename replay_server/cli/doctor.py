@@ -98,7 +98,7 @@ def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
 def _shards(info: ServerInfo, by_shard: bool) -> Iterator[Finding]:
     """The servers of several that are gone; with `by_shard` the findings about each of the others."""
     from replay_client.diagnosis import Finding, Level, diagnose
-    from replay_server.cli.overview import shards_of
+    from replay_client.shards.merging import shards_of
 
     for name, shard in shards_of(info):
         if shard is None:

@@ -88,21 +88,18 @@ SORTS: dict[str, Callable[[TableInfo], Key]] = {
 """What the rows can be sorted by. The first keeps the order of the configuration."""
 
 
-def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
-    yield from getattr(info, "shards", {}).items()
-    for name in getattr(info, "gone", ()):
-        yield name, None
-
-
 def shard_lines(info: ServerInfo) -> Iterator[Text]:
     """A line for each server of several."""
+    from replay_client.shards.merging import shards_of
+
     for name, shard in shards_of(info):
         yield Text(f"{name}  does not answer", style="red") if shard is None else headline(name, shard)
 
 
 def shard_rows(info: ServerInfo) -> Iterator[RenderableType]:
     """A headline and a table for each server of several."""
+    from replay_client.shards.merging import shards_of
+
     for name, shard in shards_of(info):
         yield Text()
         if shard is None:

@@ -17,6 +17,7 @@ from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
 from replay_client.errors import ReplayError
 from replay_client.records import ServerInfo
+from replay_client.shards.merging import shards_of
 
 HISTORY = 600
 """Looks that the charts show."""
@@ -27,6 +28,16 @@ PATIENCE = 3.0
 """Seconds in which the server has to answer."""
 MOST_VIEWERS = 64
 REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
+
+
+def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
+    """The row of one server of several; None: it does not answer."""
+    if info is None:
+        return {"name": name, "up": False}
+    tables = [{"name": each.name, "size": each.size, "bytes": each.bytes} for each in info.tables.values()]
+    waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
+    row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
+    return row | {"capacity": info.admission.capacity if info.admission is not None else None}
 
 
 class Live:
@@ -137,6 +148,7 @@ class Live:
             tables = [plain(table) | {"config": json.loads(table.config)} for table in info.tables.values()]
             facts = {name: value for name, value in vars(info).items() if isinstance(value, str | int | float)}
             document |= {"server": facts, "policy": vars(info.policy), "admission": info.admission, "tables": tables}
+            document["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         answering = None if self._problem else info

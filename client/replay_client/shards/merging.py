@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,6 +25,14 @@ class ShardedInfo(ServerInfo):
     """Each shard that answered, by its name."""
     gone: tuple[str, ...] = ()
     """The shards that did not answer. Nothing of them is in the sums."""
+
+
+def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
+    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
+    if isinstance(info, ShardedInfo):
+        yield from info.shards.items()
+        for name in info.gone:
+            yield name, None
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:

@@ -68,6 +68,31 @@ def test_no_view_violates_accessibility_at_level_aa(opened, page_url, theme, vie
         assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in found["violations"]] == []
 
 
+def test_several_servers_are_one_run_with_a_row_for_each(opened):
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 100})]
+    with ReplayServer(tables, 0) as first, ReplayServer(tables, 0) as second:
+        addresses = [first.address, second.address]
+        with ReplayClient(addresses) as client:
+            for seed in range(20):
+                client.insert(make_group(seed=seed), {"rollouts": 1.0})
+            sizes = [client.server_info().shards[name].tables["rollouts"].size for name in addresses]
+        with serving(Settings({"address": ",".join(addresses)})) as url:
+            tab = opened(url).go("overview")
+            tab.wait_for_selector(".card.shards tbody tr")
+            tab.evaluate(f"{AXE}; 0")
+            found = tab.evaluate("tags => axe.run(document, {runOnly: tags})", LEVEL_AA)
+            assert [each["id"] for each in found["violations"]] == []
+            rows = tab.eval_on_selector_all(
+                ".card.shards tbody tr", "rows => rows.map(row => [...row.children].map(cell => cell.innerText))"
+            )
+            assert [row[:3] for row in rows] == [
+                [address, "0", str(n)] for address, n in zip(addresses, sizes, strict=True)
+            ]
+            assert "20 of 200" in tab.inner_text(".picture .node.table")
+            second.stop(grace=0)
+            tab.wait_for_selector(f".card.shards tr.gone:has-text('{second.address}')")
+
+
 def test_it_says_first_what_blocks_the_run_and_then_that_it_goes_on(opened, monkeypatch):
     for module in (diagnosis, health):
         monkeypatch.setattr(module, "LONG_WAIT", 1.0)

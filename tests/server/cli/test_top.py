@@ -14,18 +14,19 @@ import time
 
 import pytest
 
+from replay_server import ReplayServer, TableConfig
 from tests.server.cli.conftest import run_replay
 
 
 class Terminal:
     """A pseudo-terminal with `replay top` in it."""
 
-    def __init__(self, address):
+    def __init__(self, address, *options):
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "replay_server.cli", "top", "--interval", "0.2", "--address", address],
+            [sys.executable, "-m", "replay_server.cli", "top", "--interval", "0.2", "--address", address, *options],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
@@ -112,3 +113,17 @@ def test_top_without_a_terminal_names_what_works_without_one(server):
     result = run_replay("top", address=server.address)
     assert result.returncode == 2
     assert "replay tables" in result.stderr
+
+
+def test_it_has_a_row_for_each_of_several_servers_on_request():
+    with ReplayServer([TableConfig(name="pool")], 0) as first, ReplayServer([TableConfig(name="pool")], 0) as second:
+        terminal = Terminal(f"{first.address},{second.address}", "--shards")
+        try:
+            terminal.until(re.escape(first.address))
+            terminal.until(f"(?s){re.escape(second.address)}.*policy version 0")
+            second.stop(grace=0)
+            terminal.until(rf"{re.escape(second.address)}\s+does not answer")
+            terminal.press("q")
+            assert terminal.end() == (0, True)
+        finally:
+            terminal.close()

@@ -20,7 +20,7 @@ export function update(main, { look, history }) {
   if (!look.server) return fill(host, verdictOf(look));
   fill(host, verdictOf(look), picture(look, history), h("div", { class: "cards" },
     look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look), doctorCard(look),
-      look.admission && permitsCard(look)));
+      look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look)));
   for (const table of look.tables) chartOf(host, table, history);
 }
 
@@ -203,6 +203,21 @@ function serverCard({ server, address }) {
       ["damaged", server.damaged, true], ["streams", `${server.insert_streams} in, ${server.sample_streams} out`],
         ["version", server.version]].filter(([, value]) => value)));
 }
+
+function shardsCard({ shards, tables, admission }) {
+  const sizeIn = (shard, name) => shard.tables.find((each) => each.name === name)?.size.toLocaleString("en") ?? "–";
+  const row = (shard) => h("tr", { class: shard.up ? null : "gone" }, h("th", { scope: "row" }, visible(shard.name)), shard.up
+    ? [h("td", null, shard.version), ...tables.map((table) => h("td", null, sizeIn(shard, table.name))),
+      h("td", null, shard.waiting), admission && h("td", null, shard.capacity ?? "–")]
+    : h("td", { colspan: tables.length + (admission ? 3 : 2) }, "does not answer"));
+  return h("section", { class: "card shards", "aria-label": "Shards" },
+    h("h2", null, "Shards", h("small", null, "each server of several; the other cards show them as one")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rows of the shards" }, h("table", null,
+      h("thead", null, h("tr", null, ["shard", "version", ...tables.map((table) => visible(table.name)), "waiting",
+        admission && "permits"].filter(Boolean).map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", null, shards.map(row)))));
+}
+
 const facts = (rows) => h("dl", { class: "facts" },
   rows.map(([label, value, bad]) => h("div", { class: bad ? "warn" : null }, h("dt", null, label), h("dd", null, value))));
 
