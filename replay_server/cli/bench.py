@@ -128,9 +128,11 @@ def own_server() -> Iterator[ReplayClient]:
     from replay_client import ReplayClient
 
     code = (
-        "import sys; from replay_server import ReplayServer, TableConfig\n"
+        "import contextlib, os, sys; from replay_server import ReplayServer, TableConfig\n"
         "with ReplayServer(tables=[TableConfig(name='bench', max_bytes='256MB', max_size=16384)], port=0) as server:\n"
-        "    print(server.address, flush=True); sys.stdin.read()\n"
+        # A signal may have ended the command already: then nobody reads the address, and stdin is at its end.
+        "    with contextlib.suppress(BrokenPipeError): os.write(1, server.address.encode() + b'\\n')\n"
+        "    sys.stdin.read()\n"
     )
     # In a session of its own: Ctrl-C is for the command, which ends its server.
     with subprocess.Popen(

@@ -69,5 +69,5 @@ def dashboard(
     server.run(sockets=[listener])
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for number in early[:1]:
-        signal.raise_signal(number)
+    if early:
+        signal.raise_signal(early[0])
