@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, is_several
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
-from replay_client.errors import InvalidRequestError, ReplayError, error_of
+from replay_client.connection import DEFAULT, Connection, Timeout
+from replay_client.errors import error_of
 from replay_client.frames import Item, pack_items
 from replay_client.insert_streams import InsertStreams
 from replay_client.keys import KeySequence
+from replay_client.policy_watch import watch_policy
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -36,15 +36,13 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import column, message_of, once
+from replay_client.requests import column, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler
 from replay_client.single_batches import SingleBatches, joined
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
-MOST_KEYS = 1_000_000
-"""Keys in one request."""
 WRITER_BYTES = 256 << 20
 """Default bound of the payload bytes that a writer has in flight."""
 
@@ -236,23 +234,44 @@ class AsyncReplayClient:
         response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, once(request), timeout)
         return mutation_of(response)
 
+    async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
+        """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
+
+        Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
+        result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
+        """
+        batches = sorted({sample.info.lease for sample in samples} - {0})
+        request = message_of(pb.RenewLeasesRequest, batches=batches, seconds=lease)
+        response = await self._connection.unary(self._connection.stub.RenewLeases, request, timeout)
+        return mutation_of(response)
+
+    async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
+        """Takes the items that a reader has used, and that are back in the table because its lease has ended.
+
+        They count as sampled once more. `missing` are those that are not in the table.
+        """
+        request = message_of(pb.TakeItemsRequest, table=table, keys=list(keys))
+        response = await self._connection.unary(self._connection.stub.TakeItems, once(request), timeout)
+        return mutation_of(response)
+
     def sampler(
-        self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
+        self,
+        table: str,
+        batch_size: int = 1,
+        *,
+        prefetch: int = 2,
+        timeout: Timeout = DEFAULT,
+        distinct: bool = True,
+        lease: float = 0.0,
     ) -> AsyncSampler:
         """An endless iterator over batches of `batch_size` samples, with up to `prefetch` batches drawn ahead.
 
-        `timeout` bounds the wait for each batch, in seconds.
+        `timeout` bounds the wait for each batch, in seconds. `lease`: a batch that the caller gets is in use, and goes
+        back after this many seconds, unless `renew` or `acknowledge` comes before; 0: the batch is the caller's.
         """
-        request = message_of(pb.SampleRequest, table=table, num_samples=batch_size, allow_repeats=not distinct)
-
-        async def explain() -> str:
-            with suppress(ReplayError):
-                info = (await self.server_info(tables=[table], timeout=1.0)).tables[table]
-                if info.sampling.reason:
-                    return info.sampling.reason
-            return f"{table}: no batch of {batch_size} within the time"
-
-        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout), explain)
+        fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
+        request = message_of(pb.SampleRequest, table=table, **fields)
+        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout))
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 
@@ -276,15 +295,7 @@ class AsyncReplayClient:
         timeout: Timeout = DEFAULT,
     ) -> MutationResult:
         """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
-        if len(keys) > MOST_KEYS:
-            raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
-        if (kind := np.asarray(keys).dtype).kind not in "ui":
-            raise InvalidRequestError(f"keys of type {kind}: keys are integers, which {kind} would not keep exactly")
-        request = pb.UpdatePrioritiesRequest(
-            table=table,
-            keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
-            priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
-        )
+        request = priorities_message(table, keys, priorities)
         response = await self._connection.unary(self._connection.stub.UpdatePriorities, request, timeout)
         return mutation_of(response)
 
@@ -384,20 +395,9 @@ class AsyncReplayClient:
 
         Connects again by itself.
         """
-        patience = Patience(self._connection, self._connection.timeout)
-        last: tuple[int, str] | None = None
-        while True:
-            call = self._connection.stub.WatchPolicy(pb.GetPolicyRequest())
-            try:
-                async for message in call:
-                    patience.renew()
-                    if (message.version, message.weights) != last:
-                        last = message.version, message.weights
-                        yield policy_of(message)
-            except grpc.aio.AioRpcError as error:
-                await patience.pause_or_raise(error)
-            finally:
-                call.cancel()
+        async with aclosing(watch_policy(self._connection)) as watch:
+            async for policy in watch:
+                yield policy
 
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
         """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.

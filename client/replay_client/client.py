@@ -115,11 +115,23 @@ class ReplayClient:
     sample = blocking(AsyncReplayClient.sample)
     acknowledge = blocking(AsyncReplayClient.acknowledge)
 
+    renew = blocking(AsyncReplayClient.renew)
+    take = blocking(AsyncReplayClient.take)
+
     def sampler(
-        self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
+        self,
+        table: str,
+        batch_size: int = 1,
+        *,
+        prefetch: int = 2,
+        timeout: Timeout = DEFAULT,
+        distinct: bool = True,
+        lease: float = 0.0,
     ) -> Sampler:
         """An endless iterator over batches, for `with` and `for`; see AsyncReplayClient.sampler."""
-        sampler = self._aio.sampler(table, batch_size, prefetch=prefetch, timeout=timeout, distinct=distinct)
+        sampler = self._aio.sampler(
+            table, batch_size, prefetch=prefetch, timeout=timeout, distinct=distinct, lease=lease
+        )
         return Sampler(self._thread, sampler)
 
     update_priorities = blocking(AsyncReplayClient.update_priorities)

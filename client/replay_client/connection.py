@@ -179,11 +179,15 @@ class Connection:
         """The response to one request, asked for again while no server answers and there is time."""
         return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
 
-    async def take(self, batch: int, timeout: float | None) -> bool:
+    async def take(self, batch: int, timeout: float | None, lease: float = 0.0) -> bool:
         """Takes a batch whose bytes are all here. May be repeated, on any stream and after a restart of the server.
 
-        False: the server gave the batch back, because its time was up, the server restarted, or an item became stale.
+        `lease`: the batch is not taken, but leased for this many seconds. False: the server gave the batch back,
+        because its time was up, the server restarted, or an item became stale.
         """
+        if lease:
+            renewal = pb.RenewLeasesRequest(batches=[batch], seconds=lease, unread=True)
+            return not (await self.unary(self.stub.RenewLeases, renewal, timeout)).missing
         request = pb.AcknowledgeSamplesRequest(batches=[batch], unread=True)
         response = await self.unary(self.stub.AcknowledgeSamples, request, timeout)
         return not response.missing

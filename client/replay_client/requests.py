@@ -12,11 +12,29 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
+from replay_protos import replay_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 
+MOST_KEYS = 1_000_000
+"""Keys in one request."""
 _LONGEST = 80
 """Characters of a value that an error shows."""
+
+
+def priorities_message(
+    table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]
+) -> pb.UpdatePrioritiesRequest:
+    """Both arrays of shape (K,). Raises InvalidRequestError for too many keys, and for keys that are no integers."""
+    if len(keys) > MOST_KEYS:
+        raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
+    if (kind := np.asarray(keys).dtype).kind not in "ui":
+        raise InvalidRequestError(f"keys of type {kind}: keys are integers, which {kind} would not keep exactly")
+    return pb.UpdatePrioritiesRequest(
+        table=table,
+        keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
+        priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
+    )
 
 
 def once(request: M) -> M:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
 import grpc
 
 from replay_client.connection import Connection, Patience, end_stream, read_message
-from replay_client.errors import DeadlineExceededError, InvalidRequestError
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError
 from replay_client.frames import missing_bytes, split_rows
 from replay_client.records import Sample, samples_of
 from replay_client.shared_memory import SharedSamples
@@ -26,7 +25,8 @@ class AsyncSampler:
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. Until
     then the server takes it back if this client goes away, or if an item in it becomes stale. A batch whose answer to
-    `take` is lost, in a broken connection or by an interrupt, is the next that the caller gets.
+    `take` is lost, in a broken connection or by an interrupt, is the next that the caller gets. With a lease the caller
+    acknowledges each batch, or it goes back in time.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class AsyncSampler:
         request: pb.SampleRequest,
         prefetch: int,
         timeout: float | None,
-        explain: Callable[[], Awaitable[str]],
     ) -> None:
         if prefetch < 0:
             raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
@@ -43,8 +42,6 @@ class AsyncSampler:
         self._request = request
         self._prefetch = prefetch
         self._timeout = timeout
-        self._explain = explain
-        """Tells why sampling this table waits."""
         self._call: SharedSamples | None = None
         self._ahead = 0
         """Batches that the server may have drawn and that the caller does not have yet."""
@@ -84,13 +81,22 @@ class AsyncSampler:
         finally:
             self._busy = False
 
+    async def _explain(self) -> str:
+        """Why sampling this table waits."""
+        table, stub = self._request.table, self._connection.stub
+        with suppress(ReplayError):
+            info = await self._connection.unary(stub.GetServerInfo, pb.GetServerInfoRequest(tables=[table]), 1.0)
+            if reason := info.tables[0].sampling.reason:
+                return reason
+        return f"{table}: no batch of {self._request.num_samples} within the time"
+
     async def _next_connected(self) -> list[Sample]:
         patience = Patience(self._connection, self._connection.timeout)
         while True:
             try:
                 if self._taking is not None and self._call is None:
                     batch_id, samples = self._taking
-                    if await self._connection.take(batch_id, self._timeout):
+                    if await self._connection.take(batch_id, self._timeout, self._request.lease):
                         return samples
                     self._taking = None
                 return await self._next()
@@ -135,7 +141,7 @@ class AsyncSampler:
             while missing_bytes(message.payload_sizes, chunks):
                 chunks += (await self._read()).payloads
             rows = split_rows(message.payload_sizes, chunks)
-            self._ready.append((message.batch, samples_of(message, rows)))
+            self._ready.append((message.batch, samples_of(message, rows, leased=self._request.lease > 0)))
             if not asked:
                 return True
 

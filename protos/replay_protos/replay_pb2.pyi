@@ -359,7 +359,8 @@ Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
 @_typing.final
 class SampleStreamRequest(_message.Message):
     """A stream draws ahead. A batch counts as sampled when the caller takes it. A batch that is not taken when the stream
-    ends goes back to its table, and so does a batch that contains a stale item.
+    ends goes back to its table, and so does a batch that contains a stale item. If `open` has a lease, `take` leases the
+    batch for that time, as RenewLeases does: it outlives the stream, and ends with AcknowledgeSamples.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -450,6 +451,68 @@ class AcknowledgeSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeSamplesResponse: _TypeAlias = AcknowledgeSamplesResponse  # noqa: Y015
+
+@_typing.final
+class RenewLeasesRequest(_message.Message):
+    """The leases of these batches end `seconds` from now. Their readers have them: their items are forwarded now, and the
+    leases go on after a restart of a durable server, for as long again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCHES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    unread: _builtins.bool
+    """as in AcknowledgeSamplesRequest"""
+    @_builtins.property
+    def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        batches: _abc.Iterable[_builtins.int] | None = ...,
+        seconds: _builtins.float = ...,
+        unread: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "seconds", b"seconds", "unread", b"unread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeasesRequest: _TypeAlias = RenewLeasesRequest  # noqa: Y015
+
+@_typing.final
+class TakeItemsRequest(_message.Message):
+    """A reader has used these items, and its leases have ended since. Those that are back in the table are taken, as if
+    they were drawn again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    request: _builtins.int
+    """as in DeleteRequest"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+        request: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "request", b"request", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeItemsRequest: _TypeAlias = TakeItemsRequest  # noqa: Y015
 
 @_typing.final
 class WeighRequest(_message.Message):

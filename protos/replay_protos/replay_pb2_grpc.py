@@ -59,6 +59,16 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
                 _registered_method=True)
+        self.RenewLeases = channel.unary_unary(
+                '/replay.v1.Replay/RenewLeases',
+                request_serializer=replay__protos_dot_replay__pb2.RenewLeasesRequest.SerializeToString,
+                response_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
+                _registered_method=True)
+        self.TakeItems = channel.unary_unary(
+                '/replay.v1.Replay/TakeItems',
+                request_serializer=replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
+                response_deserializer=replay__protos_dot_replay__pb2.MutationResponse.FromString,
+                _registered_method=True)
         self.Weigh = channel.unary_unary(
                 '/replay.v1.Replay/Weigh',
                 request_serializer=replay__protos_dot_replay__pb2.WeighRequest.SerializeToString,
@@ -170,6 +180,18 @@ class ReplayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeSamples(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewLeases(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeItems(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +323,16 @@ def add_ReplayServicer_to_server(servicer, server):
                     servicer.AcknowledgeSamples,
                     request_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.SerializeToString,
+            ),
+            'RenewLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLeases,
+                    request_deserializer=replay__protos_dot_replay__pb2.RenewLeasesRequest.FromString,
+                    response_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.SerializeToString,
+            ),
+            'TakeItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeItems,
+                    request_deserializer=replay__protos_dot_replay__pb2.TakeItemsRequest.FromString,
+                    response_serializer=replay__protos_dot_replay__pb2.MutationResponse.SerializeToString,
             ),
             'Weigh': grpc.unary_unary_rpc_method_handler(
                     servicer.Weigh,
@@ -518,6 +550,60 @@ class Replay(object):
             '/replay.v1.Replay/AcknowledgeSamples',
             replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
             replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/replay.v1.Replay/RenewLeases',
+            replay__protos_dot_replay__pb2.RenewLeasesRequest.SerializeToString,
+            replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/replay.v1.Replay/TakeItems',
+            replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
+            replay__protos_dot_replay__pb2.MutationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class ReplayStub:
     Sample: _grpc.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]
     SampleStream: _grpc.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]
     AcknowledgeSamples: _grpc.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]
+    RenewLeases: _grpc.UnaryUnaryMultiCallable[_replay_pb2.RenewLeasesRequest, _replay_pb2.AcknowledgeSamplesResponse]
+    TakeItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]
     Weigh: _grpc.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]
     UpdatePriorities: _grpc.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]
     Delete: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]
@@ -80,6 +82,8 @@ class ReplayAsyncStub(ReplayStub):
     Sample: _aio.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     SampleStream: _aio.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     AcknowledgeSamples: _aio.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]  # type: ignore[assignment]
+    RenewLeases: _aio.UnaryUnaryMultiCallable[_replay_pb2.RenewLeasesRequest, _replay_pb2.AcknowledgeSamplesResponse]  # type: ignore[assignment]
+    TakeItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Weigh: _aio.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]  # type: ignore[assignment]
     UpdatePriorities: _aio.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
@@ -136,6 +140,20 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.AcknowledgeSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.AcknowledgeSamplesResponse, _abc.Awaitable[_replay_pb2.AcknowledgeSamplesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RenewLeases(
+        self,
+        request: _replay_pb2.RenewLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_pb2.AcknowledgeSamplesResponse, _abc.Awaitable[_replay_pb2.AcknowledgeSamplesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def TakeItems(
+        self,
+        request: _replay_pb2.TakeItemsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_pb2.MutationResponse, _abc.Awaitable[_replay_pb2.MutationResponse]]: ...
 
     @_abc_1.abstractmethod
     def Weigh(

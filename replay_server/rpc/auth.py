@@ -56,6 +56,8 @@ ROLES = {
     "Sample": Role.READ_WRITE,
     "SampleStream": Role.READ_WRITE,
     "AcknowledgeSamples": Role.READ_WRITE,
+    "RenewLeases": Role.READ_WRITE,
+    "TakeItems": Role.READ_WRITE,
     "UpdatePriorities": Role.READ_WRITE,
     "Delete": Role.READ_WRITE,
     "SetPolicyVersion": Role.READ_WRITE,

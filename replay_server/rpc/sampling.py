@@ -16,7 +16,15 @@ from contextlib import ExitStack, aclosing
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_server.errors import busy, invalid
-from replay_server.limits import MAX_BYTES_AHEAD, MAX_EXCLUDE, MAX_LEASE, MAX_ROWS, MAX_SAMPLE_STREAMS, MAX_SCOPE
+from replay_server.limits import (
+    MAX_BYTES_AHEAD,
+    MAX_EXCLUDE,
+    MAX_KEYS,
+    MAX_LEASE,
+    MAX_ROWS,
+    MAX_SAMPLE_STREAMS,
+    MAX_SCOPE,
+)
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
@@ -41,8 +49,7 @@ class SampleMethods:
 
     @stream
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
-        if not 0 <= request.lease <= MAX_LEASE:
-            raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {request.lease}")
+        _check_lease(request.lease)
         backend, buffer = self.backend, self.backend.buffer
         self.leases.give_back_of(request.request)
         batch_id, batch, payloads = await draw(buffer, request)
@@ -81,10 +88,11 @@ class SampleMethods:
         opening = await anext(reader, None)
         if opening is None or not opening.HasField("open"):
             raise invalid("the first message of a sample stream must have `open`")
+        _check_lease(opening.open.lease)
         client = context.peer()
         if self._streams[client] >= MAX_SAMPLE_STREAMS:
             raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
-        sample_stream = SampleStream(self.backend, client, reader, opening, self._stream_of)
+        sample_stream = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases)
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
@@ -116,6 +124,37 @@ class SampleMethods:
         missing = [batch for batch in request.batches if not self._end(batch, request.give_back, request.unread)]
         return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
 
+    @unary
+    @durable
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.AcknowledgeSamplesResponse:
+        if len(request.batches) > MAX_ROWS:
+            raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
+        _check_lease(request.seconds)
+        if request.seconds == 0:
+            raise invalid("seconds must be above 0: AcknowledgeSamples ends a lease")
+        missing = [batch for batch in request.batches if not self._renew(batch, request.seconds, request.unread)]
+        return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
+
+    @unary
+    @durable
+    @once(pb.MutationResponse)
+    async def TakeItems(self, request: pb.TakeItemsRequest, context: Context) -> pb.MutationResponse:
+        if len(request.keys) > MAX_KEYS:
+            raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
+        buffer = self.backend.buffer
+        buffer.check_open()
+        batch_id, missing = buffer.outstanding.draw_keys(buffer.table(request.table), request.keys)
+        if batch_id is not None:
+            buffer.take(batch_id, sent=True)
+        return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
+
+    def _renew(self, batch_id: int, seconds: float, unread: bool) -> bool:
+        """Returns True for a batch that is taken already, too."""
+        if (sample_stream := self._stream_of.get(batch_id)) is not None:
+            # The connection of the stream broke, and the server may not have noticed that yet.
+            return sample_stream.lease(batch_id, seconds)
+        return self.leases.renew(batch_id, seconds, unread) or batch_id in self.backend.buffer.outstanding.taken
+
     def _end(self, batch_id: int, give_back: bool, unread: bool) -> bool:
         """Takes a batch, or gives it back. Returns True for a retry too, and False if the batch was ended otherwise."""
         if not give_back and (sample_stream := self._stream_of.get(batch_id)) is not None:
@@ -124,6 +163,11 @@ class SampleMethods:
         if self.leases.end(batch_id, give_back, unread):
             return True
         return not give_back and batch_id in self.backend.buffer.outstanding.taken
+
+
+def _check_lease(seconds: float) -> None:
+    if not 0 <= seconds <= MAX_LEASE:
+        raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {seconds}")
 
 
 def _check_left_out(request: pb.SampleRequest | pb.WeighRequest) -> None:
@@ -193,9 +237,11 @@ class SampleStream:
         requests: AsyncIterator[pb.SampleStreamRequest],
         opening: pb.SampleStreamRequest,
         stream_of: dict[int, SampleStream],
+        leases: Leases,
     ) -> None:
         self._backend = backend
         self._stream_of = stream_of
+        self._leases = leases
         self._buffer = backend.buffer
         self._client = client
         self._requests = requests
@@ -262,10 +308,10 @@ class SampleStream:
             await self._outgoing.put(error)
 
     async def _take(self, batch_id: int) -> None:
-        retry = batch_id in self._buffer.outstanding.taken
+        retry = batch_id in self._buffer.outstanding.taken or batch_id in self._leases
         if batch_id not in self._outstanding and not retry:
             raise invalid(f"batch {batch_id} is not one of this stream's")
-        if retry or self.end(batch_id, give_back=False):
+        if retry or self._hand_over(batch_id):
             await self._backend.durable()
             answer = pb.SampleResponse(taken=batch_id)
         else:
@@ -273,19 +319,37 @@ class SampleStream:
         async with self._one_batch:
             await self._outgoing.put(Frame(answer, ()))
 
+    def _hand_over(self, batch_id: int) -> bool:
+        """The reader asks for the batch. False: an item in it is too stale."""
+        return (
+            self.lease(batch_id, seconds) if (seconds := self._request.lease) else self.end(batch_id, give_back=False)
+        )
+
     def end(self, batch_id: int, give_back: bool) -> bool:
         """Takes an outstanding batch, or gives it back. False: it was to be taken, and an item in it is too stale."""
+        self._remove(batch_id, give_back).close()
+        if give_back:
+            self._buffer.give_back(batch_id)
+            return True
+        return self._buffer.take(batch_id)
+
+    def lease(self, batch_id: int, seconds: float) -> bool:
+        """Leases an outstanding batch, which then outlives this stream. False: an item in it is too stale."""
+        with self._remove(batch_id) as share:
+            if not self._buffer.take(batch_id, lease=seconds):
+                return False
+            self._leases.begin(batch_id, seconds, share.pop_all())
+            return True
+
+    def _remove(self, batch_id: int, give_back: bool = False) -> ExitStack:
+        """The batch is no longer this stream's. Returns its share of the samples that clients may have outstanding."""
         if not give_back and batch_id not in self._sent:  # its payloads must stay until they are read
             raise invalid(f"batch {batch_id} is still being sent")
         self._sent.discard(batch_id)
         del self._stream_of[batch_id]
         _, share = self._outstanding.pop(batch_id)
-        share.close()
         self._some_taken.set()
-        if give_back:
-            self._buffer.give_back(batch_id)
-            return True
-        return self._buffer.take(batch_id)
+        return share
 
     def _credit_of(self, request: pb.SampleStreamRequest) -> int:
         if request.credit * max(1, self._request.num_samples) > MAX_ROWS:
@@ -307,6 +371,8 @@ class Leases:
         """By the client's name of its request: the batch that it got, while the lease is open."""
         self._given_back: dict[int, None] = {}
         """The last batches that readers gave back, to recognise a retry. The buffer remembers the taken ones."""
+        for batch_id, seconds in buffer.outstanding.leased.items():  # of before a restart
+            self.begin(batch_id, seconds, ExitStack())
 
     def __len__(self) -> int:
         return len(self._open)
@@ -318,6 +384,21 @@ class Leases:
             share.callback(self._batch_of.pop, request, None)
         expire = functools.partial(self._end, batch_id, give_back=True)
         self._open[batch_id] = asyncio.get_running_loop().call_later(seconds, expire), share
+
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._open
+
+    def renew(self, batch_id: int, seconds: float, unread: bool) -> bool:
+        """The lease ends `seconds` from now. False: it had ended, or an item of an `unread` batch is too stale."""
+        if (lease := self._open.pop(batch_id, None)) is None:
+            return False
+        timer, share = lease
+        timer.cancel()
+        if not self._buffer.take(batch_id, sent=not unread, lease=seconds):
+            share.close()
+            return False
+        self.begin(batch_id, seconds, share)
+        return True
 
     def give_back_of(self, request: int) -> None:
         """Gives back the batch of an earlier attempt of this request: the client did not get its end."""

@@ -1,7 +1,7 @@
 """ChangeCollector: is told of every change of a buffer, and turns the changes into records.
 
 Outstanding batches are recorded as if they had not been drawn. After a crash no reader can take them any more, so their
-items are back in their table.
+items are back in their table. A lease has a record beside them: a restart draws its batch again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from replay_server.storage.records import (
     FORWARDED,
     IN_TABLE,
     ITEM,
+    LEASE,
     POLICY,
     ROW,
     SCOPE,
@@ -43,7 +44,7 @@ from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.table import Table
 
-_KEPT = (SCOPE, TAKEN, ANSWER)
+_KEPT = (SCOPE, TAKEN, LEASE, ANSWER)
 """Names of the records that come only when they have changed, and not each time as of the moment."""
 
 
@@ -59,6 +60,8 @@ class ChangeCollector:
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
         self._changed_taken: set[int] = set()
+        # A checkpoint contains those that there are. An answer or a scope it does not need.
+        self._changed_leases = set(buffer.outstanding.leased)
         self._changed_answers: dict[int, None] = {}
         self._inserted: list[int] = []
         self._written = dict(state.state_records)
@@ -86,6 +89,9 @@ class ChangeCollector:
 
     def taken_changed(self, block: int) -> None:
         self._changed_taken.add(block)
+
+    def lease_changed(self, batch_id: int) -> None:
+        self._changed_leases.add(batch_id)
 
     def answers_changed(self, request_ids: Iterable[int]) -> None:
         self._changed_answers.update(dict.fromkeys(request_ids))
@@ -189,11 +195,23 @@ class ChangeCollector:
             packed = None if ids is None else pack([block, np.array(ids, dtype="<u8").tobytes()])
             yield StateRecord(TAKEN + b"%d" % block, packed)
         self._changed_taken.clear()
+        for batch_id in sorted(self._changed_leases):
+            yield StateRecord(LEASE + b"%d" % batch_id, self._lease_record(batch_id))
+        self._changed_leases.clear()
         for request_id in self._changed_answers:
             answer = buffer.answers.get(request_id)
             packed = None if answer is None else pack([next(self._stamps), request_id, *answer])
             yield StateRecord(ANSWER + b"%d" % request_id, packed)
         self._changed_answers.clear()
+
+    def _lease_record(self, batch_id: int) -> bytes | None:
+        outstanding = self._buffer.outstanding
+        if (seconds := outstanding.leased.get(batch_id)) is None:
+            return None
+        table, batch = outstanding.by_id[batch_id]
+        # Batches of before a reset change nothing any more.
+        keys = batch.keys if batch.epoch == table.epoch else batch.keys[:0]
+        return pack([batch_id, table.name, batch.scope, seconds, keys.astype("<u8").tobytes()])
 
     def _scope_records(self) -> Iterator[StateRecord]:
         changed, self._changed_scopes = self._changed_scopes, set()

@@ -16,6 +16,7 @@ from replay_server.storage.records import (
     ANSWER,
     FORWARDED,
     IN_TABLE,
+    LEASE,
     POLICY,
     SCOPE,
     TABLE,
@@ -41,9 +42,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     scopes: list[Any] = []
     admission: dict[str, Any] | None = None
     taken: list[tuple[int, list[int]]] = []
+    leases: list[Any] = []
     answers: list[Any] = []
     for name, record in state.state_records.items():
-        if name.startswith((SCOPE, TAKEN, ANSWER)):
+        if name.startswith((SCOPE, TAKEN, LEASE, ANSWER)):
             try:
                 value = unpack(record)
             except Damaged:
@@ -53,6 +55,8 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
                 scopes.append(value)
             elif name.startswith(ANSWER):
                 answers.append(value)
+            elif name.startswith(LEASE):
+                leases.append(value)
             else:
                 taken.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
             continue
@@ -73,6 +77,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     buffer.known_keys.remember(state.known_keys)
     buffer.outstanding.taken.load(taken)
     buffer.answers.load((request_id, Answer(*answer)) for _, request_id, *answer in sorted(answers))
+    # Before the tables drop what is stale or too much: these items are in their readers' hands.
+    for batch_id, table_name, scope, seconds, keys in leases:
+        leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
+        buffer.outstanding.restore_lease(batch_id, table_name, leased, scope, seconds)
     reconcile(buffer)
 
 

@@ -172,11 +172,14 @@ class Admission:
         self._began, self._version = True, version
         self.progress()
 
-    def restart(self, version: int, share: float | None = None) -> None:
-        """The trainer starts again at `version`, so `accepted` becomes what it has used until then."""
+    def restart(self, version: int, unsampled: int = 0, share: float | None = None) -> None:
+        """The trainer starts again at `version`: `accepted` becomes what it has used until then, and what waits for it.
+
+        `unsampled`: accepted groups that nobody has used yet. `share`: as for `set_version`.
+        """
         self._share = self._share if share is None else share
-        self.accepted = version * self.config.groups_per_step
-        self._earlier = float(self.accepted)
+        used = version * self.config.groups_per_step
+        self.accepted, self._earlier = used + unsampled, float(used)
         self._began, self._version = True, version
         self.progress()
 

@@ -181,15 +181,17 @@ class ReplayBuffer:
         self._progress([table])
         return pending
 
-    def take(self, batch_id: int, *, sent: bool = False) -> bool:
+    def take(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
         """The reader takes the batch for good. False: a row has become too stale, and the batch is given back.
 
-        `sent`: the reader has all bytes already, so rows are not checked for staleness any more.
+        `sent`: the reader has all bytes already, so rows are not checked for staleness any more. `lease`: the reader
+        has the batch only for this many seconds, unless it takes the batch meanwhile.
         """
-        if not sent and self.outstanding.has_stale_row(batch_id, self.policy.version):
+        outstanding, version = self.outstanding, self.policy.version
+        if not sent and outstanding.has_stale_row(batch_id, version):
             self.give_back(batch_id)
             return False
-        self._progress(self.outstanding.take(batch_id, self.policy.version))
+        self._progress(outstanding.lease(batch_id, lease, version) if lease else outstanding.take(batch_id, version))
         return True
 
     def give_back(self, batch_id: int) -> None:
@@ -434,11 +436,7 @@ class ReplayBuffer:
                     pending.fail(refusal)
         if self.admission is not None:
             if rollback:
-                self.admission.restart(version, share)
-                for watcher in self.watchers:
-                    watcher.changed(key for key, item in self.items.items() if item.unused_permit)
-                for item in self.items.values():
-                    item.unused_permit = False  # no longer among the accepted
+                self.admission.restart(version, self.items.unused_permits(), share)
             else:
                 self.admission.set_version(version, self.items.unused_permits, share)
         self._progress(self.tables.values())

@@ -32,6 +32,9 @@ class Watcher(Protocol):
     def taken_changed(self, block: int) -> None:
         """This block of the ids of taken batches has changed."""
 
+    def lease_changed(self, batch_id: int) -> None:
+        """The reader of this batch has it now under a lease, or has it no longer."""
+
     def answers_changed(self, request_ids: Iterable[int]) -> None:
         """The answers to these requests are remembered, or forgotten."""
 

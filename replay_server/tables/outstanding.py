@@ -2,6 +2,7 @@
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
 * Exactly one call of `take` or `give_back` ends a batch. The ids of taken batches are remembered.
+* A leased batch is in use by its reader. Its rows are forwarded, and it stays outstanding when the server restarts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class OutstandingBatches:
         self._watchers = watchers
         self._admitted = "" if admission is None else admission.table
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
+        self.leased: dict[int, float] = {}
+        """The seconds for which each batch is leased, of those that are in use."""
         self.taken = TakenBatches()
         # A batch of a server before a restart must not be mistaken for a new one.
         self._ids = count(secrets.randbits(62) | 1)
@@ -40,11 +43,29 @@ class OutstandingBatches:
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
         batch = table.draw(request, n)
+        return self._begin(table, batch, next(self._ids)), batch
+
+    def draw_keys(self, table: Table, keys: Sequence[int]) -> tuple[int | None, list[int]]:
+        """Draws the rows of these keys. Returns the id of the batch, None if it is empty, and the missing keys."""
+        slots = table.columns.find(np.array(list(dict.fromkeys(keys)), dtype=np.uint64))
+        missing = [key for key in dict.fromkeys(keys) if key not in table]
+        found = slots[slots >= 0]
+        if not found.size:
+            return None, missing
+        return self._begin(table, table.draw_slots(found, np.ones(found.size)), next(self._ids)), missing
+
+    def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         # For a consumed row the batch takes over the hold of the table, which the item has just left.
         self._items.hold(batch.keys[~batch.consumed].tolist())
-        batch_id = next(self._ids)
         self.by_id[batch_id] = (table, batch)
-        return batch_id, batch
+        return batch_id
+
+    def _end(self, batch_id: int) -> tuple[Table, SampleBatch]:
+        table, batch = self.by_id.pop(batch_id)
+        if self.leased.pop(batch_id, None) is not None:
+            for watcher in self._watchers:
+                watcher.lease_changed(batch_id)
+        return table, batch
 
     def has_stale_row(self, batch_id: int, policy_version: int) -> bool:
         table, batch = self.by_id[batch_id]
@@ -52,7 +73,7 @@ class OutstandingBatches:
 
     def take(self, batch_id: int, policy_version: int) -> list[Table]:
         """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
-        table, batch = self.by_id.pop(batch_id)
+        table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
         changed_blocks = list(self.taken.remember(batch_id))
         for watcher in self._watchers:
@@ -65,18 +86,34 @@ class OutstandingBatches:
             for key in keys:
                 self._items[key].unused_permit = False
         table.take(batch)
-        changed = [table]
-        if table.config.forward_to is not None and batch.epoch == table.epoch:
-            target = self._tables[table.config.forward_to]
-            changed.append(target)
-            for key, priority in zip(keys, batch.priorities.tolist(), strict=True):
-                self._forward(key, priority, table, target, policy_version)
+        changed = [table, *self._forward_rows(table, batch, policy_version)]
         self._items.release(keys)
         return changed
 
+    def lease(self, batch_id: int, seconds: float, policy_version: int) -> list[Table]:
+        """The reader has the batch, under a lease. Forwards its rows. Returns the tables that have changed."""
+        table, batch = self.by_id[batch_id]
+        if self.leased.get(batch_id) == seconds:  # renewed: nothing to write
+            return []
+        self.leased[batch_id] = seconds
+        for watcher in self._watchers:
+            watcher.lease_changed(batch_id)
+            watcher.changed(batch.keys.tolist())
+        return self._forward_rows(table, batch, policy_version)
+
+    def restore_lease(self, batch_id: int, table_name: str, keys: KeyArray, scope: str, seconds: float) -> None:
+        """Draws a leased batch of an older server again. All its items are in their tables."""
+        if (table := self._tables.get(table_name)) is not None:
+            slots = table.columns.find(keys)
+            if (found := slots[slots >= 0]).size:
+                self._begin(table, table.draw_slots(found, np.ones(found.size), scope), batch_id)
+                self.leased[batch_id] = seconds
+        for watcher in self._watchers:
+            watcher.lease_changed(batch_id)
+
     def give_back(self, batch_id: int, policy_version: int) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
-        table, batch = self.by_id.pop(batch_id)
+        table, batch = self._end(batch_id)
         self._items.hold(batch.keys[table.give_back(batch)].tolist())
         self._items.release(batch.keys.tolist())
         table.drop_stale(policy_version)
@@ -97,6 +134,15 @@ class OutstandingBatches:
         tables, items = self._tables.values(), self._items
         keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if items[key].unused_permit}
         return sum(not any(table.has_or_may_return(key) for table in tables) for key in keys)
+
+    def _forward_rows(self, table: Table, batch: SampleBatch, policy_version: int) -> list[Table]:
+        """Returns the table that the rows were forwarded to, if there is one."""
+        if table.config.forward_to is None or batch.epoch != table.epoch:
+            return []
+        target = self._tables[table.config.forward_to]
+        for key, priority in zip(batch.keys.tolist(), batch.priorities.tolist(), strict=True):
+            self._forward(key, priority, table, target, policy_version)
+        return [target]
 
     def _forward(self, key: int, priority: float, source: Table, target: Table, policy_version: int) -> None:
         """Forwards an item at its first sample."""

@@ -199,13 +199,17 @@ class Table:
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
-        columns = self.columns
         if request.distinct:
             excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
             slots, probabilities = self.sampler.select(n, self.rng, excluded)
         else:
             slots, probabilities = self.sampler.select_repeated(n, self.rng)
         assert slots.size == n, (slots.size, n)
+        return self.draw_slots(slots, probabilities, request.scope)
+
+    def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
+        """Draws exactly these rows (n,)."""
+        columns, n = self.columns, slots.size
         np.add.at(columns.times_sampled, slots, 1)
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
@@ -220,11 +224,11 @@ class Table:
             orders=columns.order[slots],
             consumed=times_sampled >= limit if limit else np.zeros(n, dtype=np.bool_),
             table_size=self.size,
-            scope=request.scope,
+            scope=scope,
             epoch=self.epoch,
         )
-        if request.scope:
-            self.scopes.give(request.scope, batch.keys.tolist())
+        if scope:
+            self.scopes.give(scope, batch.keys.tolist())
         self._remove(slots[batch.consumed], leaves=False)
         for row in np.flatnonzero(batch.consumed).tolist():
             self.consumed[int(batch.keys[row])] = (batch, row)

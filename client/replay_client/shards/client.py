@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.access import TLS, Access, split_addresses
-from replay_client.aio import MOST_KEYS, WRITER_BYTES, AsyncReplayClient
+from replay_client.aio import WRITER_BYTES, AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout, Unset, check_timeout
 from replay_client.errors import (
     DeadlineExceededError,
@@ -34,7 +34,7 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
 )
-from replay_client.requests import column, whole_number
+from replay_client.requests import MOST_KEYS, column, whole_number
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.by_key import KeyedItems
 from replay_client.shards.fleet import Deadline, Fleet
@@ -192,6 +192,27 @@ class ShardedClient(AsyncReplayClient):
     ) -> MutationResult:
         """As AsyncReplayClient. The batch of a shard that cannot be reached counts as missing: nobody may use it."""
         deadline = self._deadline(timeout)
+
+        def end(client: AsyncReplayClient, mine: list[Sample]) -> Awaitable[MutationResult]:
+            return client.acknowledge(mine, give_back=give_back, timeout=deadline.seconds)
+
+        return await self._on_leases(samples, end, deadline)
+
+    async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
+        """As AsyncReplayClient. The batch of a shard that cannot be reached counts as missing."""
+        deadline = self._deadline(timeout)
+
+        def extend(client: AsyncReplayClient, mine: list[Sample]) -> Awaitable[MutationResult]:
+            return client.renew(mine, lease, timeout=deadline.seconds)
+
+        return await self._on_leases(samples, extend, deadline)
+
+    async def _on_leases(
+        self,
+        samples: Iterable[Sample],
+        change: Callable[[AsyncReplayClient, list[Sample]], Awaitable[MutationResult]],
+        deadline: Deadline,
+    ) -> MutationResult:
         given = [sample for sample in samples if sample.info.lease]
         shards = {sample.info.shard for sample in given}
         if unknown := shards - self._fleet.by_name.keys():
@@ -200,8 +221,12 @@ class ShardedClient(AsyncReplayClient):
 
         async def one(name: str) -> MutationResult:
             mine, shard = [sample for sample in given if sample.info.shard == name], self._fleet.by_name[name]
+
+            async def work() -> MutationResult:
+                return await change(shard.client, mine)
+
             try:
-                return await shard.run(shard.client.acknowledge(mine, give_back=give_back, timeout=deadline.seconds))
+                return await shard.run(work())
             except (ServerUnavailableError, ServerClosedError):
                 return MutationResult(0, tuple(sorted({sample.info.lease for sample in mine})))
 
@@ -209,11 +234,26 @@ class ShardedClient(AsyncReplayClient):
         missing = tuple(batch for result in results for batch in result.missing)
         return MutationResult(sum(result.applied for result in results), missing)
 
+    async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
+        deadline, named = self._deadline(timeout), column("keys", keys, np.uint64)
+
+        def change(client: AsyncReplayClient, rows: npt.NDArray[np.int64]) -> Any:
+            return client.take(table, named[rows].tolist(), timeout=deadline.seconds)
+
+        return await self._items.change(named, change, deadline)
+
     def sampler(
-        self, table: str, batch_size: int = 1, *, prefetch: int = 2, timeout: Timeout = DEFAULT, distinct: bool = True
+        self,
+        table: str,
+        batch_size: int = 1,
+        *,
+        prefetch: int = 2,
+        timeout: Timeout = DEFAULT,
+        distinct: bool = True,
+        lease: float = 0.0,
     ) -> ShardedSampler:
         draw = _draw(table, batch_size, None, distinct, "", ())
-        return ShardedSampler(self._drawer, draw, prefetch, self._seconds(timeout))
+        return ShardedSampler(self._drawer, draw, prefetch, self._seconds(timeout), lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 

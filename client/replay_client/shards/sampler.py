@@ -22,11 +22,13 @@ class ShardedSampler(AsyncSampler):
     A lease that ends before the batch is used gives the batch back, and another one is drawn.
     """
 
-    def __init__(self, drawer: Drawer, draw: Draw, prefetch: int, timeout: float | None) -> None:
+    def __init__(self, drawer: Drawer, draw: Draw, prefetch: int, timeout: float | None, lease: float = 0.0) -> None:
+        """`lease`: seconds for which the caller has each batch; 0: for good."""
         if prefetch < 0:
             raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
         self._drawer, self._draw = drawer, draw
         self._prefetch, self._wait = prefetch, timeout
+        self._lease = lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._taken: list[Sample] = []
         """Of a batch whose other rows were lost with their shard: the next batch begins with them."""
@@ -45,7 +47,7 @@ class ShardedSampler(AsyncSampler):
                 leased = await self._drawer.lease(rest_of(self._draw, self._taken), deadline)
             else:
                 leased = await self._drawn_ahead(deadline)
-            self._taken += await self._drawer.take(leased)
+            self._taken += await self._drawer.take(leased, self._lease)
         batch, self._taken = self._taken, []
         self._draw_ahead(self._prefetch)
         return batch
@@ -75,6 +77,8 @@ class ShardedSampler(AsyncSampler):
         for result in results:
             if isinstance(result, list):
                 await self._drawer.give_back(result)
+        if self._lease:
+            await self._drawer.give_back(self._taken)
 
     async def __aenter__(self) -> Self:
         return self

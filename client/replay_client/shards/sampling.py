@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -109,9 +110,15 @@ class Drawer:
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def take(self, samples: list[Sample]) -> list[Sample]:
-        """The samples that are the caller's now: all, but for those of shards that went away or took them back."""
+    async def take(self, samples: list[Sample], seconds: float = 0.0) -> list[Sample]:
+        """The samples that are the caller's now: all, but for those of shards that went away or took them back.
+
+        With `seconds` they are not taken, but leased to the caller for that long.
+        """
         leased = [sample for sample in samples if sample.info.lease]
+        if seconds:
+            kept = await self._on_shards(leased, lambda mine: _renewal(mine, seconds))
+            return [sample for sample in leased if _lease_of(sample) in kept]
         kept = await self._end_leases(leased, pb.AcknowledgeSamplesRequest(unread=True))
         mine = [sample for sample in samples if not sample.info.lease or _lease_of(sample) in kept]
         for sample in mine:
@@ -125,16 +132,24 @@ class Drawer:
     async def _end_leases(
         self, samples: Iterable[Sample], request: pb.AcknowledgeSamplesRequest
     ) -> set[tuple[str, int]]:
+        def acknowledgement(mine: list[int]) -> pb.AcknowledgeSamplesRequest:
+            its_own = once(pb.AcknowledgeSamplesRequest(batches=mine))
+            its_own.MergeFrom(request)
+            return its_own
+
+        return await self._on_shards(samples, acknowledgement)
+
+    async def _on_shards(self, samples: Iterable[Sample], message: Callable[[list[int]], Any]) -> set[tuple[str, int]]:
+        """Sends each shard the message about its leases. Returns the leases that were not missing."""
         leases = set(map(_lease_of, samples))
 
         async def one(name: str) -> set[tuple[str, int]]:
             shard, mine = self._fleet.by_name[name], sorted(lease for owner, lease in leases if owner == name)
-            its_own = once(pb.AcknowledgeSamplesRequest(batches=mine))
-            its_own.MergeFrom(request)
-            connection = shard.client.connection
+            connection, request = shard.client.connection, message(mine)
+            renewing = isinstance(request, pb.RenewLeasesRequest)
+            rpc: Any = connection.stub.RenewLeases if renewing else connection.stub.AcknowledgeSamples
             try:
-                work = connection.unary(connection.stub.AcknowledgeSamples, its_own, DEFAULT)
-                response = await shard.run(work)
+                response = await shard.run(connection.unary(rpc, request, DEFAULT))
             except ReplayError:
                 return set()
             return {(name, lease) for lease in mine if lease not in response.missing}
@@ -214,6 +229,10 @@ class Drawer:
         if not ordered:
             self._rng.shuffle(merged)
         return merged
+
+
+def _renewal(batches: list[int], seconds: float) -> pb.RenewLeasesRequest:
+    return pb.RenewLeasesRequest(batches=batches, seconds=seconds, unread=True)
 
 
 def _lease_of(sample: Sample) -> tuple[str, int]:

@@ -387,9 +387,7 @@ class Reference:
                 self.accepted = max(self.accepted, used + sum(item.unused_permit for item in self.items.values()))
             self.began = True
             if rollback:
-                self.accepted = used
-                for item in self.items.values():  # what is counted no more cannot be taken off again
-                    item.unused_permit = False
+                self.accepted = used + sum(item.unused_permit for item in self.items.values())
 
     def expire_leases(self) -> None:
         for lease in [lease for lease, (_, expires) in self.leases.items() if expires <= self.now]:

@@ -1,0 +1,207 @@
+"""Batches of a sampler under leases: in use until they are acknowledged, across restarts and broken answers."""
+
+import time
+
+import pytest
+
+from replay_client import AsyncReplayClient, MutationResult, ReplayClient
+from replay_client.errors import InvalidRequestError
+from replay_protos import replay_pb2 as pb
+from replay_server import ReplayServer, TableConfig
+from tests.factories import server_process, until
+from tests.system.test_exactly_once import ANSWER_BYTES, QUEUE, STEP, payload, reader_behind_a_proxy
+
+LONG, SHORT = 600.0, 0.5
+TABLES = [QUEUE, TableConfig(name="pool")]
+CONFIG = """
+[admission]
+groups_per_step = 2
+max_staleness = 1
+
+[[tables]]
+name = "queue"
+rate_limiter = { type = "queue", max_size = 1000 }
+forward_to = "pool"
+
+[[tables]]
+name = "pool"
+"""
+
+
+def insert(client: ReplayClient, count: int) -> list[int]:
+    return [client.insert(payload(number), {"queue": 1.0}) for number in range(count)]
+
+
+def keys_of(samples) -> list[int]:
+    return [sample.info.key for sample in samples]
+
+
+def facts(client: ReplayClient) -> tuple[int, ...]:
+    """Of the queue: size, outstanding, samples, consumed, forwarded. Of the pool: size, inserts."""
+    tables = client.server_info().tables
+    queue, pool = tables["queue"], tables["pool"]
+    return (queue.size, queue.reserved, queue.samples, queue.consumed, queue.forwarded, pool.size, pool.inserts)
+
+
+def test_a_leased_batch_outlives_its_stream_and_is_forwarded_once():
+    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
+        keys = insert(client, 3)
+        with client.sampler("queue", batch_size=2, prefetch=1, lease=LONG) as sampler:
+            batch = next(sampler)
+        assert keys_of(batch) == keys[:2]
+        until(lambda: facts(client) == (1, 2, 2, 2, 2, 2, 2))
+        assert client.acknowledge(batch).applied == 1
+        assert client.acknowledge(batch).applied == 1  # a retry
+        assert client.renew(batch, LONG).missing == ()  # it is taken: nothing to renew, and nothing is lost
+        assert facts(client) == (1, 0, 2, 2, 2, 2, 2)
+
+
+def test_a_lease_that_ends_gives_the_batch_back_and_renewing_keeps_it():
+    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
+        keys = insert(client, 2)
+        with client.sampler("queue", batch_size=1, prefetch=0, lease=SHORT) as sampler:
+            kept, lost = next(sampler), next(sampler)
+            assert client.renew(kept, LONG).applied == 1
+            until(lambda: facts(client)[0] == 1)
+            assert client.renew(lost, LONG).missing == (lost[0].info.lease,)
+            assert client.acknowledge(lost).missing == (lost[0].info.lease,)
+        again = client.sample("queue", 1, timeout=60.0)
+        assert keys_of(again) == [keys[1]] == keys_of(lost)
+        assert client.acknowledge(kept).applied == 1
+        assert facts(client) == (0, 0, 2, 2, 2, 2, 2)  # the pool has each of them once
+
+
+def test_items_of_a_lease_that_has_ended_can_be_taken_by_key_and_only_once():
+    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
+        keys = insert(client, 3)
+        with client.sampler("queue", batch_size=2, prefetch=0, lease=LONG) as sampler:
+            batch = next(sampler)
+        assert client.take("queue", keys[:2]).missing == tuple(keys[:2])  # still in use
+        client.acknowledge(batch, give_back=True)
+        assert facts(client) == (3, 0, 0, 0, 2, 2, 2)
+        assert client.take("queue", [*keys[:2], 99, 99]) == MutationResult(2, (99,))
+        assert client.take("queue", keys[:2]).applied == 0
+        assert facts(client) == (1, 0, 2, 2, 2, 2, 2)
+        assert keys_of(client.sample("queue", 1)) == keys[2:]
+
+
+@pytest.mark.parametrize("keep", ["data_dir", "checkpoint"])
+def test_a_leased_batch_is_still_in_use_after_a_kill_and_a_restart(tmp_path, keep):
+    durable = f'[server]\ndata_dir = "{tmp_path}/data"\n'
+    with server_process(tmp_path, durable + CONFIG) as server, ReplayClient(server.address) as client:
+        permits = client.acquire_permits(3)
+        keys = [client.insert(payload(number), {"queue": 1.0}, permits=permits) for number in range(3)]
+        with client.sampler("queue", batch_size=1, prefetch=2, lease=LONG) as sampler:
+            used, half = next(sampler), next(sampler)
+            before = facts(client)
+        client.acknowledge(used)
+        name = client.checkpoint()
+        server.kill()
+    extra = ["--restore", name, "--replace"] if keep == "checkpoint" else []
+    with server_process(tmp_path, durable + CONFIG, options=extra) as server, ReplayClient(server.address) as client:
+        assert before[1] in (2, 3)
+        assert facts(client) == (1, 1, 2, 2, 2, 2, 2)
+        assert keys_of(client.sample("queue", 1, timeout=60.0)) == keys[2:]  # nobody gets what is in use
+        assert client.renew(half, LONG).applied == 1
+        assert client.acknowledge(half).applied == 1
+        assert facts(client) == (0, 0, 3, 3, 3, 3, 3)
+        assert client.acknowledge(half).applied == 1
+
+
+def test_the_lease_of_a_dead_reader_ends_after_a_restart_too(tmp_path):
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        keys = insert(client, 1)
+        with client.sampler("queue", batch_size=1, prefetch=0, lease=5.0) as sampler:
+            next(sampler)
+        server.kill()
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        assert keys_of(client.sample("queue", 1, timeout=60.0)) == keys
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        assert facts(client) == (0, 0, 1, 1, 1, 1, 1)
+
+
+def test_a_leased_batch_whose_answer_breaks_off_anywhere_comes_once():
+    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
+        cuts = range(1, ANSWER_BYTES, STEP)
+        with reader.sampler("queue", prefetch=1, lease=LONG) as sampler:
+            for number, cut in enumerate(cuts):
+                writer.insert(payload(number), {"queue": 1.0})
+                proxy.cut_after = cut
+                [sample] = next(sampler)
+                assert bytes(sample.payload) == payload(number), cut
+                assert writer.acknowledge([sample]).applied == 1
+        info = writer.server_info()
+        queue, pool = info.tables["queue"], info.tables["pool"]
+        assert (queue.size, queue.reserved, queue.consumed, pool.size) == (0, 0, len(cuts), len(cuts))
+
+
+async def test_a_stale_batch_is_not_leased_and_one_in_use_may_grow_stale():
+    tables = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 9}, max_staleness=1)]
+    with ReplayServer(tables=tables, port=0) as server:
+        async with AsyncReplayClient(server.address) as client:
+            keys = [await client.insert(payload(n), {"queue": 1.0}, policy_version=n // 2 * 2) for n in range(3)]
+            async with client.sampler("queue", batch_size=1, prefetch=2, lease=LONG) as sampler:
+                first = await anext(sampler)
+                await client.set_policy_version(2)  # the second was drawn ahead, and is too old now
+                second = await anext(sampler)
+            assert (first[0].info.key, second[0].info.key) == (keys[0], keys[2])
+            assert (await client.renew(first, LONG)).applied == 1
+            assert (await client.acknowledge([*first, *second])).applied == 2
+            info = (await client.server_info()).tables["queue"]
+            assert (info.size, info.reserved, info.stale, info.consumed) == (0, 0, 1, 2)
+
+
+def test_permits_of_a_leased_batch_count_once_when_it_goes_back_and_the_trainer_starts_again():
+    with (
+        ReplayServer(tables=TABLES, port=0, admission={"groups_per_step": 2, "max_staleness": 1}) as server,
+        ReplayClient(server.address) as client,
+    ):
+        permits = client.acquire_permits(4)
+        for number in range(4):
+            client.insert(payload(number), {"queue": 1.0}, permits=permits)
+        with client.sampler("queue", batch_size=2, prefetch=0, lease=LONG) as sampler:
+            trained, lost = next(sampler), next(sampler)
+        client.acknowledge(trained)
+        client.set_policy_version(1)
+        assert client.server_info().admission.accepted == 4
+        client.set_policy_version(1, rollback=True)  # the trainer was killed in step 2
+        assert client.server_info().admission.accepted == 4
+        client.acknowledge(lost, give_back=True)
+        assert client.server_info().admission.capacity == (1 + 1 + 1) * 2 - 4
+
+
+def test_a_lease_must_be_a_time_and_a_renewal_lasts():
+    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
+        insert(client, 1)
+        with (
+            client.sampler("queue", lease=1e9) as sampler,
+            pytest.raises(InvalidRequestError, match="lease must be a number of seconds from 0 to 86400"),
+        ):
+            next(sampler)
+        [sample] = client.sample("queue", 1, lease=SHORT)
+        with pytest.raises(InvalidRequestError, match="above 0"):
+            client.renew([sample], 0.0)
+        assert client.renew([sample], LONG).applied == 1
+        time.sleep(2 * SHORT)
+        assert facts(client) == (0, 1, 1, 1, 1, 1, 1)
+
+
+def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
+    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
+        insert(client, 1)
+
+        async def leases() -> bool:
+            aio = client._aio
+            call = aio._connection.payloads.SampleStream()
+            opening = pb.SampleRequest(table="queue", num_samples=1, lease=LONG)
+            await call.write(pb.SampleStreamRequest(open=opening, credit=1))
+            batch = (await call.read()).head.batch
+            assert await aio._connection.take(batch, 10.0, LONG)
+            await call.write(pb.SampleStreamRequest(take=batch))  # said again on the old stream
+            taken = (await call.read()).head.taken == batch
+            call.cancel()
+            return taken
+
+        assert client._thread.run(leases())
+        assert facts(client) == (0, 1, 1, 1, 1, 1, 1)
