@@ -41,6 +41,9 @@ class GRPOConfig:
     """Groups that one step trains on, over all ranks; every rank takes an equal part."""
     prefetch: int = 1
     """Batches of groups to draw ahead while a step computes."""
+    lease: float = 300.0
+    """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
+    before. The trainer renews the leases while it runs, and ends them when a full state contains its steps."""
     sample_timeout: float | None = 300.0
     """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
     zero_variance: ZeroVariance = "replace"
@@ -133,7 +136,8 @@ class GRPOConfig:
     """Steps between publications of weights; the last step always publishes."""
     save_every: int = 1
     """Least number of steps between full states (weights, optimizer, random state). A full state is part of a
-    publication: at 1, of every one; always of the first and the last. A resume starts at the last full state."""
+    publication: at 1, of every one; always of the first and the last. A resume starts at the last full state, so the
+    server keeps the fresh groups of all steps since then."""
     keep_weights: int = 3
     """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
@@ -249,6 +253,7 @@ _LEAST: dict[str, float] = {
     "max_steps": 1,
     "groups_per_step": 1,
     "prefetch": 0,
+    "lease": 1.0,
     "max_dynamic_batches": 1,
     "max_bad_share": 0.0,
     "replay_share": 0.0,

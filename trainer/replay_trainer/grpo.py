@@ -27,6 +27,7 @@ from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
 from replay_trainer.inspection import Inspector
 from replay_trainer.laps import Laps
+from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.publication import Publication
@@ -114,11 +115,21 @@ class GRPOTrainer:
         published, and the errors of `Publication.start` if output_dir or the server belong to another run.
         """
         config = self.config
+        leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
         publication = Publication(
-            self.policy, self.optimizer, self.tokenizer, self.client, config, self.ranks, self.sharded, self.adapter
+            self.policy,
+            self.optimizer,
+            self.tokenizer,
+            self.client,
+            config,
+            self.ranks,
+            self.sharded,
+            leases,
+            self.adapter,
         )
         version = publication.start()
         laps = Laps()
+        leases.start()
         try:
             for callback in self.callbacks:
                 callback.on_start(self, version)
@@ -127,9 +138,10 @@ class GRPOTrainer:
                 batch_size=self.fresh_per_rank,
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
+                lease=config.lease,
             ) as stream:
                 waits = WaitLog(self.client, config.rollouts_table)
-                watched = waits.watch(stream) if self.ranks.is_first else stream
+                watched = leases.watch(waits.watch(stream) if self.ranks.is_first else stream)
                 batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
@@ -153,11 +165,12 @@ class GRPOTrainer:
                     for callback in self.callbacks:
                         callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
                     if step % config.publish_every == 0 or step == config.max_steps:
-                        publication.publish(step)
+                        publication.publish(step, source.left)
                     laps.lap("publish")
                 publication.finish()
         finally:
             publication.close()
+            self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import TableNotFoundError
+from replay_client.errors import ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB
 from replay_trainer.ranks import Ranks
 
@@ -61,6 +61,14 @@ class Inspector:
         """The batches without bad groups."""
         for batch in batches:
             yield self.usable(batch, table)
+
+    def returned(self, keys: Iterable[int], table: str) -> None:
+        """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
+        if bad := sorted(self.bad_keys.intersection(keys)):
+            try:
+                self._client.delete(table, bad)
+            except ReplayError as error:
+                logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
     def end_draws(self) -> int:
         """Delete the bad groups of this step from the server; returns how many all ranks drew. Every rank calls it.

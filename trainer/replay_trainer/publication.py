@@ -1,12 +1,13 @@
 """Publication: writes policy versions, announces them to the server, and finds the one to resume from.
 
-training loop      probe, copy to the host | next step ...             | probe, copy (waits for the write before)
-its thread                                 | write, announce, clean up |
+training loop      probe, copy to the host | next step ...                                 | probe, copy (waits)
+its thread                                 | write, announce, acknowledge groups, clean up |
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from replay_client import ReplayClient
+from replay_client import ReplayClient, Sample
 from replay_trainer.adapters import Adapter
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
+from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.output_lock import OutputLock
 from replay_trainer.ranks import Ranks
@@ -60,9 +62,11 @@ class Publication:
         config: GRPOConfig,
         ranks: Ranks,
         sharded: bool,
+        leases: GroupLeases,
         adapter: Adapter | None = None,
     ) -> None:
-        """`sharded`: the weights of the policy are sharded over the ranks. `adapter`: published in their place."""
+        """`sharded`: the weights of the policy are sharded over the ranks. `leases`: of the fresh groups. `adapter`:
+        published in the place of the weights."""
         self.policy = policy
         self.optimizer = optimizer
         self.tokenizer = tokenizer
@@ -70,6 +74,7 @@ class Publication:
         self.config = config
         self.ranks = ranks
         self.sharded = sharded
+        self.leases = leases
         self.adapter = adapter
         self.output_dir = Path(config.output_dir).resolve()
         self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
@@ -154,18 +159,24 @@ class Publication:
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
         if self.ranks.is_first:
-            # rollback: groups that the killed trainer took after this version will not be trained on.
+            groups = TrainedGroups.from_state_dict(state.get("groups"))
+            self.leases.acknowledge(groups)
+            # Before groups go back: the server measures their staleness against the version that trains on them.
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
+            if self.leases.give_back_of_dead(groups):
+                self.client.set_policy_version(version, weights=str(folder), rollback=True)  # counts permits anew
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
         self.ranks.wait()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
         """Copy the weights to the host, with the full state if one is due; then write and announce them.
 
-        Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for the
-        version before. Raises RuntimeError on every rank if that one failed.
+        A full state contains the groups of all steps so far, and not those that are `left` for later steps.
+
+        Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
+        the version before. Raises RuntimeError on every rank if that one failed.
         """
         config = self.config
         self.finish()
@@ -173,13 +184,16 @@ class Publication:
         probe = self._probe()
         weights = self._weights()
         state = self._state() if full else None
+        groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
+        if state is not None:
+            state["groups"] = groups.state_dict()
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
                 # Not in the background: it belongs to this version. The server chooses the name: it then removes this
                 # checkpoint itself when it has enough newer ones.
                 checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
-            self._task.start(partial(self._write, version, probe, weights, state, checkpoint))
+            self._task.start(partial(self._write, version, probe, weights, state, checkpoint, groups))
         if full:
             self._last_saved = version
         if not config.publish_in_background:
@@ -199,6 +213,7 @@ class Publication:
         """Wait until every version is written and announced. Raises RuntimeError on every rank if one failed."""
         self._task.wait()
         self.check()
+        self.leases.settled()
 
     def close(self) -> None:
         """Wait for the last write and release the folder. An error of that write is logged."""
@@ -214,6 +229,7 @@ class Publication:
         weights: dict[str, Tensor],
         state: dict[str, Any] | None,
         checkpoint: str,
+        groups: TrainedGroups,
     ) -> None:
         """Write one version and announce it; on a thread, so without any collective operation."""
         self._weights_copy.wait()
@@ -235,6 +251,8 @@ class Publication:
         if self.weights_dir != self.output_dir and state is not None:
             # After the announcement: the generators need not wait for the disk.
             write(self.output_dir, state=state, server_checkpoint=checkpoint)
+        # Last: a trainer that is killed before this resumes from the state, which names its groups.
+        self.leases.acknowledge(groups)
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""

@@ -6,7 +6,7 @@ DynamicSource are the three ways to treat such groups; SharingSource adds groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from replay_client import Sample
@@ -18,12 +18,18 @@ from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, new_co
 class GroupSource(Protocol):
     """Yields what each step trains on."""
 
+    @property
+    def left(self) -> Sequence[Sample]:
+        """Fresh groups that are drawn, and that no step has trained on yet."""
+
     def next(self, step: int) -> Replacement:
         """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
 
 
 class KeepingSource:
     """Trains on the fresh batch as it is."""
+
+    left: Sequence[Sample] = ()
 
     def __init__(self, batches: Iterator[list[Sample]]) -> None:
         self._batches = batches
@@ -35,6 +41,8 @@ class KeepingSource:
 
 class ReplacingSource:
     """Replaces groups without variance by groups of the pool."""
+
+    left: Sequence[Sample] = ()
 
     def __init__(
         self, batches: Iterator[list[Sample]], replacer: ZeroVarianceReplacer, ranks: Ranks, run: str, start: int = 0
@@ -66,18 +74,18 @@ class DynamicSource:
         self._batches = batches
         self._size = size
         self._max_batches = max_batches
-        self._left: list[Sample] = []
+        self.left: list[Sample] = []
 
     def next(self, step: int) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
-        chosen, fresh = self._left, list[Sample]()
+        chosen, fresh = self.left, list[Sample]()
         for _ in range(self._max_batches):
             if len(chosen) >= self._size:
                 break
             fresh += (batch := next(self._batches))
             chosen = chosen + [sample for sample in batch if not is_zero_variance(sample.group.rewards)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self._left = chosen[: self._size], chosen[self._size :]
+        chosen, self.left = chosen[: self._size], chosen[self._size :]
         count = sum(is_zero_variance(sample.group.rewards) for sample in fresh)
         missing = self._size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
@@ -96,6 +104,11 @@ class SharingSource:
         self._count = count
         self._run = run
         self._start = start
+
+    @property
+    def left(self) -> Sequence[Sample]:
+        """Those of the other source."""
+        return self._source.left
 
     def next(self, step: int) -> Replacement:
         """The groups of the other source, and then those of the pool."""

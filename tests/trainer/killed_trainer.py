@@ -1,0 +1,126 @@
+"""A trainer that kills its own process in a phase of a step, for tests that resume it. It notes what each step drew.
+
+Phases, in their order: sampled, backward, updated, writing, written, announced, acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replay_client import ReplayClient
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, weights
+from tests.trainer.factories import make_model
+
+PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "acknowledged")
+
+
+def kill_in_a_process(address: str, folder: Path, phase: str, step: int, **options: Any) -> None:
+    """Trains in a process of its own until it kills itself."""
+    # A server that has imported torch makes each of the processes in no time.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=run, args=(address, folder, phase, step), kwargs=options)
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL, (phase, process.exitcode)
+
+
+def run(
+    address: str, folder: Path, phase: str = "", step: int = 0, callbacks: Sequence[Callback] = (), **options: Any
+) -> Any:
+    """Trains, dies in a phase of a step if one is given, and else returns the trained model."""
+    torch.set_num_threads(1)
+    few = {"max_steps": 4, "groups_per_step": 2, "learning_rate": 1e-2, "zero_variance": "none"}
+    quiet = {"progress": False, "report_to": (), "sample_timeout": 120.0}
+    config = GRPOConfig(output_dir=folder / "run", **(few | quiet | options))
+    with ReplayClient(address) as client:
+        trainer = GRPOTrainer(make_model(), client, config, callbacks=callbacks)
+        _note_draws(trainer, folder / "drawn.jsonl")
+        if phase:
+            _die(trainer, phase, step)
+        trainer.train()
+        return trainer.model
+
+
+def trained(folder: Path) -> list[int]:
+    """The keys that the resulting weights are trained on: of each step, those of its last attempt."""
+    lines = [json.loads(line) for line in (folder / "drawn.jsonl").read_text().splitlines()]
+    last = {line["step"]: line["keys"] for line in lines}
+    return sorted(key for keys in last.values() for key in keys)
+
+
+def _note_draws(trainer: GRPOTrainer, path: Path) -> None:
+    make = trainer._group_source
+
+    def noting(batches: Any) -> Any:
+        source = make(batches)
+        draw = source.next
+
+        def next_groups(step: int) -> Any:
+            taken = draw(step)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": step, "keys": [sample.info.key for sample in taken.samples]}) + "\n")
+            return taken
+
+        source.next = next_groups  # type: ignore[method-assign]
+        return source
+
+    trainer._group_source = noting  # type: ignore[method-assign]
+
+
+def _die(trainer: Any, phase: str, step: int) -> None:
+    """Replaces the function of this phase by one that kills the process in that step."""
+    current = {"step": 0}
+    train_on = trainer._train_on
+
+    def begin(step: int, batch: Any) -> Any:
+        current["step"] = step
+        if phase == "sampled":
+            dying(lambda: None)()
+        return train_on(step, batch)
+
+    def dying(function: Callable[..., Any], due: Callable[..., bool] | None = None) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            if current["step"] == step if due is None else due(*arguments, **options):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    def half_written(state: Any, path: Path) -> None:
+        Path(path).write_bytes(b"half of a state")
+
+    trainer._train_on = begin
+    # What runs beside the loop knows the version that it writes; the loop may be further.
+    if phase == "backward":
+        trainer._backward = dying(trainer._backward)
+    elif phase == "updated":
+        trainer._update = dying(trainer._update)
+    elif phase == "writing":
+        save = torch.save
+        weights.torch.save = lambda state, path: (  # type: ignore[assignment]
+            dying(half_written, lambda *_: True)(state, path) if f"step-{step}." in str(path) else save(state, path)
+        )
+    elif phase == "written":
+        publication.publish_weights = dying(publication.publish_weights, lambda *_, version, **__: version == step)
+    elif phase == "announced":
+        announce = trainer.client.set_policy_version
+        trainer.client.set_policy_version = dying(announce, lambda version, **_: version == step)
+    elif phase == "acknowledged":
+        acknowledge, calls = leases.GroupLeases.acknowledge, []
+
+        def counted(*arguments: Any) -> None:
+            acknowledge(*arguments)
+            calls.append(1)
+
+        # One call for each version, beginning with version 0.
+        leases.GroupLeases.acknowledge = dying(counted, lambda *_: len(calls) == step + 1)  # type: ignore[method-assign]

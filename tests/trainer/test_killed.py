@@ -1,0 +1,217 @@
+"""A trainer that is killed in any phase of a step, and resumed, trains on every group, and on none twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replay_client import ReplayClient
+from replay_client.scoring import group_priority
+from replay_server import ReplayServer, TableConfig
+from replay_trainer import Callback, StepReport
+from tests.factories import make_group, server_process, until
+from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
+
+pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
+STEPS, GROUPS = 4, 2
+CONFIG = """
+[[tables]]
+name = "rollouts"
+rate_limiter = { type = "queue", max_size = 64 }
+forward_to = "replay"
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+remover = "min_heap"
+max_size = 64
+"""
+
+
+@pytest.fixture
+def client() -> Iterator[ReplayClient]:
+    tables = [
+        TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
+        TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64),
+    ]
+    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as connected:
+        yield connected
+
+
+def insert(client: ReplayClient, count: int = STEPS * GROUPS, *, flat: int = 0) -> list[int]:
+    """Groups of different tokens; every `flat`th one without variance, if that is not 0. Returns the other keys."""
+    keys = []
+    for index in range(count):
+        rewards = [1.0, 1.0] if flat and index % flat == 0 else [1.0, 0.0]
+        group = make_group(rewards=rewards, completions=[[3 + index % 12, 6], [7, 3 + index % 5]], logprobs=-2.7)
+        key = client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)})
+        if rewards[1] == 0.0:
+            keys.append(key)
+    return keys
+
+
+def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
+    """The queue gave every group once, and the pool has each informative one once."""
+    tables = client.server_info().tables
+    queue, pool = tables["rollouts"], tables["replay"]
+    assert (queue.size, queue.reserved, queue.consumed, queue.samples) == (0, 0, inserted, inserted)
+    assert (pool.size, pool.inserts) == (len(keys), len(keys))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("whole")
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64})]
+    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as client:
+        keys = insert(client)
+        model = run(server.address, folder)
+        assert trained(folder) == sorted(keys)
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+def assert_same(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
+    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    keys = insert(client)
+    kill_in_a_process(client.address, tmp_path, phase, 2)
+    model = run(client.address, tmp_path, resume=True)
+    assert trained(tmp_path) == sorted(keys)
+    check_used_up(client, keys, len(keys))
+    assert_same(model, uninterrupted)  # groups that went back came again in their old order
+
+
+@pytest.mark.parametrize("phase", ["updated", "written", "acknowledged"])
+def test_a_resume_long_after_the_leases_have_ended_does_the_same(
+    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    keys = insert(client)
+    kill_in_a_process(client.address, tmp_path, phase, 2, lease=2.0)
+    until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+    model = run(client.address, tmp_path, resume=True)
+    assert trained(tmp_path) == sorted(keys)
+    check_used_up(client, keys, len(keys))
+    assert_same(model, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "options"),
+    [
+        ("announced", 3, {"save_every": 2}),
+        ("updated", 4, {"save_every": 3}),
+        ("written", 2, {"publish_every": 2}),
+        ("updated", 4, {"publish_every": 2, "publish_in_background": False}),
+        ("announced", 2, {"weights_dir": "memory"}),
+    ],
+)
+def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
+    client: ReplayClient,
+    tmp_path: Path,
+    phase: str,
+    step: int,
+    options: dict[str, Any],
+    uninterrupted: dict[str, torch.Tensor],
+) -> None:
+    if "weights_dir" in options:
+        options = options | {"weights_dir": tmp_path / options["weights_dir"]}
+    keys = insert(client)
+    kill_in_a_process(client.address, tmp_path, phase, step, **options)
+    model = run(client.address, tmp_path, resume=True, **options)
+    assert trained(tmp_path) == sorted(keys)
+    check_used_up(client, keys, len(keys))
+    assert_same(model, uninterrupted)
+
+
+@pytest.mark.parametrize("phase", ["sampled", "written", "acknowledged"])
+def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_twice(
+    client: ReplayClient, tmp_path: Path, phase: str
+) -> None:
+    # Batches of three with two informative groups each: every step leaves some of them for the next one.
+    keys = insert(client, 15, flat=3)
+    options = {"zero_variance": "dynamic", "groups_per_step": 3, "max_steps": 3}
+    kill_in_a_process(client.address, tmp_path, phase, 2, **options)
+    run(client.address, tmp_path, resume=True, **options)
+    used = trained(tmp_path)
+    assert len(used) == len(set(used)) == 9
+    assert used == sorted(keys)[:9]
+    # The tenth was drawn for a step that never came: it is there again.
+    assert client.sample("rollouts", 1, timeout=60.0)[0].info.key == keys[9]
+
+
+def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayClient, tmp_path: Path) -> None:
+    keys = insert(client)
+    for step, phase in enumerate(("updated", "written", "announced", "sampled"), start=1):
+        kill_in_a_process(client.address, tmp_path, phase, step, resume=True)
+    run(client.address, tmp_path, resume=True)
+    assert trained(tmp_path) == sorted(keys)
+    check_used_up(client, keys, len(keys))
+
+
+@pytest.mark.parametrize("phase", ["updated", "written"])
+def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, phase: str) -> None:
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        keys = insert(client)
+        kill_in_a_process(server.address, tmp_path, phase, 2)
+        server.kill()
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        run(server.address, tmp_path, resume=True)
+        assert trained(tmp_path) == sorted(keys)
+        check_used_up(client, keys, len(keys))
+
+
+class OnStep(Callback):
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        self.function(int(report.metrics["step"]))
+
+
+def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    servers = []
+
+    def restart(step: int) -> None:
+        if step == 2:
+            address = servers[-1].address
+            servers[-1].kill()
+            servers.append(stack.enter_context(server_process(tmp_path, config, address)))
+
+    with ExitStack() as stack:
+        servers.append(stack.enter_context(server_process(tmp_path, config)))
+        with ReplayClient(servers[0].address) as client:
+            keys = insert(client)
+            run(servers[0].address, tmp_path, callbacks=[OnStep(restart)])
+            assert trained(tmp_path) == sorted(keys)
+            check_used_up(client, keys, len(keys))
+
+
+def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(
+    client: ReplayClient, tmp_path: Path
+) -> None:
+    beyond = make_group(rewards=[1.0, 0.0], completions=[[5, 900], [7]], logprobs=-2.7)
+    bad = client.insert(beyond, {"rollouts": 1.0})
+    keys = insert(client)
+
+    def interrupt(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(client.address, tmp_path, callbacks=[OnStep(interrupt)])
+    until(lambda: client.server_info().tables["rollouts"].size == len(keys), seconds=60.0)
+    assert client.get([bad]) == []
+    assert [path.name for path in (tmp_path / "run").glob("leases-*")] == []
+    assert json.loads((tmp_path / "drawn.jsonl").read_text().splitlines()[0])["keys"] == keys[:1]

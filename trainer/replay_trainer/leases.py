@@ -1,0 +1,220 @@
+"""GroupLeases: fresh groups stay leased from the server until a full state contains the step that used them.
+
+sampler ──lease──▶ held ──full state written and announced──▶ acknowledged
+                    └──────the run ends, or dies───────────▶ given back: a resume trains on them
+
+* A thread renews the leases while steps run.
+* Each full state names its groups. A resume takes those that went back although the state contains them.
+* Each rank also lists its leases in output_dir, so a resume gives back at once what a killed rank had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replay_client import ReplayClient, Sample, SampleInfo
+from replay_client.errors import ReplayError
+
+logger = logging.getLogger(__name__)
+
+Lease = tuple[str, int]
+"""The shard ("" with a single server), and the number of the lease there."""
+_FILES = "leases-{}.json"
+_GIVE_BACK_SECONDS = 10.0
+"""An end does not wait longer for a server that is away: it takes the groups back by itself."""
+
+
+@dataclass
+class TrainedGroups:
+    """The groups that a full state contains, as far as their leases are open."""
+
+    whole: dict[Lease, list[int]] = field(default_factory=dict)
+    """The keys of each batch of which the state contains every group."""
+    part: list[int] = field(default_factory=list)
+    """Keys of batches of which later steps use the rest."""
+
+    @classmethod
+    def of_ranks(cls, parts: Iterable[TrainedGroups]) -> TrainedGroups:
+        """All ranks' groups together."""
+        merged = cls()
+        for part in parts:
+            merged.whole |= part.whole
+            merged.part += part.part
+        return merged
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain containers, for the full state."""
+        return {"leases": [[*lease, keys] for lease, keys in self.whole.items()], "keys": self.part}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any] | None) -> TrainedGroups:
+        """None: a state of before there were leases."""
+        if state is None:
+            return cls()
+        return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
+
+
+class GroupLeases:
+    """The leases of one rank. Only the methods for a resume and `acknowledge` concern other ranks too."""
+
+    def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
+        """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
+        self.table = table
+        self.seconds = seconds
+        self._client = client
+        self._output_dir = output_dir
+        self._path = output_dir / _FILES.format(rank)
+        self._held: dict[Lease, list[int]] = {}
+        self._ended: set[Lease] = set()
+        self._settling: TrainedGroups | None = None
+        """What the full state under way contains, if one is."""
+        self._settled_part: list[int] = []
+        """`part` of the last full state."""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Renew the leases from now on, until `give_back`."""
+        threading.Thread(target=self._renew, name="replay-leases", daemon=True).start()
+
+    def watch(self, batches: Iterator[list[Sample]]) -> Iterator[list[Sample]]:
+        """Yields the batches, and holds the leases that they come under."""
+        for batch in batches:
+            self._hold(sample.info for sample in batch)
+            yield batch
+
+    def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
+        """The groups of all steps so far. `left`: groups that are drawn, and that only later steps use."""
+        unused = {sample.info.key for sample in left}
+        groups = TrainedGroups()
+        with self._lock:
+            for lease, keys in self._held.items():
+                if unused.isdisjoint(keys):
+                    groups.whole[lease] = keys
+                else:
+                    groups.part += [key for key in keys if key not in unused]
+            self._settling = groups
+        return groups
+
+    def settled(self) -> None:
+        """The full state under way, if one was, is written, and its groups are acknowledged."""
+        if self._settling is None:
+            return
+        with self._lock:
+            for lease in self._settling.whole:
+                self._held.pop(lease, None)
+                self._ended.discard(lease)
+            self._settled_part, self._settling = self._settling.part, None
+            self._list()
+
+    def acknowledge(self, groups: TrainedGroups) -> None:
+        """Takes the groups for good. Those whose lease has ended are taken by their keys, if they are in the table."""
+        if not groups.whole:
+            return
+        missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
+        late = [key for (_, lease), keys in groups.whole.items() if lease in missing for key in keys]
+        if late:
+            applied = self._client.take(self.table, late).applied
+            logger.warning(
+                "the leases of %d groups had ended before they were acknowledged: %d of them were in table %r again, "
+                "and are taken. The others were taken before, or somebody else has them",
+                len(late),
+                applied,
+                self.table,
+            )
+
+    def give_back_of_dead(self, groups: TrainedGroups) -> bool:
+        """Gives back what ranks of a killed run had, apart from the groups that its full state contains.
+
+        One rank calls it. Returns whether there was anything to do.
+        """
+        leases: list[Lease] = []
+        paths = sorted(self._output_dir.glob(_FILES.format("*")))
+        for path in paths:
+            leases += [(shard, lease) for shard, lease in _read(path)]
+        if leases:
+            self._client.acknowledge(map(_stub, leases), give_back=True)
+        if groups.part:
+            self._client.take(self.table, groups.part)
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return bool(leases or groups.part)
+
+    def give_back(self) -> list[int]:
+        """Gives back all groups that no full state contains. Returns the keys of the returned groups."""
+        self._stop.set()
+        with self._lock:
+            held, self._held = self._held, {}
+        if not held:
+            return []
+        try:
+            self._client.acknowledge(map(_stub, held), give_back=True, timeout=_GIVE_BACK_SECONDS)
+            if self._settled_part:
+                self._client.take(self.table, self._settled_part, timeout=_GIVE_BACK_SECONDS)
+        except ReplayError as error:
+            logger.warning("the server takes %d batches back within %g s: %s", len(held), self.seconds, error)
+            return []
+        self._list()
+        return [key for keys in held.values() for key in keys]
+
+    def _hold(self, infos: Iterable[SampleInfo]) -> None:
+        with self._lock:
+            for info in infos:
+                if info.lease:
+                    self._held.setdefault((info.shard, info.lease), []).append(info.key)
+            self._list()
+
+    def _list(self) -> None:
+        """Write which leases are held. Without the list, what a killed rank had goes back only with time."""
+        if not self._held:
+            self._path.unlink(missing_ok=True)
+            return
+        unfinished = self._path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(list(self._held)))
+        os.replace(unfinished, self._path)
+
+    def _renew(self) -> None:
+        """In a thread of its own: a step may take longer than a lease."""
+        while not self._stop.wait(self.seconds / 4):
+            with self._lock:
+                held = [lease for lease in self._held if lease not in self._ended]
+            if not held:
+                continue
+            try:
+                missing = self._client.renew(map(_stub, held), self.seconds, timeout=self.seconds / 4).missing
+            except ReplayError as error:
+                if not self._stop.is_set():
+                    logger.warning("the leases of fresh groups could not be renewed: %s", error)
+                continue
+            ended = [lease for lease in held if lease[1] in missing]
+            if ended and not self._stop.is_set():
+                self._ended.update(ended)
+                logger.warning(
+                    "the leases of %d batches have ended: the server was out of reach for %g s, or has lost its state. "
+                    "Their groups may be trained on again",
+                    len(ended),
+                    self.seconds,
+                )
+
+
+def _stub(lease: Lease) -> Sample:
+    """A sample that names its lease, and nothing else."""
+    shard, number = lease
+    info = SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease=number, shard=shard)
+    return Sample(info, b"")
+
+
+def _read(path: Path) -> list[Lease]:
+    try:
+        return [(str(shard), int(lease)) for shard, lease in json.loads(path.read_text())]
+    except (ValueError, TypeError) as error:
+        # The leases in it end by themselves.
+        logger.warning("%s is passed over, it is damaged: %s", path, error)
+        return []
