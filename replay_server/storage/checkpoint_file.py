@@ -2,14 +2,16 @@
 
 Frames, each with a checksum over all of it, so that any flip or cut is noticed:
 
-    HEAD           name, time, FORMAT
-    PAYLOADS       payloads of some items  ┐ in any order, while the server goes on;
-    ITEMS          records of some items   │ the last record of an item counts
-    REMOVED        keys of removed items   │
-    STATE_RECORD   name, record or nothing │
-    SEEN           inserted keys           ┘
+    HEAD           format, name, time
+    PAYLOADS       payloads of some items              ┐ in any order, while the server goes on;
+    ITEM_COLUMNS   records of some items, as columns   │ the last record of an item counts
+    ITEMS          records of some items, one by one   │
+    REMOVED        keys of removed items               │
+    STATE_RECORD   name, record or nothing             │
+    SEEN           inserted keys                       ┘
     FOOT           a summary, as of the one moment that the checkpoint describes
 
+Format 1 has no ITEM_COLUMNS. This version reads it too.
 The last bytes say where FOOT begins, so that a list of checkpoints need not read them.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +27,17 @@ from typing import BinaryIO
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64
 
-from replay_server.storage.records import FORMAT, State, StateRecord, unpack_items
+from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items, unpack_items
+from replay_server.tables.columns import IntArray
 from replay_server.tables.payloads import Payload
 
-HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT = range(1, 8)
+HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT, ITEM_COLUMNS = range(1, 9)
 
+CHECKPOINT_FORMAT = 2
+_FORMATS_READ = (1, CHECKPOINT_FORMAT)
 _MAGIC = b"replay checkpoint\0"
 _FRAME = struct.Struct("<QQQ")
 """Kind, bytes that follow, checksum of both and of these."""
@@ -71,11 +77,16 @@ class CheckpointWriter:
         self._syncing: Future[None] | None = None
         self._unsynced = 0
         self._file.write(_MAGIC)
-        self._frame(HEAD, [msgpack.packb([FORMAT, name, created])])
+        self._frame(HEAD, [msgpack.packb([CHECKPOINT_FORMAT, name, created])])
 
-    def payloads(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        sizes = [sum(map(len, payload)) for payload in payloads]
+    def payloads(self, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]) -> None:
         self._frame(PAYLOADS, [_table(keys, sizes), *(part for payload in payloads for part in payload)])
+
+    def item_columns(self, records: ItemRecords) -> None:
+        counts = np.array([len(records), records.rows.size], "<u8")
+        self._frame(
+            ITEM_COLUMNS, [column.tobytes() for column in (counts, records.items, records.rows, records.owners)]
+        )
 
     def items(self, items: Sequence[tuple[int, bytes]]) -> None:
         records = [record for _, record in items]
@@ -92,7 +103,7 @@ class CheckpointWriter:
         at = self._file.tell()
         values = [summary.name, summary.created, summary.items, summary.bytes, summary.policy_version]
         self._frame(FOOT, [msgpack.packb(values)])
-        self._write([_TAIL.pack(at, _TAIL_MARK)])
+        self._write_all(_TAIL.pack(at, _TAIL_MARK))
         self._syncs.shutdown()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -102,31 +113,33 @@ class CheckpointWriter:
         self._file.close()
 
     def _frame(self, kind: int, parts: list[bytes | memoryview]) -> None:
-        length = sum(map(len, parts))
+        joined = list(_joined(parts))
+        length = sum(map(len, joined))
         checksum = xxh3_64(_FRAME.pack(kind, length, 0))
-        for part in parts:
+        for part in joined:
             checksum.update(part)
-        self._write([_FRAME.pack(kind, length, checksum.intdigest()), *parts])
+        joined[0] = _FRAME.pack(kind, length, checksum.intdigest()) + joined[0]
+        for part in joined:
+            self._write_all(part)
         self._unsynced += length
         if self._unsynced >= _SYNC and (self._syncing is None or self._syncing.done()):
             self._syncing, self._unsynced = self._syncs.submit(os.fdatasync, self._file.fileno()), 0
-
-    def _write(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Writes everything; small parts together."""
-        small: list[bytes | memoryview] = []
-        for part in parts:
-            if len(part) < _CHUNK // 4:
-                small.append(part)
-                continue
-            self._write_all(b"".join(small))
-            self._write_all(part)
-            small = []
-        self._write_all(b"".join(small))
 
     def _write_all(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while len(rest):
             rest = rest[self._file.write(rest) :]
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes: small parts together, large ones by themselves. The first is bytes."""
+    start = 0
+    for place, part in enumerate(parts):
+        if len(part) >= _CHUNK // 4:
+            yield b"".join(parts[start:place])
+            yield part
+            start = place + 1
+    yield b"".join(parts[start:])
 
 
 def _table(keys: Sequence[int], sizes: Sequence[int]) -> bytes:
@@ -157,15 +170,35 @@ class Contents:
 
     summary: Summary
     state: State
-    places: dict[int, tuple[int, int]]
-    """Where in the file the payload of each item lies: (start, bytes)."""
+    places: Places
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in the file the payloads of items lie: columns (n,)."""
+
+    keys: npt.NDArray[np.uint64]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    @classmethod
+    def join(cls, parts: Sequence[Places]) -> Places:
+        return cls(
+            np.concatenate([np.empty(0, np.uint64), *(part.keys for part in parts)]),
+            np.concatenate([np.empty(0, np.int64), *(part.starts for part in parts)]),
+            np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)]),
+        )
+
+    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Places:
+        return Places(self.keys[chosen], self.starts[chosen], self.sizes[chosen])
 
 
 def read_contents(path: Path) -> Contents:
     """Verifies every byte of a checkpoint, and keeps all but the payloads. Raises DamagedCheckpoint."""
     summary = summary_of(path)
-    records: dict[int, bytes] = {}
-    places: dict[int, tuple[int, int]] = {}
+    records: list[ItemRecords | npt.NDArray[np.uint64]] = []
+    """In the order of the file; an array has the keys of removed items."""
+    all_places: list[Places] = []
     state = State()
     with path.open("rb") as file:
         _check_head(file)
@@ -173,12 +206,16 @@ def read_contents(path: Path) -> Contents:
         kind = 0
         for kind, start, body in _frames(file, end):
             if kind == PAYLOADS:
-                places.update((key, (start + at, size)) for key, at, size in _entries(body))
+                keys, starts, sizes = _entries(body)
+                all_places.append(Places(keys, starts + start, sizes))
+            elif kind == ITEM_COLUMNS:
+                records.append(_item_columns(body))
             elif kind == ITEMS:
-                records.update((key, body[at : at + size]) for key, at, size in _entries(body))
+                keys, starts, sizes = _entries(body)
+                parts = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
+                records.append(unpack_items(keys, [body[at:to] for at, to in parts]))
             elif kind == REMOVED:
-                for key in np.frombuffer(body, "<u8").tolist():
-                    records.pop(key, None)
+                records.append(np.frombuffer(body, "<u8"))
             elif kind == SEEN:
                 state.known_keys += np.frombuffer(body, "<u8").tolist()
             elif kind == STATE_RECORD:
@@ -189,29 +226,52 @@ def read_contents(path: Path) -> Contents:
                     state.state_records[name] = record
         if kind != FOOT:
             raise DamagedCheckpoint("its end is missing")
-    keys = sorted(records)
-    state.items = unpack_items(np.array(keys, dtype=np.uint64), [records[key] for key in keys])
-    found = {key: places[key] for key in keys if key in places}
-    total = sum(size for _, size in found.values())
-    if not len(state.items) == len(found) == summary.items or total != summary.bytes:
-        raise DamagedCheckpoint(f"it has {len(found)} items of {total} bytes, not {summary.items} of {summary.bytes}")
-    return Contents(summary, state, found)
+    state.items = _last_records(records)
+    places = Places.join(all_places)
+    places = places.select(_last_of_each(places.keys))
+    places = places.select(np.isin(places.keys, state.items.items["key"], assume_unique=True))
+    found, total = places.keys.size, int(places.sizes.sum())
+    if not len(state.items) == found == summary.items or total != summary.bytes:
+        raise DamagedCheckpoint(f"it has {found} items of {total} bytes, not {summary.items} of {summary.bytes}")
+    return Contents(summary, state, places)
 
 
-def read_payloads(path: Path, places: dict[int, tuple[int, int]]) -> Iterator[tuple[list[int], list[Payload]]]:
+def _last_of_each(keys: npt.NDArray[np.uint64]) -> IntArray:
+    """Where each of `keys` stands last, by ascending key."""
+    order: IntArray = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    is_last = np.append(ordered[1:] != ordered[:-1], True)[: order.size]
+    return np.asarray(order[is_last])
+
+
+def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> ItemRecords:
+    """The last record of each item, by ascending key, without those that were removed after it."""
+    joined = join_items(part for part in parts if isinstance(part, ItemRecords))
+    keys, places, number = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
+    for part in parts:
+        is_records = isinstance(part, ItemRecords)
+        keys.append(part.items["key"] if isinstance(part, ItemRecords) else part)
+        places.append(number + np.arange(len(part)) if is_records else np.full(len(part), -1))
+        number += len(part) if is_records else 0
+    last = np.concatenate(places)[_last_of_each(np.concatenate(keys))]
+    return joined.select(last[last >= 0])
+
+
+def read_payloads(path: Path, places: Places) -> Iterator[tuple[list[int], list[Payload]]]:
     """The payloads that lie there, some MB at a time, in the order of the file."""
+    places = places.select(np.argsort(places.starts))
+    ends = places.starts + places.sizes
     with path.open("rb") as file:
-        keys: list[int] = []
-        payloads: list[Payload] = []
-        read = 0
-        for key, (start, size) in sorted(places.items(), key=lambda entry: entry[1]):
-            file.seek(start)
-            keys.append(key)
-            payloads.append((file.read(size),))
-            if (read := read + size) >= 16 * _CHUNK:
-                yield keys, payloads
-                keys, payloads, read = [], [], 0
-        yield keys, payloads
+        at = 0
+        while at < ends.size:
+            # What lies between two payloads is small, so one read takes all that begin within some MB.
+            first = int(places.starts[at])
+            to = max(at + 1, int(np.searchsorted(ends, first + 16 * _CHUNK)))
+            file.seek(first)
+            block = file.read(int(ends[to - 1]) - first)
+            spans = zip((places.starts[at:to] - first).tolist(), (ends[at:to] - first).tolist(), strict=True)
+            yield places.keys[at:to].tolist(), [(block[start:end],) for start, end in spans]
+            at = to
 
 
 def _check_head(file: BinaryIO) -> None:
@@ -221,8 +281,8 @@ def _check_head(file: BinaryIO) -> None:
     kind, _, body = next(_frames(file, os.fstat(file.fileno()).st_size), (0, 0, b""))
     if kind != HEAD:
         raise DamagedCheckpoint("its head is damaged")
-    if (version := msgpack.unpackb(body)[0]) != FORMAT:
-        raise DamagedCheckpoint(f"it has format {version}, and this version of the software reads {FORMAT}")
+    if (version := msgpack.unpackb(body)[0]) not in _FORMATS_READ:
+        raise DamagedCheckpoint(f"it has format {version}, and this version of the software reads {CHECKPOINT_FORMAT}")
 
 
 def _frames(file: BinaryIO, end: int) -> Iterator[tuple[int, int, bytes]]:
@@ -253,9 +313,17 @@ def _frames(file: BinaryIO, end: int) -> Iterator[tuple[int, int, bytes]]:
         yield kind, start, count + body if kind == PAYLOADS else body
 
 
-def _entries(body: bytes) -> Iterator[tuple[int, int, int]]:
-    """(key, where it begins in the body, bytes) of each part that the count, keys and sizes before them speak of."""
+def _entries(body: bytes) -> tuple[npt.NDArray[np.uint64], IntArray, IntArray]:
+    """Key, where it begins in the body, and bytes of each part that the count, keys and sizes before them speak of."""
     n = int.from_bytes(body[:8], "little")
-    keys, sizes = np.frombuffer(body, "<u8", n, 8), np.frombuffer(body, "<u8", n, 8 + 8 * n)
-    starts = 8 + 16 * n + np.cumsum(sizes) - sizes
-    return zip(keys.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+    keys, sizes = np.frombuffer(body, "<u8", n, 8), np.frombuffer(body, "<i8", n, 8 + 8 * n)
+    return keys, 8 + 16 * n + np.cumsum(sizes) - sizes, sizes
+
+
+def _item_columns(body: bytes) -> ItemRecords:
+    n, m = np.frombuffer(body, "<u8", 2).tolist()
+    rows_at = 16 + n * ITEM.itemsize
+    owners_at = rows_at + m * ROW.itemsize
+    return ItemRecords(
+        np.frombuffer(body, ITEM, n, 16), np.frombuffer(body, ROW, m, rows_at), np.frombuffer(body, "<i8", m, owners_at)
+    )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from replay_server.errors import Refused, storage_failed
 from replay_server.storage.checkpoint_file import (
@@ -27,15 +28,16 @@ from replay_server.storage.checkpoint_file import (
 )
 from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, Listed, own_name
 from replay_server.storage.collector import ChangeCollector
-from replay_server.storage.records import Delta, pack_items
+from replay_server.storage.records import Delta, ItemRecords
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.payloads import BYTES_PER_READ, Reader, read_slices
+from replay_server.tables.items import Item
+from replay_server.tables.payloads import Reader, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
-ITEMS_PER_YIELD = 512
-"""Items copied before yielding to the event loop; BYTES_PER_READ bound them, too."""
+ITEMS_PER_YIELD = 2048
+"""Items copied before yielding to the event loop; read_slices bounds their bytes."""
 _KEYS_PER_YIELD = 1 << 14
 _LAST_ITEMS = 512
 """Changes that are few enough for the last round."""
@@ -135,12 +137,11 @@ class Checkpointer:
         buffer.watchers.append(collector)
         copy = _Copy(self._thread, writer, buffer)
         try:
-            known, keys = buffer.known_keys.all(), list(buffer.items)
+            known, keys, items = buffer.known_keys.order(), list(buffer.items), list(buffer.items.values())
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 await copy.in_thread(writer.keys, SEEN, buffer.known_keys.among(known[start : start + _KEYS_PER_YIELD]))
-            for portion in self._batches_of(keys):
-                items = pack_items(collector.item_records(np.array(sorted(portion), dtype=np.uint64)))
-                await copy.write(Delta(items, [], [], []))
+            for portion in _batches_of(keys, items):
+                await copy.write_items(collector.item_records(*portion))
             rounds = 0
             while True:
                 rounds += 1
@@ -152,23 +153,20 @@ class Checkpointer:
                     break
         finally:
             buffer.watchers.remove(collector)
-        summary = Summary(name, created, len(copy.sizes), copy.bytes, version)
+        summary = Summary(name, created, copy.items, copy.bytes, version)
         await copy.in_thread(writer.close, summary)
         return summary
 
-    def _batches_of(self, keys: Sequence[int]) -> Iterator[list[int]]:
-        """`keys` in short lists, without items that have gone meanwhile."""
-        portion: list[int] = []
-        nbytes = 0
-        for key in keys:
-            if (item := self._buffer.items.get(key)) is None:
-                continue
-            if portion and (len(portion) >= ITEMS_PER_YIELD or nbytes + item.nbytes > BYTES_PER_READ):
-                yield [key for key in portion if key in self._buffer.items]
-                portion, nbytes = [], 0
-            portion.append(key)
-            nbytes += item.nbytes
-        yield [key for key in portion if key in self._buffer.items]
+
+def _batches_of(keys: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[npt.NDArray[np.uint64], Sequence[Item]]]:
+    """Short lists of `keys` and their `items`, without those that have gone meanwhile: nothing holds these."""
+    for start in range(0, len(items), ITEMS_PER_YIELD):
+        some = items[start : start + ITEMS_PER_YIELD]
+        for part in read_slices([item.nbytes for item in some]):
+            there, names = some[part], np.array(keys[start : start + ITEMS_PER_YIELD][part], dtype=np.uint64)
+            if not all(held := [item.holders > 0 for item in there]):
+                there, names = [item for item in there if item.holders], names[held]
+            yield names, there
 
 
 class _Copy:
@@ -178,39 +176,72 @@ class _Copy:
         self._thread = thread
         self._writer = writer
         self._buffer = buffer
-        self.sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         """Bytes of the payload of each item."""
-        self.bytes = 0
+        self._first: list[tuple[list[int], list[int]]] = []
+        """Keys and sizes that are not in `_sizes` yet. While nothing changes, nobody asks for them."""
+        self.items = self.bytes = 0
 
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
+    async def write_items(self, records: ItemRecords) -> None:
+        """Writes items that were not written before, as of the moment of the call. Damaged ones are removed."""
+        keys: list[int] = records.items["key"].tolist()
+        sizes: list[int] = records.items["nbytes"].tolist()
+        reader = self._buffer.storage.reader(keys, sizes)
+        try:
+            damaged = await self.in_thread(self._copy_items, keys, sizes, reader, records)
+        finally:
+            reader.close()
+        self._first.append((keys, sizes))
+        self.items += len(keys)
+        self.bytes += sum(sizes)
+        if damaged:
+            self._buffer.discard(damaged)
+
+    def _copy_items(self, keys: list[int], sizes: list[int], reader: Reader, records: ItemRecords) -> list[int]:
+        damaged = self._copy(keys, sizes, reader, slice(None))
+        self._writer.item_columns(records)
+        return damaged
+
     async def write(self, delta: Delta) -> bool:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
+        if delta.removed or delta.items:
+            for keys, sizes in self._first:
+                self._sizes.update(zip(keys, sizes, strict=True))
+            self._first = []
         for key in delta.removed:
-            self.bytes -= self.sizes.pop(key, 0)
-        keys = [key for key, _ in delta.items if key not in self.sizes]
+            self.bytes -= self._sizes.pop(key, 0)
+        keys = [key for key, _ in delta.items if key not in self._sizes]
         sizes = [self._buffer.items[key].nbytes for key in keys]
         reader = self._buffer.storage.reader(keys, sizes)
         try:
             damaged = [
-                key for part in read_slices(sizes) for key in await self.in_thread(self._copy, keys[part], reader, part)
+                key
+                for part in read_slices(sizes)
+                for key in await self.in_thread(self._copy, keys[part], sizes[part], reader, part)
             ]
         finally:
             reader.close()
-        self.sizes.update(zip(keys, sizes, strict=True))
+        self._sizes.update(zip(keys, sizes, strict=True))
+        self.items = sum(len(keys) for keys, _ in self._first) + len(self._sizes)
         self.bytes += sum(sizes)
         await self.in_thread(self._write_records, delta)
         if damaged:
             self._buffer.discard(damaged)
         return not damaged
 
-    def _copy(self, keys: list[int], reader: Reader, part: slice) -> list[int]:
+    def _copy(self, keys: list[int], sizes: list[int], reader: Reader, part: slice) -> list[int]:
         """Writes some payloads. Returns the keys of those that are damaged."""
-        found = zip(keys, reader.read(part), strict=True)
-        whole = {key: payload for key, payload in found if payload is not None}
-        self._writer.payloads(list(whole), list(whole.values()))
-        return [key for key in keys if key not in whole]
+        found = reader.read(part)
+        whole = [payload for payload in found if payload is not None]
+        if len(whole) == len(keys):
+            self._writer.payloads(keys, sizes, whole)
+            return []
+        there = [place for place, payload in enumerate(found) if payload is not None]
+        self._writer.payloads([keys[place] for place in there], [sizes[place] for place in there], whole)
+        return [key for key, payload in zip(keys, found, strict=True) if payload is None]
 
     def _write_records(self, delta: Delta) -> None:
         self._writer.items(delta.items)

@@ -19,7 +19,7 @@ from replay_server.storage.checkpoint_file import (
     read_payloads,
     summary_of,
 )
-from replay_server.storage.restore import restore
+from replay_server.storage.restore import no_garbage_collection, restore
 from replay_server.tables.buffer import ReplayBuffer
 
 log = logging.getLogger("replay_server")
@@ -50,9 +50,10 @@ class OpenCheckpoint:
 
     def load(self, buffer: ReplayBuffer, write: Callable[[], None] = lambda: None) -> None:
         """Fills a new buffer; calls `write` after each portion of payloads."""
-        for keys, payloads in read_payloads(self.path, self.contents.places):
-            buffer.storage.put(keys, payloads)
-            write()
+        with no_garbage_collection():
+            for keys, payloads in read_payloads(self.path, self.contents.places):
+                buffer.storage.put(keys, payloads)
+                write()
         restore(buffer, self.contents.state)
         log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
 

@@ -7,9 +7,10 @@ items are back in their table. A lease has a record beside them: a restart draws
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from replay_server.storage.records import (
 )
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
+from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
 _KEPT = (SCOPE, TAKEN, LEASE, ANSWER)
@@ -132,10 +134,12 @@ class ChangeCollector:
             entry for entry in delta.state_records if entry.record is None or entry.name.startswith(_KEPT)
         ]
 
-    def item_records(self, keys: npt.NDArray[np.uint64]) -> ItemRecords:
-        """The records of `keys`, ascending, all of them in the buffer. Items that only batches hold are left out."""
+    def item_records(self, keys: npt.NDArray[np.uint64], found: Sequence[Item] | None = None) -> ItemRecords:
+        """The records of `keys`, in the same order, all of them in the buffer; `found` are their items, if known. Items
+        that only batches hold are left out."""
         buffer, offset = self._buffer, self._offset
-        found = [buffer.items[key] for key in keys.tolist()]
+        if found is None:
+            found = [buffer.items[key] for key in keys.tolist()]
         owners: list[IntArray] = []
         rows: list[npt.NDArray[np.void]] = []
         for table in buffer.tables.values():
@@ -159,10 +163,9 @@ class ChangeCollector:
         renumbered = np.cumsum(in_a_table) - 1
         items = np.zeros(keys.size, dtype=ITEM)
         items["key"] = keys
-        items["policy_version"] = [item.policy_version for item in found]
-        items["nbytes"] = [item.nbytes for item in found]
-        items["inserted_at"] = [item.inserted_at + offset for item in found]
-        items["unused_permit"] = [item.unused_permit for item in found]
+        for name in ("policy_version", "nbytes", "inserted_at", "unused_permit"):
+            items[name] = np.fromiter(map(attrgetter(name), found), dtype=ITEM[name], count=len(found))
+        items["inserted_at"] += offset
         return ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
 
     def _state_records(self) -> Iterator[StateRecord]:

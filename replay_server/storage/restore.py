@@ -72,7 +72,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
         if table_name in buffer.tables:
             buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
-    with _no_garbage_collection():  # it would walk through millions of new objects again and again
+    with no_garbage_collection():
         _restore_items(buffer, state, offset)
     buffer.known_keys.remember(state.known_keys)
     buffer.outstanding.taken.load(taken)
@@ -122,14 +122,15 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
         holders.tolist(),
         (items["unused_permit"] != 0).tolist(),
     )
-    loaded = {key: Item(*shared) for key, *shared in zip(*columns, strict=True)}
+    loaded = dict(zip(columns[0], map(Item, *columns[1:]), strict=True))
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
     load_items(buffer, loaded)
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Many new objects would make it walk through all of them again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

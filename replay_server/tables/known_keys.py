@@ -35,9 +35,9 @@ class KnownKeys:
     def forget(self, key: int) -> None:
         self._tables.pop(key, None)
 
-    def all(self) -> list[int]:
-        """From the oldest to the newest."""
-        return self.among(self._order)
+    def order(self) -> list[int]:
+        """From the oldest to the newest; with some that were forgotten."""
+        return list(self._order)
 
     def among(self, keys: Iterable[int]) -> list[int]:
         """The known ones of `keys`, in the same order."""

@@ -22,7 +22,7 @@ def load_items(buffer: ReplayBuffer, loaded: Mapping[int, Item]) -> None:
     """Restores items whose rows are in their tables already. Items without any row are deleted."""
     items = buffer.items
     items.update(loaded)
-    items.bytes += sum(item.nbytes for item in loaded.values())
+    items.bytes += sum([item.nbytes for item in loaded.values()])
     unheld = [key for key, item in loaded.items() if item.holders == 0]
     items.hold(unheld)
     buffer.left(unheld)

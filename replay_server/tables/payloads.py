@@ -121,6 +121,9 @@ def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterato
 
 def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
     """Divides `sizes` into slices of at most BYTES_PER_READ, or of one larger payload."""
+    if sizes and sum(sizes) <= BYTES_PER_READ:
+        yield slice(0, len(sizes))
+        return
     start = nbytes = 0
     for place, size in enumerate(sizes):
         if place > start and nbytes + size > BYTES_PER_READ:
