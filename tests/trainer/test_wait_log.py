@@ -51,6 +51,32 @@ def test_a_long_wait_is_logged_with_its_reason_again_and_again_and_at_its_end(ca
     assert caplog.messages[-1].startswith("the trainer goes on after")
 
 
+def test_a_server_that_goes_and_comes_back_is_told_once_and_at_once(caplog):
+    caplog.set_level(logging.WARNING)
+    asked = []
+
+    class Counted(Server):
+        def server_info(self, **options: Any) -> Any:
+            asked.append(options)
+            return super().server_info(**options)
+
+    def batches() -> Iterator[int]:
+        until(lambda: len(asked) >= 12, seconds=60)
+        yield 1
+
+    server = Counted(7, 7, None, None, None, 8, 8, None, 8)
+    # Half a minute would not end here: what is said is said because of the server.
+    assert list(WaitLog(server, "rollouts", seconds=1e6, look_seconds=0.01).watch(batches())) == [1]
+    said = [message.partition(": ")[2] for message in caplog.messages[:-1]]
+    assert [words.partition(";")[0] for words in said] == [
+        "no replay server answers",
+        "the server was restarted, and holds 0 items now",
+        "no replay server answers",
+        "the server answers again",
+    ]
+    assert caplog.messages[-1].startswith("the trainer goes on after")
+
+
 def test_short_waits_are_not_logged_and_the_end_of_the_batches_ends_the_watch(caplog):
     caplog.set_level(logging.WARNING)
     assert list(WaitLog(Server(1), "rollouts").watch(iter([1, 2, 3]))) == [1, 2, 3]

@@ -1,4 +1,7 @@
-"""Says that the trainer waits for groups, and why: after half a minute, every half minute, and when it goes on."""
+"""Says that the trainer waits for groups, and why: after half a minute, every half minute, and when it goes on.
+
+It says within seconds that the server is gone, and that a server which came back is another one.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,22 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 30.0
 """Between two lines, and before the first."""
+LOOK_SECONDS = 2.0
+"""Between two looks at the server during a wait."""
 
 
 class WaitLog:
     """Watches the waits for batches of one table."""
 
-    def __init__(self, client: ReplayClient, table: str, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, client: ReplayClient, table: str, seconds: float = SECONDS, look_seconds: float = LOOK_SECONDS
+    ) -> None:
         self._client = client
         self._table = table
         self._seconds = seconds
+        self._look_seconds = look_seconds
         self._server_id: int | None = None
+        self._gone = False
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `batches`, and logs every long wait for one."""
@@ -44,19 +53,29 @@ class WaitLog:
     def _watch(self, done: threading.Event) -> None:
         """In a thread of its own, because the trainer's is blocked."""
         began, told = time.monotonic(), False
-        while not done.wait(self._seconds):
-            told = True
-            logger.warning("waiting for groups for %.0f s: %s", time.monotonic() - began, self._reason())
+        next_line = began + self._seconds
+        while not done.wait(min(self._look_seconds, self._seconds)):
+            reason, is_news = self._look()
+            now = time.monotonic()
+            if (is_news or now >= next_line) and not done.is_set():
+                logger.warning("waiting for groups for %.0f s: %s", now - began, reason)
+                told, next_line = True, now + self._seconds
         if told:
             logger.warning("the trainer goes on after %.0f s", time.monotonic() - began)
 
-    def _reason(self) -> str:
+    def _look(self) -> tuple[str, bool]:
+        """Why there are no groups, and whether the server has just gone or is another one than before."""
         try:
-            info = self._client.server_info(tables=[self._table], timeout=self._seconds / 2)
+            info = self._client.server_info(tables=[self._table], timeout=5 * self._look_seconds)
         except ReplayError as error:
-            return str(error)
+            was_gone, self._gone = self._gone, True
+            return str(error), not was_gone
         reason = info.tables[self._table].sampling.reason or f"{self._table}: no request of this trainer waits"
-        if self._server_id not in (None, info.server_id):
+        was_restarted = self._server_id not in (None, info.server_id)
+        if was_restarted:
             reason = f"the server was restarted, and holds {info.items} items now; {reason}"
-        self._server_id = info.server_id
-        return reason
+        elif self._gone:
+            reason = f"the server answers again; {reason}"
+        is_news = was_restarted or self._gone
+        self._server_id, self._gone = info.server_id, False
+        return reason, is_news
