@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from replay_client import Sample
@@ -55,9 +56,16 @@ class ShareClient(FakeClient):
         yield (list(self.batches[step][start : start + batch_size]) for step in itertools.count(self.step))
 
 
+def with_adapter(folder: Path) -> Any:
+    """A model with a LoRA adapter; its base has a name, as those on the hub have."""
+    model = make_model()
+    model.name_or_path = str(folder / "base")
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
 def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
-    die, tied = options.pop("die", None), options.pop("tied", False)
+    die, tied, lora = options.pop("die", None), options.pop("tied", False), options.pop("lora", False)
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
@@ -65,7 +73,8 @@ def main(folder: Path) -> None:
     pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
 
     client = ShareClient(batches, pool)
-    trainer: Any = GRPOTrainer(make_model(tied=tied), client, config, callbacks=[Death(*die)] if die else [])  # type: ignore[arg-type]
+    model = with_adapter(folder) if lora else make_model(tied=tied)
+    trainer: Any = GRPOTrainer(model, client, config, callbacks=[Death(*die)] if die else [])  # type: ignore[arg-type]
     client.rank, client.size = trainer.ranks.index, trainer.ranks.size
     client.step = max((version_of(state) for state in saved(trainer.output_dir)), default=0)
     # The pool of each rank's own fake client knows nothing of the other's scope: shares of it stand for the server.

@@ -134,3 +134,9 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="groups_per_step=3 must be a multiple of the 2 ranks"):
         run(tmp_path / "two", 2, groups_per_step=3)
+
+
+def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None:
+    alone, together = (run(tmp_path / str(ranks), ranks, lora=True, beta=0.1) for ranks in (1, 2))
+    assert any("lora_B" in name and tensor.abs().max() > 1e-4 for name, tensor in alone.items())
+    assert_same(together, alone)
