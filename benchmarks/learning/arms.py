@@ -6,9 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from replay_trainer.correction import CorrectionConfig
+from replay_trainer.losses import LossConfig
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 16
+LOSS = LossConfig(epsilon=0.2, epsilon_high=0.28)
+"""DAPO's clip. It does nothing to groups that the current policy wrote: the first update has a ratio of 1."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Arm:
     lag: int = 0
     """Policy versions that the generator is behind the trainer."""
     correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(clip_max=2.0))
+    loss: LossConfig = LOSS
 
     @property
     def pools(self) -> bool:
@@ -43,6 +47,8 @@ class Arm:
         return self.replay > 0 or self.zero_variance == "replace"
 
 
+WIDE = LossConfig(epsilon=0.2, epsilon_high=1.0)
+"""For replayed groups: the probability of a right token may double since it was sampled, not only rise by 28 %."""
 BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
@@ -76,6 +82,11 @@ ARMS = {
         share("share50", 8),
         share("share75", 12),
         share("share50-ageless", 8, half_life=None),
+        # With 4 fresh groups a step, twice as many versions pass for the same generated tokens.
+        share("share75-long", 12, half_life=10.0, max_staleness=40),
+        share("share75-wide", 12, half_life=10.0, max_staleness=40, loss=WIDE),
+        share("small50", 4, fresh=4, half_life=10.0, max_staleness=40),
+        share("small50-wide", 4, fresh=4, half_life=10.0, max_staleness=40, loss=WIDE),
         share("share50-truncate", 8, correction=CorrectionConfig()),
         share("share50-3-times", 8, max_times_sampled=3),
         share("share50-advantage", 8, priority="advantage", exponent=1.0),
@@ -87,6 +98,9 @@ ARMS = {
         Arm("half-skip", fresh=8, prompts="skip"),
         Arm("stale16-truncate", lag=16),
         Arm("stale16-mask", lag=16, correction=CorrectionConfig(action="mask", clip_min=0.5, clip_max=2.0)),
+        Arm("stale16-bypass", lag=16, correction=BYPASS),
+        Arm("stale16-bypass-wide", lag=16, correction=BYPASS, loss=WIDE),
+        Arm("stale16-sequence", lag=16, correction=CorrectionConfig(level="sequence", clip_max=5.0)),
         Arm("stale16-off", lag=16, correction=CorrectionConfig(clip_min=1.0, clip_max=1.0)),
     )
 }

@@ -32,12 +32,11 @@ from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.losses import LossConfig, corrected_policy_loss
+from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.ranks import Ranks
 from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 
 IN_PROCESS = "in-process"
-LOSS = LossConfig(epsilon=0.2, epsilon_high=0.28)
 EVALUATIONS = 12
 """Points of a curve after its start."""
 
@@ -203,7 +202,7 @@ class _Steps:
                 batch.advantages_B,
                 batch.mask_BT,
                 self.arm.correction,
-                LOSS,
+                self.arm.loss,
                 normalizer=tokens,
             )
             torch.autograd.backward(loss)

@@ -43,11 +43,11 @@ def table(records: Iterable[dict[str, Any]]) -> list[str]:
     """Lines of Markdown, a row an arm and setting."""
     lines = [
         "| task, start | arm | seeds | start → end | mean over the run, less plain's | tokens / plain's | "
-        "tokens / half batch's | cost / plain's at 3:1 | at 10:1 | worse than its start |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "tokens / half batch's | tokens / quarter batch's | cost / plain's at 3:1 | at 10:1 | worse than its start |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (task, regime), arms in sorted(by_setting(records).items()):
-        plain, half = arms.get("plain", {}), arms.get("half", {})
+        plain, half, quarter = (arms.get(name, {}) for name in ("plain", "half", "quarter"))
         for name, arm in arms.items():
             seeds = sorted(arm.keys() & plain.keys())
             gain = s.mean_interval([s.area(arm[seed]) - s.area(plain[seed]) for seed in seeds]) if seeds else None
@@ -61,6 +61,7 @@ def table(records: Iterable[dict[str, Any]]) -> list[str]:
                 "" if gain is None or name == "plain" else shown(gain, "+.3f"),
                 "" if name == "plain" else shown(compare(arm, plain, GENERATED_ONLY)),
                 "" if name == "half" else shown(compare(arm, half, GENERATED_ONLY)),
+                "" if name == "quarter" else shown(compare(arm, quarter, GENERATED_ONLY)),
                 *("" if name == "plain" else shown(compare(arm, plain, weights)) for weights in COSTS.values()),
                 f"{sum(map(s.collapsed, arm.values()))} of {len(arm)}",
             ]

@@ -40,9 +40,9 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
 
 
 def _rate(task: str, regime: str) -> float:
-    """The tuned rate; for a task that was never tuned, the lowest of the regime's, as a cautious user would take."""
+    """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take."""
     known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
-    return LEARNING_RATES.get((task, regime), min(known))
+    return LEARNING_RATES.get((task, regime), min(known or LEARNING_RATES.values()))
 
 
 def identity(record: dict[str, Any]) -> Job:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.arms import GROUP_SIZE, Arm
-from benchmarks.learning.loop import EVALUATIONS, LOSS, Point, Settings, tables
+from benchmarks.learning.loop import EVALUATIONS, Point, Settings, tables
 from benchmarks.learning.model import solve_rate, supervised_batch, warm_start
 from benchmarks.learning.tasks import load_task
 from replay_client import ReplayClient
@@ -64,8 +64,8 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
             zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
             learning_rate=settings.learning_rate,
             weight_decay=0.01,
-            epsilon=LOSS.epsilon,
-            epsilon_high=LOSS.epsilon_high,
+            epsilon=arm.loss.epsilon,
+            epsilon_high=arm.loss.epsilon_high,
             correction=arm.correction,
             seed=settings.seed,
             packing=False,
