@@ -12,7 +12,7 @@ from replay_server.cli.output import complain, fail
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 150,
+    steps: Annotated[int | None, typer.Option(help="Training steps; 150 unless given, 60 with --compare.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
@@ -25,11 +25,15 @@ def demo(
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
+    from replay_trainer.demo.compare import COMPARED_STEPS
     from replay_trainer.demo.compare import compare as run_both
-    from replay_trainer.demo.run import DemoError, run
+    from replay_trainer.demo.run import STEPS, DemoError, run
 
     try:
-        (run_both if compare else run)(out, steps, seed, engine)
+        if compare:
+            run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
+        else:
+            run(out, STEPS if steps is None else steps, seed, engine)
     except DemoError as error:
         fail(error)
     except KeyboardInterrupt:

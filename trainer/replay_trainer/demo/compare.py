@@ -31,6 +31,9 @@ from replay_trainer.summary import read_metrics
 
 RARE = 0.08
 """Solve rate at which the warm-up ends."""
+COMPARED_STEPS = 60
+"""Steps of the run without the pool. More would show more, and take longer than people wait: the other run has twice as
+many, and trains on twice as many groups in all."""
 VARIANTS: dict[str, Variant] = {"without": WITHOUT_POOL, "with": SHARING}
 SMOOTHED_GROUPS = 320
 """Fresh groups in each running mean of the reward."""

@@ -29,6 +29,7 @@ from replay_client.errors import ReplayError
 from replay_trainer.demo.picture import draw
 from replay_trainer.summary import read_metrics, summary
 
+STEPS = 150
 GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 MARKER = "demo.json"
