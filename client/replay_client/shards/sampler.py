@@ -42,12 +42,14 @@ class ShardedSampler(AsyncSampler):
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._wait)
+        if not self._taken:
+            self._taken = await self._drawer.settled(self._draw)
         while len(self._taken) < self._draw.rows:
             if self._taken:  # rows are missing: draw exactly these
                 leased = await self._drawer.lease(rest_of(self._draw, self._taken), deadline)
             else:
                 leased = await self._drawn_ahead(deadline)
-            self._taken += await self._drawer.take(leased, self._lease)
+            self._taken += await self._drawer.take(self._draw, leased, self._lease)
         batch, self._taken = self._taken, []
         self._draw_ahead(self._prefetch)
         return batch

@@ -5,13 +5,15 @@ weigh all shards ──▶ share the rows out ──▶ draw a part of each, lea
       └───────────── wait, while all together have too little ─────────────────────┘
 
 A client that goes away takes nothing with it: its leases end, and the shards take the parts back. A shard that goes
-away takes its part with it, and the others make up for it.
+away takes its part with it, and the others make up for it. If it may have heard that the part was taken, it is asked
+again when it comes back. Its rows then begin the next batch that is drawn in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +40,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 """Seconds between two looks while all shards together have too little; doubled each time."""
 
 
+Lease = tuple[str, int]
+"""A shard's name, and the id of a lease there."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """What a caller wants."""
@@ -51,6 +57,19 @@ class Draw:
     exclude: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class _Unsure:
+    """A part whose shard went away before it said that the part is taken."""
+
+    shard: Shard
+    lease: int
+    samples: list[Sample]
+
+
+MOST_UNSURE = 256
+"""Parts that a client keeps to ask again; the oldest are forgotten first."""
+
+
 class Drawer:
     """Draws merged batches for one client."""
 
@@ -61,6 +80,7 @@ class Drawer:
         """The shard that gives first, where they give in turn."""
         self._weights: dict[str, tuple[float, dict[Shard, Weight]]] = {}
         """By table, with the time, where they hold for a while."""
+        self._unsure: deque[tuple[Draw, _Unsure]] = deque(maxlen=MOST_UNSURE)
 
     async def sample(self, draw: Draw, deadline: Deadline, lease: float) -> list[Sample]:
         """A batch that is the caller's, or leased to the caller for `lease` seconds.
@@ -68,7 +88,7 @@ class Drawer:
         It may have less than `draw.least` rows in one case: a shard goes away between its draw and the take, and the
         others cannot make up for it in time.
         """
-        taken: list[Sample] = []
+        taken = [] if lease else await self.settled(draw)
         while len(taken) < draw.rows:
             try:
                 parts = await self.lease(rest_of(draw, taken), deadline, lease, undivided_is_taken=not lease)
@@ -78,7 +98,7 @@ class Drawer:
                 raise
             if lease:
                 return parts
-            taken += await self.take(parts)
+            taken += await self.take(draw, parts)
             if deadline.passed and len(taken) >= draw.least:
                 break
         return taken
@@ -110,52 +130,79 @@ class Drawer:
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def take(self, samples: list[Sample], seconds: float = 0.0) -> list[Sample]:
+    async def take(self, draw: Draw, samples: list[Sample], seconds: float = 0.0) -> list[Sample]:
         """The samples that are the caller's now: all, but for those of shards that went away or took them back.
 
-        With `seconds` they are not taken, but leased to the caller for that long.
+        What a shard that went away may have given is kept for `settled`. With `seconds` the samples are not taken, but
+        leased to the caller for that long.
         """
-        leased = [sample for sample in samples if sample.info.lease]
+        leases = {_lease_of(sample) for sample in samples if sample.info.lease}
         if seconds:
-            kept = await self._on_shards(leased, lambda mine: _renewal(mine, seconds))
-            return [sample for sample in leased if _lease_of(sample) in kept]
-        kept = await self._end_leases(leased, pb.AcknowledgeSamplesRequest(unread=True))
-        mine = [sample for sample in samples if not sample.info.lease or _lease_of(sample) in kept]
-        for sample in mine:
-            sample.info.lease = 0
-        return mine
+            kept, _ = await self._on_shards(leases, lambda mine: _renewal(mine, seconds))
+            return [sample for sample in samples if _lease_of(sample) in kept]
+        taken, unsure = await self._end_leases(leases, pb.AcknowledgeSamplesRequest(unread=True))
+        for name, lease in unsure:
+            part = [sample for sample in samples if _lease_of(sample) == (name, lease)]
+            self._unsure.append((draw, _Unsure(self._fleet.by_name[name], lease, part)))
+        return _without_leases([sample for sample in samples if not sample.info.lease or _lease_of(sample) in taken])
+
+    async def settled(self, draw: Draw) -> list[Sample]:
+        """What earlier batches of an equal draw lacked, and is the caller's: its shard has come back and says so.
+
+        At most `draw.rows`.
+        """
+        settled: list[Sample] = []
+        for entry in [entry for entry in self._unsure if entry[0] == draw]:
+            part = entry[1]
+            if not part.shard.is_up or len(settled) + len(part.samples) > draw.rows or entry not in self._unsure:
+                continue
+            self._unsure.remove(entry)  # another call of this client must not ask for it as well
+            lease = part.shard.name, part.lease
+            taken, unsure = await self._end_leases({lease}, pb.AcknowledgeSamplesRequest(unread=True))
+            if unsure:
+                self._unsure.append(entry)
+            elif taken:
+                settled += _without_leases(part.samples)
+        return settled
 
     async def give_back(self, samples: Iterable[Sample]) -> None:
         """As far as their shards can be reached; the others take them back by themselves."""
-        await self._end_leases(samples, pb.AcknowledgeSamplesRequest(give_back=True))
+        await self._end_leases(set(map(_lease_of, samples)), pb.AcknowledgeSamplesRequest(give_back=True))
 
     async def _end_leases(
-        self, samples: Iterable[Sample], request: pb.AcknowledgeSamplesRequest
-    ) -> set[tuple[str, int]]:
+        self, leases: set[Lease], request: pb.AcknowledgeSamplesRequest
+    ) -> tuple[set[Lease], set[Lease]]:
         def acknowledgement(mine: list[int]) -> pb.AcknowledgeSamplesRequest:
             its_own = once(pb.AcknowledgeSamplesRequest(batches=mine))
             its_own.MergeFrom(request)
             return its_own
 
-        return await self._on_shards(samples, acknowledgement)
+        return await self._on_shards(leases, acknowledgement)
 
-    async def _on_shards(self, samples: Iterable[Sample], message: Callable[[list[int]], Any]) -> set[tuple[str, int]]:
-        """Sends each shard the message about its leases. Returns the leases that were not missing."""
-        leases = set(map(_lease_of, samples))
+    async def _on_shards(
+        self, leases: set[Lease], message: Callable[[list[int]], Any]
+    ) -> tuple[set[Lease], set[Lease]]:
+        """Sends each shard the message about its leases.
 
-        async def one(name: str) -> set[tuple[str, int]]:
+        Returns the leases for which that was done, and those of which the shards did not say it. The others had ended.
+        """
+        done: set[Lease] = set()
+        unsure: set[Lease] = set()
+
+        async def one(name: str) -> None:
             shard, mine = self._fleet.by_name[name], sorted(lease for owner, lease in leases if owner == name)
             connection, request = shard.client.connection, message(mine)
             renewing = isinstance(request, pb.RenewLeasesRequest)
             rpc: Any = connection.stub.RenewLeases if renewing else connection.stub.AcknowledgeSamples
             try:
-                response = await shard.run(connection.unary(rpc, request, DEFAULT))
+                missing = (await shard.run(connection.unary(rpc, request, DEFAULT))).missing
             except ReplayError:
-                return set()
-            return {(name, lease) for lease in mine if lease not in response.missing}
+                unsure.update((name, lease) for lease in mine)
+            else:
+                done.update((name, lease) for lease in mine if lease not in missing)
 
-        ended = await asyncio.gather(*(one(name) for name in {owner for owner, _ in leases}))
-        return set().union(*ended)
+        await asyncio.gather(*(one(name) for name in {owner for owner, _ in leases}))
+        return done, unsure
 
     async def _weigh(self, draw: Draw, deadline: Deadline) -> dict[Shard, Weight]:
         now = asyncio.get_running_loop().time()
@@ -235,7 +282,13 @@ def _renewal(batches: list[int], seconds: float) -> pb.RenewLeasesRequest:
     return pb.RenewLeasesRequest(batches=batches, seconds=seconds, unread=True)
 
 
-def _lease_of(sample: Sample) -> tuple[str, int]:
+def _without_leases(samples: list[Sample]) -> list[Sample]:
+    for sample in samples:
+        sample.info.lease = 0
+    return samples
+
+
+def _lease_of(sample: Sample) -> Lease:
     return sample.info.shard, sample.info.lease
 
 

@@ -17,6 +17,7 @@ from replay_client.errors import (
     TableNotFoundError,
 )
 from replay_client.shards import ShardedClient
+from replay_protos import replay_pb2 as pb
 from replay_server.tables.config import AdmissionConfig
 from tests.factories import make_group, until
 
@@ -348,6 +349,8 @@ def test_a_writer_sends_a_group_to_the_shard_of_its_permit(make_service):
 def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, client):
     insert_many(client, "pool", 30)
     service.stop(1)
+    # An insert that is on its way now waits for its shard: the shard may have it.
+    until(lambda: client.server_info().gone == (service.addresses[1],))
     keys = insert_many(client, "pool", 30)
     assert len(client.get(keys)) == 30
     with client.writer() as writer:
@@ -355,7 +358,6 @@ def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, cli
             writer.insert(b"", {"queue": 1.0})
     assert len(client.sample("queue", 20)) == 20
     assert len(client.sample("pool", 10)) == 10
-    assert client.server_info().gone == (service.addresses[1],)
     assert client.set_policy_version(2, "w").version == 2
     for refused in (lambda: client.reset("queue", timeout=0.1), lambda: client.checkpoint(timeout=0.1)):
         with pytest.raises(ServerUnavailableError, match=service.addresses[1]):
@@ -441,6 +443,35 @@ def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, c
     assert all(len(batch) == 6 for batch in batches)
     keys = [sample.info.key for batch in batches for sample in batch]
     assert len(set(keys)) == 18
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("how", ["sample", "sampler"])
+async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(service, how, committed):
+    """`committed`: the shard took the part, and the answer is lost. Else the request was."""
+    async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
+        keys = {await client.insert(bytes([i]), {"queue": 1.0}) for i in range(60)}
+        connection = client._fleet.shards[0].client.connection
+        unary, cuts = connection.unary, []
+
+        async def cut(method, request, timeout):
+            if isinstance(request, pb.AcknowledgeSamplesRequest) and request.unread and len(cuts) < 2:
+                cuts.append(await unary(method, request, timeout) if committed else None)
+                raise ServerUnavailableError("the connection broke")
+            return await unary(method, request, timeout)
+
+        connection.unary = cut
+        got = []
+        if how == "sample":
+            while len(got) < 60:
+                got += await client.sample("queue", 6, min_samples=1)
+        else:
+            async with client.sampler("queue", batch_size=6, prefetch=2) as sampler:
+                while len(got) < 60:
+                    got += await anext(sampler)
+        assert len(cuts) == 2
+        assert sorted(sample.info.key for sample in got) == sorted(keys)
+        assert (await client.server_info()).tables["queue"].size == 0
 
 
 def test_without_any_shard_every_method_says_so_in_time():
