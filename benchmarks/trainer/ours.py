@@ -56,7 +56,7 @@ class EndlessClient:
 
     @contextmanager
     def sampler(
-        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float, on_lease: Any
     ) -> Iterator[Iterator[list[Sample]]]:
         def batches() -> Iterator[list[Sample]]:
             for _ in itertools.count():

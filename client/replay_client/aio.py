@@ -36,9 +36,9 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import column, message_of, once, priorities_message
+from replay_client.requests import column, leases_of, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
-from replay_client.sampler import AsyncSampler
+from replay_client.sampler import AsyncSampler, OnLease, ignore
 from replay_client.single_batches import SingleBatches, joined
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
@@ -229,8 +229,7 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        batches = sorted({sample.info.lease for sample in samples} - {0})
-        request = pb.AcknowledgeSamplesRequest(batches=batches, give_back=give_back)
+        request = pb.AcknowledgeSamplesRequest(batches=leases_of(samples), give_back=give_back)
         response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, once(request), timeout)
         return mutation_of(response)
 
@@ -240,8 +239,7 @@ class AsyncReplayClient:
         Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
         result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
         """
-        batches = sorted({sample.info.lease for sample in samples} - {0})
-        request = message_of(pb.RenewLeasesRequest, batches=batches, seconds=lease)
+        request = message_of(pb.RenewLeasesRequest, batches=leases_of(samples), seconds=lease)
         response = await self._connection.unary(self._connection.stub.RenewLeases, request, timeout)
         return mutation_of(response)
 
@@ -263,15 +261,17 @@ class AsyncReplayClient:
         timeout: Timeout = DEFAULT,
         distinct: bool = True,
         lease: float = 0.0,
+        on_lease: OnLease = ignore,
     ) -> AsyncSampler:
         """An endless iterator over batches of `batch_size` samples, with up to `prefetch` batches drawn ahead.
 
         `timeout` bounds the wait for each batch, in seconds. `lease`: a batch that the caller gets is in use, and goes
         back after this many seconds, unless `renew` or `acknowledge` comes before; 0: the batch is the caller's.
+        `on_lease` is called with each batch just before its lease begins, on the thread of the event loop.
         """
         fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
         request = message_of(pb.SampleRequest, table=table, **fields)
-        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout))
+        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout), on_lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 

@@ -15,7 +15,7 @@ from replay_client.errors import DeadlineExceededError, ReplayError, ServerClose
 from replay_client.loop_thread import LoopThread, wait_for
 from replay_client.records import Buffer, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
-from replay_client.sampler import AsyncSampler
+from replay_client.sampler import AsyncSampler, OnLease, ignore
 from replay_client.writer import AsyncWriter
 
 P = ParamSpec("P")
@@ -127,10 +127,17 @@ class ReplayClient:
         timeout: Timeout = DEFAULT,
         distinct: bool = True,
         lease: float = 0.0,
+        on_lease: OnLease = ignore,
     ) -> Sampler:
         """An endless iterator over batches, for `with` and `for`; see AsyncReplayClient.sampler."""
         sampler = self._aio.sampler(
-            table, batch_size, prefetch=prefetch, timeout=timeout, distinct=distinct, lease=lease
+            table,
+            batch_size,
+            prefetch=prefetch,
+            timeout=timeout,
+            distinct=distinct,
+            lease=lease,
+            on_lease=on_lease,
         )
         return Sampler(self._thread, sampler)
 

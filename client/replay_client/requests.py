@@ -12,6 +12,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
+from replay_client.records import Sample
 from replay_protos import replay_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -35,6 +36,11 @@ def priorities_message(
         keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
         priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
     )
+
+
+def leases_of(samples: Iterable[Sample]) -> list[int]:
+    """The leases of samples, each once."""
+    return sorted({sample.info.lease for sample in samples} - {0})
 
 
 def once(request: M) -> M:

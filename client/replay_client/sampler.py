@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -20,6 +21,13 @@ _TAKE_SECONDS = 5.0
 """Seconds past the timeout to wait for a batch that the client has already taken."""
 
 
+OnLease = Callable[[list[Sample]], None]
+
+
+def ignore(_: list[Sample]) -> None:
+    """The default of `on_lease`."""
+
+
 class AsyncSampler:
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
@@ -35,6 +43,7 @@ class AsyncSampler:
         request: pb.SampleRequest,
         prefetch: int,
         timeout: float | None,
+        on_lease: OnLease,
     ) -> None:
         if prefetch < 0:
             raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
@@ -42,6 +51,7 @@ class AsyncSampler:
         self._request = request
         self._prefetch = prefetch
         self._timeout = timeout
+        self._on_lease = on_lease
         self._call: SharedSamples | None = None
         self._ahead = 0
         """Batches that the server may have drawn and that the caller does not have yet."""
@@ -117,6 +127,8 @@ class AsyncSampler:
                 await self._receive()
             batch_id, samples = self._ready.pop(0)
             # One short round trip: the server revokes the batch if an item in it has become stale.
+            if self._request.lease:
+                self._on_lease(samples)
             self._taking = batch_id, samples
             await self._write(pb.SampleStreamRequest(take=batch_id, credit=1 if self._prefetch else 0))
             taken = await self._receive(batch_id)

@@ -118,7 +118,7 @@ class FakeClient:
 
     @contextmanager
     def sampler(
-        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float, on_lease: Any
     ) -> Iterator[Iterator[list[Sample]]]:
         yield (list(self.batches[min(i, len(self.batches) - 1)]) for i in itertools.count(self.version))
 
@@ -153,7 +153,7 @@ class OnlineClient(FakeClient):
 
     @contextmanager
     def sampler(
-        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float, on_lease: Any
     ) -> Iterator[Iterator[list[Sample]]]:
         yield (self.write(batch_size) for _ in itertools.count())
 

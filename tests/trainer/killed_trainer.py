@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def run(
     config = GRPOConfig(output_dir=folder / "run", **(few | quiet | options))
     with ReplayClient(address) as client:
         trainer = GRPOTrainer(make_model(), client, config, callbacks=callbacks)
-        _note_draws(trainer, folder / "drawn.jsonl")
+        _note_draws(trainer, folder / "drawn.jsonl", step)
         if phase:
             _die(trainer, phase, step)
         trainer.train()
@@ -57,7 +58,8 @@ def trained(folder: Path) -> list[int]:
     return sorted(key for keys in last.values() for key in keys)
 
 
-def _note_draws(trainer: GRPOTrainer, path: Path) -> None:
+def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
+    """Notes the keys of each step, and draws for no step after `last` (0: all)."""
     make = trainer._group_source
 
     def noting(batches: Any) -> Any:
@@ -65,6 +67,8 @@ def _note_draws(trainer: GRPOTrainer, path: Path) -> None:
         draw = source.next
 
         def next_groups(step: int) -> Any:
+            if 0 < last < step:
+                threading.Event().wait()  # the process dies beside the loop
             taken = draw(step)
             with path.open("a") as file:
                 file.write(json.dumps({"step": step, "keys": [sample.info.key for sample in taken.samples]}) + "\n")

@@ -50,7 +50,7 @@ class ShareClient(FakeClient):
 
     @contextmanager
     def sampler(
-        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float
+        self, table: str, *, batch_size: int, prefetch: int, timeout: float | None, lease: float, on_lease: Any
     ) -> Iterator[Iterator[list[Sample]]]:
         start = self.rank * batch_size
         yield (list(self.batches[step][start : start + batch_size]) for step in itertools.count(self.step))

@@ -56,6 +56,11 @@ def insert(client: ReplayClient, count: int = STEPS * GROUPS, *, flat: int = 0) 
     return keys
 
 
+def until_gone(client: ReplayClient) -> None:
+    """Wait until the server has noticed that the trainer is dead. What it had drawn ahead is then in its old place."""
+    until(lambda: client.server_info().sample_streams == 0, seconds=60.0)
+
+
 def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
     """The queue gave every group once, and the pool has each informative one once."""
     tables = client.server_info().tables
@@ -87,6 +92,7 @@ def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
 ) -> None:
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, 2)
+    until_gone(client)
     model = run(client.address, tmp_path, resume=True)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
@@ -100,6 +106,7 @@ def test_a_resume_long_after_the_leases_have_ended_does_the_same(
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, 2, lease=2.0)
     until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+    until_gone(client)
     model = run(client.address, tmp_path, resume=True)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
@@ -128,6 +135,7 @@ def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
         options = options | {"weights_dir": tmp_path / options["weights_dir"]}
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, step, **options)
+    until_gone(client)
     model = run(client.address, tmp_path, resume=True, **options)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
@@ -142,6 +150,7 @@ def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_tw
     keys = insert(client, 15, flat=3)
     options = {"zero_variance": "dynamic", "groups_per_step": 3, "max_steps": 3}
     kill_in_a_process(client.address, tmp_path, phase, 2, **options)
+    until_gone(client)
     run(client.address, tmp_path, resume=True, **options)
     used = trained(tmp_path)
     assert len(used) == len(set(used)) == 9
@@ -154,6 +163,7 @@ def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayCli
     keys = insert(client)
     for step, phase in enumerate(("updated", "written", "announced", "sampled"), start=1):
         kill_in_a_process(client.address, tmp_path, phase, step, resume=True)
+        until_gone(client)
     run(client.address, tmp_path, resume=True)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))

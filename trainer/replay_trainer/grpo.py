@@ -139,6 +139,7 @@ class GRPOTrainer:
                 prefetch=config.prefetch,
                 timeout=config.sample_timeout,
                 lease=config.lease,
+                on_lease=leases.expect,
             ) as stream:
                 waits = WaitLog(self.client, config.rollouts_table)
                 watched = leases.watch(waits.watch(stream) if self.ranks.is_first else stream)

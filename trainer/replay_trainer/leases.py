@@ -72,6 +72,8 @@ class GroupLeases:
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
+        self._coming: set[Lease] = set()
+        """Leases of which this rank does not know yet whether they began."""
         self._ended: set[Lease] = set()
         self._settling: TrainedGroups | None = None
         """What the full state under way contains, if one is."""
@@ -89,6 +91,12 @@ class GroupLeases:
         for batch in batches:
             self._hold(sample.info for sample in batch)
             yield batch
+
+    def expect(self, samples: Sequence[Sample]) -> None:
+        """A lease is about to begin. Listed before it does, it is found even if this process dies in that moment."""
+        with self._lock:
+            self._coming.update((sample.info.shard, sample.info.lease) for sample in samples)
+            self._list()
 
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
         """The groups of all steps so far. `left`: groups that are drawn, and that only later steps use."""
@@ -151,7 +159,7 @@ class GroupLeases:
         """Gives back all groups that no full state contains. Returns the keys of the returned groups."""
         self._stop.set()
         with self._lock:
-            held, self._held = self._held, {}
+            held = dict(self._held)
         if not held:
             return []
         try:
@@ -161,7 +169,10 @@ class GroupLeases:
         except ReplayError as error:
             logger.warning("the server takes %d batches back within %g s: %s", len(held), self.seconds, error)
             return []
-        self._list()
+        with self._lock:
+            self._held.clear()
+            self._coming.clear()
+            self._list()
         return [key for keys in held.values() for key in keys]
 
     def _hold(self, infos: Iterable[SampleInfo]) -> None:
@@ -169,15 +180,17 @@ class GroupLeases:
             for info in infos:
                 if info.lease:
                     self._held.setdefault((info.shard, info.lease), []).append(info.key)
+            # What was expected before this batch, and has not come, was revoked.
+            self._coming.clear()
             self._list()
 
     def _list(self) -> None:
         """Write which leases are held. Without the list, what a killed rank had goes back only with time."""
-        if not self._held:
+        if not (self._held or self._coming):
             self._path.unlink(missing_ok=True)
             return
         unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(list(self._held)))
+        unfinished.write_text(json.dumps([*self._held, *self._coming]))
         os.replace(unfinished, self._path)
 
     def _renew(self) -> None:

@@ -36,6 +36,7 @@ from replay_client.records import (
 )
 from replay_client.requests import MOST_KEYS, column, whole_number
 from replay_client.rollout import RolloutGroup
+from replay_client.sampler import OnLease, ignore
 from replay_client.shards.by_key import KeyedItems
 from replay_client.shards.fleet import Deadline, Fleet
 from replay_client.shards.merging import merge_infos, merge_pages, merge_tables, read_page
@@ -251,9 +252,10 @@ class ShardedClient(AsyncReplayClient):
         timeout: Timeout = DEFAULT,
         distinct: bool = True,
         lease: float = 0.0,
+        on_lease: OnLease = ignore,
     ) -> ShardedSampler:
         draw = _draw(table, batch_size, None, distinct, "", ())
-        return ShardedSampler(self._drawer, draw, prefetch, self._seconds(timeout), lease)
+        return ShardedSampler(self._drawer, draw, prefetch, self._seconds(timeout), lease, on_lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 

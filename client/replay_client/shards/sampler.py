@@ -8,7 +8,7 @@ from typing import Self
 
 from replay_client.errors import InvalidRequestError
 from replay_client.records import Sample
-from replay_client.sampler import AsyncSampler
+from replay_client.sampler import AsyncSampler, OnLease, ignore
 from replay_client.shards.fleet import Deadline
 from replay_client.shards.sampling import Draw, Drawer, rest_of
 
@@ -22,13 +22,21 @@ class ShardedSampler(AsyncSampler):
     A lease that ends before the batch is used gives the batch back, and another one is drawn.
     """
 
-    def __init__(self, drawer: Drawer, draw: Draw, prefetch: int, timeout: float | None, lease: float = 0.0) -> None:
-        """`lease`: seconds for which the caller has each batch; 0: for good."""
+    def __init__(
+        self,
+        drawer: Drawer,
+        draw: Draw,
+        prefetch: int,
+        timeout: float | None,
+        lease: float = 0.0,
+        on_lease: OnLease = ignore,
+    ) -> None:
+        """`lease`: seconds for which the caller has each batch; 0: for good. `on_lease` is called before it begins."""
         if prefetch < 0:
             raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
         self._drawer, self._draw = drawer, draw
         self._prefetch, self._wait = prefetch, timeout
-        self._lease = lease
+        self._lease, self._on_lease = lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._taken: list[Sample] = []
         """Of a batch whose other rows were lost with their shard: the next batch begins with them."""
@@ -49,6 +57,8 @@ class ShardedSampler(AsyncSampler):
                 leased = await self._drawer.lease(rest_of(self._draw, self._taken), deadline)
             else:
                 leased = await self._drawn_ahead(deadline)
+            if self._lease:
+                self._on_lease(leased)
             self._taken += await self._drawer.take(self._draw, leased, self._lease)
         batch, self._taken = self._taken, []
         self._draw_ahead(self._prefetch)
