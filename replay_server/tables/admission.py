@@ -88,13 +88,16 @@ class Admission:
         )
 
     def why_not(self, count: int) -> str:
+        """Why `count` permits cannot be granted now: words first, then the inequality."""
         config = self.config
-        remedy = f"; ask for at most {self._most} at once" if count > self._most else ""
+        remedy = (
+            "the next policy version brings more" if count <= self._most else f"ask for at most {self._most} at once"
+        )
         share = "" if self._share == 1 else f"; this shard grants {self._share:g} times that while others are away"
         return (
-            f"{self.accepted} accepted + {self.running} running + {count} requested > (max_staleness "
-            f"{config.max_staleness} + version {self._version} + 1) * groups_per_step {config.groups_per_step} = "
-            f"{self._bound}{share}{remedy}"
+            f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
+            f"running + {count} requested > (max_staleness {config.max_staleness} + version {self._version} + 1) * "
+            f"groups_per_step {config.groups_per_step} = {self._bound}{share})"
         )
 
     @property

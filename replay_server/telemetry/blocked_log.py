@@ -55,4 +55,4 @@ class BlockedLog:
             yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
         if buffer.admission is not None:
             line, head = buffer.admission.line, buffer.admission.line.head
-            yield "permits", line, f"permits: {buffer.admission.why_not(head.count)}" if head else None
+            yield "permits: acquiring", line, f"permits: {buffer.admission.why_not(head.count)}" if head else None
