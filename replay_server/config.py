@@ -96,6 +96,9 @@ class LimitsSection(Model):
     max_shared_bytes: Bytes = 512 << 20
     """Bytes of shared memory for payloads of clients on this host. One connection may have half of it. Beyond it
     payloads go over gRPC."""
+    memory_share: float = Field(0.9, gt=0, le=1)
+    """Share of the memory of the control group that may be in use, the cache of files apart. Beyond it inserts are
+    refused, before the system kills the server. Of the machine's memory at most 512 MiB stay free. 1: no bound."""
     stall_timeout: float = Field(60.0, gt=0)
     """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 

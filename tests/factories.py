@@ -97,15 +97,19 @@ def server_process(
     address: str = "127.0.0.1:0",
     stderr: IO[str] | None = None,
     options: Sequence[str] = (),
+    before: Callable[[], None] | None = None,
 ) -> Iterator[ServerProcess]:
-    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block."""
+    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
+
+    `before` runs in the process before the server does.
+    """
     command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
     if config:
         path = tmp_path / "replay.toml"
         path.write_text(config)
         command += ["--config", str(path)]
     command += options
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from replay_server.config import LimitsSection
 from replay_server.limits import MAX_ROWS_OUTSTANDING
 from replay_server.rpc.budget import Budget
+from replay_server.rpc.memory_guard import MemoryGuard
 from replay_server.rpc.open_calls import OpenCalls
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
@@ -22,6 +23,7 @@ class Backend:
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
+        self.memory = MemoryGuard(limits.memory_share)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""
         self.insert_streams = 0

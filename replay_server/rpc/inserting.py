@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import Refused, draining, invalid
+from replay_server.errors import Refused, busy, draining, invalid
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_back
 from replay_server.rpc.messages import InsertMessage, read_messages
@@ -107,10 +107,11 @@ def _admit(
     if message.refusal is not None:
         return 0, message.refusal
     buffer = backend.buffer
-    if backend.draining:
+    full = backend.memory.why_full()
+    if backend.draining or full:
         key = batch.keys[0]
-        if key not in buffer.items and not buffer.known_keys.any_of([key]):
-            return 0, draining(key)
+        if key not in buffer.items and not buffer.known_keys.any_of([key]):  # otherwise it is a retry
+            return 0, busy(full) if full else draining(key)
         batch = batch[:1]
     try:
         return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout), evicted)

@@ -1,0 +1,84 @@
+"""A machine that runs full: a typed refusal, what is there is kept, and the server recovers by itself."""
+
+import os
+import secrets
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.errors import ServerBusyError
+from tests.factories import server_process, until
+
+MB = 1 << 20
+CONFIG = """
+[[tables]]
+name = "pool"
+"""
+
+
+@contextmanager
+def control_group(controller: str, limits: dict[str, str]):
+    """The folder of a new control group; skips where none can be made. `limits`: files by version 1 or 2."""
+    root = Path("/sys/fs/cgroup")
+    folder = root / (controller if (root / controller).is_dir() else "") / f"replay-test-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir()
+        name = next(name for name in limits if (folder / name).exists())
+        (folder / name).write_text(limits[name])
+    except (OSError, StopIteration):
+        if folder.exists():
+            folder.rmdir()
+        pytest.skip("no control group can be made here")
+    try:
+        yield folder
+    finally:
+        until(lambda: not (folder / "cgroup.procs").read_text(), "the server is still there")
+        folder.rmdir()
+
+
+def joins(group: Path):
+    return lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def fill(client: ReplayClient) -> list[int]:
+    """Inserts until the server refuses one."""
+    kept: list[int] = []
+    with pytest.raises(ServerBusyError) as refused:
+        for _ in range(2000):
+            kept.append(client.insert(os.urandom(MB), {"pool": 1.0}, timeout=60))
+    assert "memory left" in str(refused.value)
+    return kept
+
+
+def inserts_again(client: ReplayClient) -> bool:
+    try:
+        client.insert(bytes(1000), {"pool": 1.0}, timeout=60)
+    except ServerBusyError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_there_is_room(tmp_path, durable):
+    limit = str(300 * MB)
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n' * durable + CONFIG
+    with (
+        control_group("memory", {"memory.limit_in_bytes": limit, "memory.max": limit}) as group,
+        server_process(tmp_path, config, before=joins(group)) as server,
+        ReplayClient(server.address, timeout=60) as client,
+    ):
+        if durable:  # payloads lie in the file, and its cache in memory can be freed
+            for _ in range(350):
+                client.insert(os.urandom(MB), {"pool": 1.0})
+            assert client.server_info().items == 350
+            return
+        kept = fill(client)
+        assert len(kept) > 50
+        assert client.server_info().items == len(kept)
+        assert client.insert(b"a retry", {"pool": 1.0}, key=kept[0]) == kept[0]
+        assert client.sample("pool", 4)
+        client.delete("pool", kept[:40])
+        until(lambda: inserts_again(client), "the server never accepts inserts again", 60)
+        assert {item.key for item in client.list_items("pool", limit=2000).items} >= set(kept[40:])
