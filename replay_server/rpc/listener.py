@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
 
 import grpc
@@ -22,6 +23,8 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchE
 
 _SECONDS_PER_LOOK = 0.1
 """Seconds between two looks at whether gRPC still serves."""
+_OWN_FILES = 64
+"""File descriptors that the server needs for itself."""
 _PORT_ATTEMPTS = 50
 """How often to ask for the port that this server had a moment ago, a tenth of a second apart."""
 
@@ -104,7 +107,7 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_allowed_incoming_connections", _connections(limits)),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
         ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that says nothing is closed
         # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
@@ -113,3 +116,22 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
+
+
+def _connections(limits: LimitsSection) -> int:
+    """How many connections may be open. Each can take two file descriptors, the second one for a ring.
+
+    Without descriptors the server could neither sync nor write checkpoints, and gRPC could accept nobody.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY or 2 * limits.max_connections + _OWN_FILES <= files:
+        return limits.max_connections
+    most = max(1, (files - _OWN_FILES) // 2)
+    log.warning(
+        "this process may open %d files, so at most %d connections are accepted instead of %d (max_connections): raise "
+        "the limit (ulimit -n)",
+        files,
+        most,
+        limits.max_connections,
+    )
+    return most

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -70,10 +70,11 @@ class Summary:
 class CheckpointWriter:
     """Appends frames to a new file. May be called from any thread, one call at a time."""
 
-    def __init__(self, path: Path, name: str, created: float) -> None:
+    def __init__(self, path: Path, name: str, created: float, syncs: Executor) -> None:
+        """`syncs` has a thread on which the disk is told to write."""
         self._file = path.open("xb", buffering=0)
         # Without regular syncs the system keeps a GB and more in memory, and writes it all at the end.
-        self._syncs = ThreadPoolExecutor(1, thread_name_prefix="replay-checkpoint-sync")
+        self._syncs = syncs
         self._syncing: Future[None] | None = None
         self._unsynced = 0
         self._file.write(_MAGIC)
@@ -104,13 +105,18 @@ class CheckpointWriter:
         values = [summary.name, summary.created, summary.items, summary.bytes, summary.policy_version]
         self._frame(FOOT, [msgpack.packb(values)])
         self._write_all(_TAIL.pack(at, _TAIL_MARK))
-        self._syncs.shutdown()
+        self._wait_for_sync()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def abandon(self) -> None:
-        self._syncs.shutdown()
+        self._wait_for_sync()
         self._file.close()
+
+    def _wait_for_sync(self) -> None:
+        """The file must stay open until then."""
+        if self._syncing is not None:
+            wait([self._syncing])
 
     def _frame(self, kind: int, parts: list[bytes | memoryview]) -> None:
         joined = list(_joined(parts))

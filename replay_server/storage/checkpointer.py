@@ -29,6 +29,7 @@ from replay_server.storage.checkpoint_file import (
 from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, Listed, own_name
 from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, ItemRecords
+from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.items import Item
 from replay_server.tables.payloads import Reader, read_slices
@@ -56,8 +57,9 @@ class Checkpointer:
         self._keep = keep
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[Summary] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay-checkpoint")
-        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="replay-verify")
+        self._thread = started_threads(1, "replay-checkpoint")
+        self._syncs = started_threads(1, "replay-checkpoint-sync")
+        self._verifying = started_threads(1, "replay-verify")
 
     async def run(self, every: float) -> None:
         """Writes one every so many seconds, until it is cancelled."""
@@ -72,6 +74,7 @@ class Checkpointer:
         """Waits for the checkpoint that is being written."""
         async with self._turn:
             self._thread.shutdown()
+            self._syncs.shutdown()
             self._verifying.shutdown(cancel_futures=True)
 
     async def listed(self, verify: bool = False) -> list[Listed]:
@@ -105,7 +108,7 @@ class Checkpointer:
             partial = path.with_name(path.name + PARTIAL)
             self.directory.path.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
-            writer = CheckpointWriter(partial, name, created)
+            writer = CheckpointWriter(partial, name, created, self._syncs)
             try:
                 summary = await self._write(writer, name, created)
                 await asyncio.to_thread(_put_in_place, partial, path)
