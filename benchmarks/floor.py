@@ -1,7 +1,7 @@
 """`python -m benchmarks.floor`: what gRPC in Python costs by itself here, with nothing of ours but a port.
 
-An empty service that returns small messages (round trip), takes messages of 1 MiB (up) and sends them (down), with
-gRPC's event engine and without. No server on grpc.aio can be faster than this.
+An empty service that returns small messages (on an open stream, and with a call for each), takes messages of 1 MiB (up)
+and sends them (down), with gRPC's event engine and without. No server on grpc.aio can be faster than this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -29,6 +29,9 @@ async def serve() -> None:
         async for request in requests:
             yield request
 
+    async def call(request: bytes, context: Any) -> bytes:
+        return request
+
     async def up(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for _ in requests:
             yield b"ok"
@@ -41,6 +44,7 @@ async def serve() -> None:
     server = grpc.aio.server()
     handlers = {
         "Echo": grpc.stream_stream_rpc_method_handler(echo),
+        "Call": grpc.unary_unary_rpc_method_handler(call),
         "Up": grpc.stream_stream_rpc_method_handler(up),
         "Down": grpc.unary_stream_rpc_method_handler(down),
     }
@@ -51,16 +55,19 @@ async def serve() -> None:
     await server.wait_for_termination()
 
 
-async def measure(port: int) -> tuple[float, float, float]:
-    """Round trip in ms (median), up and down in MB/s."""
+async def measure(port: int) -> tuple[float, float, float, float]:
+    """Round trip on an open stream and of a call, in ms (medians), and up and down in MB/s."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        echo = channel.stream_stream("/Floor/Echo")()
-        times = []
-        for _ in range(_ROUND_TRIPS):
-            begin = time.perf_counter()
+        echo, call = channel.stream_stream("/Floor/Echo")(), channel.unary_unary("/Floor/Call")
+
+        async def on_the_stream() -> None:
             await echo.write(b"x" * 400)
             await echo.read()
-            times.append(1e3 * (time.perf_counter() - begin))
+
+        async def with_a_call() -> None:
+            await call(b"x" * 400)
+
+        on_stream, of_call = [await _round_trip(trip) for trip in (on_the_stream, with_a_call)]
         echo.cancel()
 
         up, message = channel.stream_stream("/Floor/Up")(), bytes(_MIB)
@@ -83,7 +90,16 @@ async def measure(port: int) -> tuple[float, float, float]:
             await down.read()
         down_rate = _MESSAGES * _MIB / 1e6 / (time.perf_counter() - begin)
         down.cancel()
-    return statistics.median(times), up_rate, down_rate
+    return on_stream, of_call, up_rate, down_rate
+
+
+async def _round_trip(trip: Callable[[], Awaitable[None]]) -> float:
+    times = []
+    for _ in range(_ROUND_TRIPS):
+        begin = time.perf_counter()
+        await trip()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -102,8 +118,10 @@ def main() -> None:
                 server.wait()
             figures[name].append([float(word) for word in done.stdout.split()])
     for name, rounds in figures.items():
-        trip, up, down = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"{name:18} round trip {trip:.3f} ms   up {up:.0f} MB/s   down {down:.0f} MB/s")
+        stream, call, up, down = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(
+            f"{name:18} round trip {stream:.3f} ms, as a call {call:.3f} ms   up {up:.0f} MB/s   down {down:.0f} MB/s"
+        )
 
 
 if __name__ == "__main__":
