@@ -13,6 +13,17 @@ FloatArray = npt.NDArray[np.float64]
 KeyArray = npt.NDArray[np.uint64]
 
 
+def total(values: IntArray) -> int:
+    """The sum of `values` (n,)."""
+    # Most changes are of one row, for which numpy's sum takes ten times as long.
+    return int(values.item() if values.size == 1 else values.sum())
+
+
+def rows_at(slots: IntArray) -> IntArray | slice:
+    """An index of the rows at `slots` (n,): of one slot a slice, with which numpy is three times as fast."""
+    return slice(slot := slots.item(), slot + 1) if slots.size == 1 else slots
+
+
 class Columns:
     """Slots are reused; `slots` maps the key of each item to its own. Arrays double when they are full."""
 
@@ -56,7 +67,7 @@ class Columns:
         del self._free[-len(keys) :]
         self.slots.update(zip(keys, chosen, strict=True))
         slots = np.array(chosen, dtype=np.int64)
-        self.key[slots] = keys
+        self.key[rows_at(slots)] = keys
         return slots
 
     def remove(self, slots: IntArray) -> list[int]:
@@ -64,7 +75,7 @@ class Columns:
         keys: list[int] = self.key[slots].tolist()
         for key in keys:
             del self.slots[key]
-        self.order[slots] = 0
+        self.order[rows_at(slots)] = 0
         self._free.extend(slots.tolist())
         return keys
 

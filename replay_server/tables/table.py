@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from replay_server.tables.batches import SampleBatch, SampleRequest
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
+from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import BlockedTime, Counters, Meter
 from replay_server.tables.scopes import Scopes
@@ -129,7 +129,7 @@ class Table:
             others = self.columns.used()
             slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
         self.counters.evicted += n
-        self.counters.evicted_unsampled += int((self.columns.times_sampled[slots] == 0).sum())
+        self.counters.evicted_unsampled += int(np.count_nonzero(self.columns.times_sampled[rows_at(slots)] == 0))
         self.limiter.deletes += n
         self._remove(slots)
 
@@ -150,13 +150,14 @@ class Table:
     ) -> None:
         columns = self.columns
         slots = columns.add(keys)
-        columns.priority[slots] = priorities
-        columns.policy_version[slots] = policy_versions
-        columns.order[slots] = orders
-        columns.inserted_at[slots] = inserted_at
-        columns.size[slots] = sizes
-        columns.times_sampled[slots] = times_sampled
-        self.bytes += int(sizes.sum())
+        rows = rows_at(slots)
+        columns.priority[rows] = priorities
+        columns.policy_version[rows] = policy_versions
+        columns.order[rows] = orders
+        columns.inserted_at[rows] = inserted_at
+        columns.size[rows] = sizes
+        columns.times_sampled[rows] = times_sampled
+        self.bytes += total(sizes)
         self.sampler.insert(slots)
         if self.remover is not self.sampler:
             self.remover.insert(slots)
@@ -167,7 +168,7 @@ class Table:
         self.sampler.delete(slots)
         if self.remover is not self.sampler:
             self.remover.delete(slots)
-        self.bytes -= int(self.columns.size[slots].sum())
+        self.bytes -= total(self.columns.size[rows_at(slots)])
         keys = self.columns.remove(slots)
         if leaves:
             self.on_leave(keys)
