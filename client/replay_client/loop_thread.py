@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from replay_client import forks
 from replay_client.errors import ServerClosedError
@@ -28,15 +27,65 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-def _result(future: concurrent.futures.Future[T]) -> T:
-    # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and looks
-    # at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
-    while True:
+class _Call(Generic[T]):
+    """A coroutine that runs on a loop while the calling thread waits for it.
+
+    It tells the thread itself that it has ended. The future of `asyncio.run_coroutine_threadsafe` would learn that from
+    a callback, one turn of the loop later.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._work, self._loop = work, loop
+        self._task: asyncio.Task[None] | None = None
+        self._value: T
+        self._error: BaseException | None = None
+        self._began = False
+        self._running = threading.Lock()
+        self._running.acquire()
+        loop.call_soon_threadsafe(self._start)
+
+    def result(self) -> T:
+        """Waits for the result of the coroutine. An interrupt of this wait cancels the coroutine."""
         try:
-            return future.result(timeout=1.0)
-        except TimeoutError:
-            if future.done():  # the error is the result's, or the result came in this moment
-                return future.result()
+            # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then,
+            # and looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
+            while not self._running.acquire(timeout=1.0):
+                pass
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._cancel)
+            raise
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it refers to this frame, which refers to it
+        return self._value
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "callbacks run in order"
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        self._began = True
+        try:
+            self._value = await self._work
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._running.release()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if self._began:
+            return
+        self._work.close()
+        self._error = asyncio.CancelledError()  # before it began
+        self._running.release()
 
 
 def wait_for(event: threading.Event, seconds: float | None) -> bool:
@@ -79,14 +128,10 @@ class LoopThread:
         return self._run(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return _result(future)
-        except concurrent.futures.CancelledError:
+            return _Call(work, self.loop).result()
+        except asyncio.CancelledError:
             raise ServerClosedError("this client was closed while the call waited") from None
-        except BaseException:
-            future.cancel()
-            raise
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop."""
