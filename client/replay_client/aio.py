@@ -230,7 +230,7 @@ class AsyncReplayClient:
         has then taken the items back.
         """
         request = pb.AcknowledgeSamplesRequest(batches=leases_of(samples), give_back=give_back)
-        response = await self._connection.unary(self._connection.stub.AcknowledgeSamples, once(request), timeout)
+        response = await self._connection.short("AcknowledgeSamples", once(request), timeout)
         return mutation_of(response)
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
@@ -240,7 +240,7 @@ class AsyncReplayClient:
         result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
         """
         request = message_of(pb.RenewLeasesRequest, batches=leases_of(samples), seconds=lease)
-        response = await self._connection.unary(self._connection.stub.RenewLeases, request, timeout)
+        response = await self._connection.short("RenewLeases", request, timeout)
         return mutation_of(response)
 
     async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
@@ -249,7 +249,7 @@ class AsyncReplayClient:
         They count as sampled once more. `missing` are those that are not in the table.
         """
         request = message_of(pb.TakeItemsRequest, table=table, keys=list(keys))
-        response = await self._connection.unary(self._connection.stub.TakeItems, once(request), timeout)
+        response = await self._connection.short("TakeItems", once(request), timeout)
         return mutation_of(response)
 
     def sampler(
@@ -296,13 +296,13 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
         request = priorities_message(table, keys, priorities)
-        response = await self._connection.unary(self._connection.stub.UpdatePriorities, request, timeout)
+        response = await self._connection.short("UpdatePriorities", request, timeout)
         return mutation_of(response)
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table. They stay in their other tables."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
-        response = await self._connection.unary(self._connection.stub.Delete, once(request), timeout)
+        response = await self._connection.short("Delete", once(request), timeout)
         return mutation_of(response)
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:

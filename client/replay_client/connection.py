@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from replay_client import forks
+from replay_client import forks, tracing
 from replay_client.access import TLS, Access
 from replay_client.errors import (
     AuthenticationError,
@@ -22,6 +22,7 @@ from replay_client.errors import (
     error_of,
 )
 from replay_client.shared_memory import SharedInserts, SharedMemory, SharedResponse, SharedSamples
+from replay_client.short_calls import MAX_BYTES, ShortCalls
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
@@ -41,6 +42,15 @@ TAKE_SECONDS = 30.0
 """Seconds after which the server gives a batch back whose reader does not take it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between attempts at a server that does not answer; doubled each time."""
+_RESPONSES: Final[dict[str, type[Message]]] = {
+    "UpdatePriorities": pb.MutationResponse,
+    "Delete": pb.MutationResponse,
+    "TakeItems": pb.MutationResponse,
+    "AcknowledgeSamples": pb.AcknowledgeSamplesResponse,
+    "RenewLeases": pb.AcknowledgeSamplesResponse,
+    "Weigh": pb.Weight,
+}
+"""Of the methods for `Connection.short`."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -51,10 +61,6 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
-
-
-_GOODBYE = 1.0
-"""Seconds that the server has to end a stream."""
 
 
 class Unset:
@@ -151,7 +157,7 @@ class Connection:
             forks.check_grpc()
             channel = self.access.channel(_OPTIONS)
             payloads = PayloadStub(channel, shared_memory=self.access.shared_memory)
-            self._stubs = _Stubs(channel, ReplayStub(channel), payloads, forks.count())
+            self._stubs = _Stubs(channel, ReplayStub(channel), payloads, ShortCalls(channel), forks.count())
         elif self._stubs.made_at != forks.count():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
@@ -179,6 +185,24 @@ class Connection:
         """The response to one request, asked for again while no server answers and there is time."""
         return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
 
+    async def short(self, method: str, request: Message, timeout: Timeout) -> Any:
+        """As `unary` for a method with a short response, on an open stream where that is possible."""
+        # A stream carries no trace context, a call does.
+        if tracing.active() or request.ByteSize() > MAX_BYTES:
+            return await self.unary(getattr(self.stub, method), request, timeout)
+        data = request.SerializeToString()
+
+        async def attempt(seconds: float | None) -> Any:
+            if (short_calls := self._open().short_calls).free:
+                try:
+                    return _RESPONSES[method].FromString(await short_calls.call(method, data, seconds))
+                except grpc.aio.AioRpcError:
+                    if short_calls.supported:
+                        raise
+            return await getattr(self.stub, method)(request, timeout=seconds)
+
+        return await self.call(attempt, self.seconds(timeout))
+
     async def take(self, batch: int, timeout: float | None, lease: float = 0.0) -> bool:
         """Takes a batch whose bytes are all here. May be repeated, on any stream and after a restart of the server.
 
@@ -187,15 +211,16 @@ class Connection:
         """
         if lease:
             renewal = pb.RenewLeasesRequest(batches=[batch], seconds=lease, unread=True)
-            return not (await self.unary(self.stub.RenewLeases, renewal, timeout)).missing
+            return not (await self.short("RenewLeases", renewal, timeout)).missing
         request = pb.AcknowledgeSamplesRequest(batches=[batch], unread=True)
-        response = await self.unary(self.stub.AcknowledgeSamples, request, timeout)
+        response = await self.short("AcknowledgeSamples", request, timeout)
         return not response.missing
 
     async def close(self) -> None:
         """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
         stubs, self._stubs, self._closed = self._stubs, None, True
         for each in [*self._left, *([stubs] if stubs is not None else ())]:
+            await each.short_calls.close()
             await each.payloads.shared.end()
             await each.channel.close()
 
@@ -206,6 +231,7 @@ class _Stubs(NamedTuple):
     channel: grpc.aio.Channel
     plain: ReplayAsyncStub
     payloads: PayloadStub
+    short_calls: ShortCalls
     made_at: int
     """`forks.count()` then."""
 
@@ -287,33 +313,6 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
     if tls.cert is None:
         return " It may want a certificate of this client: try tls_cert and tls_key (REPLAY_TLS_CERT, REPLAY_TLS_KEY)"
     return " It may not accept this client's certificate: its tls_client_ca must be the authority that signed that one"
-
-
-async def read_message(call: Any) -> Any:
-    """The next message of a stream. Raises AioRpcError if the stream has ended."""
-    message = await call.read()
-    if message is grpc.aio.EOF:
-        raise grpc.aio.AioRpcError(
-            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-        )
-    return message
-
-
-async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> None:
-    """Ends a stream in good order. `reader` is the task that reads it, if there is one.
-
-    After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
-    """
-
-    async def read_on() -> None:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-        async with asyncio.timeout(_GOODBYE):
-            await call.done_writing()
-            await (asyncio.wait([reader]) if reader else read_on())
-    call.cancel()
 
 
 def check_timeout(timeout: float | None) -> None:

@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from replay_client.connection import Connection, end_stream, read_message
+from replay_client.connection import Connection
 from replay_client.errors import DeadlineExceededError
 from replay_client.shared_memory import SharedInserts
+from replay_client.streams import end_stream, read_message
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 

@@ -9,11 +9,12 @@ from typing import Self
 
 import grpc
 
-from replay_client.connection import Connection, Patience, end_stream, read_message
+from replay_client.connection import Connection, Patience
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError
 from replay_client.frames import missing_bytes, split_rows
 from replay_client.records import Sample, samples_of
 from replay_client.shared_memory import SharedSamples
+from replay_client.streams import end_stream, read_message
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 

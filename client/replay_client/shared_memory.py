@@ -236,6 +236,7 @@ class SharedInserts:
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         self._call = call
+        self.read = call.read
         self._ring = _RingOfStream(shared)
         self._writer: FrameWriter | None = None
 

@@ -15,7 +15,7 @@ from itertools import islice
 
 import grpc
 
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout, end_stream
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -29,6 +29,7 @@ from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_client.shared_memory import SharedInserts
+from replay_client.streams import end_stream
 
 _SEND_AHEAD = 1024
 """Items that are packed into messages together."""

@@ -914,6 +914,62 @@ class ListItemsResponse(_message.Message):
 Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
 
 @_typing.final
+class CallRequest(_message.Message):
+    """A call of one of UpdatePriorities, Delete, TakeItems, AcknowledgeSamples, RenewLeases and Weigh. A message on an open
+    stream costs half of a call. The responses come in the order of the requests.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    request: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        request: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallRequest: _TypeAlias = CallRequest  # noqa: Y015
+
+@_typing.final
+class CallResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    response: _builtins.bytes
+    code: _builtins.int
+    """status code of gRPC with which the call failed; 0: it succeeded"""
+    message: _builtins.str
+    reason: _builtins.str
+    """with RESOURCE_EXHAUSTED, as RowError.reason"""
+    def __init__(
+        self,
+        *,
+        response: _builtins.bytes = ...,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallResponse: _TypeAlias = CallResponse  # noqa: Y015
+
+@_typing.final
 class SharedBytes(_message.Message):
     """---------------------------------------------------------------------------------------------------- shared memory
 

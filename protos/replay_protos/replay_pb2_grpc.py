@@ -94,6 +94,11 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.ListItemsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.ListItemsResponse.FromString,
                 _registered_method=True)
+        self.Calls = channel.stream_stream(
+                '/replay.v1.Replay/Calls',
+                request_serializer=replay__protos_dot_replay__pb2.CallRequest.SerializeToString,
+                response_deserializer=replay__protos_dot_replay__pb2.CallResponse.FromString,
+                _registered_method=True)
         self.ShareMemory = channel.stream_stream(
                 '/replay.v1.Replay/ShareMemory',
                 request_serializer=replay__protos_dot_replay__pb2.ShareMemoryRequest.SerializeToString,
@@ -222,6 +227,12 @@ class ReplayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListItems(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Calls(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -358,6 +369,11 @@ def add_ReplayServicer_to_server(servicer, server):
                     servicer.ListItems,
                     request_deserializer=replay__protos_dot_replay__pb2.ListItemsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.ListItemsResponse.SerializeToString,
+            ),
+            'Calls': grpc.stream_stream_rpc_method_handler(
+                    servicer.Calls,
+                    request_deserializer=replay__protos_dot_replay__pb2.CallRequest.FromString,
+                    response_serializer=replay__protos_dot_replay__pb2.CallResponse.SerializeToString,
             ),
             'ShareMemory': grpc.stream_stream_rpc_method_handler(
                     servicer.ShareMemory,
@@ -739,6 +755,33 @@ class Replay(object):
             '/replay.v1.Replay/ListItems',
             replay__protos_dot_replay__pb2.ListItemsRequest.SerializeToString,
             replay__protos_dot_replay__pb2.ListItemsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Calls(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/replay.v1.Replay/Calls',
+            replay__protos_dot_replay__pb2.CallRequest.SerializeToString,
+            replay__protos_dot_replay__pb2.CallResponse.FromString,
             options,
             channel_credentials,
             insecure,

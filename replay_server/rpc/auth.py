@@ -58,6 +58,7 @@ ROLES = {
     "AcknowledgeSamples": Role.READ_WRITE,
     "RenewLeases": Role.READ_WRITE,
     "TakeItems": Role.READ_WRITE,
+    "Calls": Role.READ_WRITE,  # what it carries needs no more
     "UpdatePriorities": Role.READ_WRITE,
     "Delete": Role.READ_WRITE,
     "SetPolicyVersion": Role.READ_WRITE,

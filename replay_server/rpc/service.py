@@ -20,6 +20,7 @@ from replay_server.rpc.policy import PolicyMethods
 from replay_server.rpc.rpc_methods import parser
 from replay_server.rpc.sampling import SampleMethods
 from replay_server.rpc.shared_memory import SharedMemoryMethods
+from replay_server.rpc.short_calls import ShortCalls
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
@@ -47,8 +48,10 @@ class ReplayService:
         self.sampling = SampleMethods(self.backend)
         self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
         self.shared_memory = SharedMemoryMethods(self.backend, shared_folder)
+        self.short_calls = ShortCalls(self.backend)
         groups = (
             self.shared_memory,
+            self.short_calls,
             InsertMethods(self.backend),
             self.sampling,
             ItemMethods(self.backend),
@@ -89,9 +92,8 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
             behavior = latencies.of_stream(method.name, behavior, timed=True)
         elif latencies is not None:
             behavior = latencies.of_call(method.name, behavior)
-        handlers[method.name] = kinds[method.client_streaming, method.server_streaming](
-            behavior,
-            parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString),
-            write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString,
-        )
+        parse = parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString)
+        serialize = write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString
+        service.short_calls.add(method.name, behavior, parse, serialize)
+        handlers[method.name] = kinds[method.client_streaming, method.server_streaming](behavior, parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

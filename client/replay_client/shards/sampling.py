@@ -192,10 +192,9 @@ class Drawer:
         async def one(name: str) -> None:
             shard, mine = self._fleet.by_name[name], sorted(lease for owner, lease in leases if owner == name)
             connection, request = shard.client.connection, message(mine)
-            renewing = isinstance(request, pb.RenewLeasesRequest)
-            rpc: Any = connection.stub.RenewLeases if renewing else connection.stub.AcknowledgeSamples
+            method = "RenewLeases" if isinstance(request, pb.RenewLeasesRequest) else "AcknowledgeSamples"
             try:
-                missing = (await shard.run(connection.unary(rpc, request, DEFAULT))).missing
+                missing = (await shard.run(connection.short(method, request, DEFAULT))).missing
             except ReplayError:
                 unsure.update((name, lease) for lease in mine)
             else:
@@ -215,7 +214,7 @@ class Drawer:
         request = message_of(pb.WeighRequest, table=draw.table, scope=draw.scope, exclude=sorted(draw.exclude))
         up = await self._fleet.reachable(deadline)
         weights, _ = await self._fleet.try_to_ask(
-            lambda client: client.connection.unary(client.connection.stub.Weigh, request, _WEIGH_SECONDS), up
+            lambda client: client.connection.short("Weigh", request, _WEIGH_SECONDS), up
         )
         # Where the total weight falls with each draw, by how much only the shard knows: the next draw looks again.
         if reusable and all(weight.ordered or not weight.consuming for weight in weights.values()):

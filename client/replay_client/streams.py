@@ -1,0 +1,39 @@
+"""Streams: reads a gRPC stream, and ends it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+_GOODBYE = 1.0
+"""Seconds that the server has to end a stream."""
+
+
+async def read_message(call: Any) -> Any:
+    """The next message of a stream. Raises AioRpcError if the stream has ended."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
+    return message
+
+
+async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> None:
+    """Ends a stream in good order. `reader` is the task that reads it, if there is one.
+
+    After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
+    """
+
+    async def read_on() -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(_GOODBYE):
+            await call.done_writing()
+            await (asyncio.wait([reader]) if reader else read_on())
+    call.cancel()
