@@ -89,7 +89,7 @@ class _Call(Generic[T]):
 
 
 def wait_for(event: threading.Event, seconds: float | None) -> bool:
-    """As `event.wait(seconds)`, for a wait that a signal must be able to end: see `_result`."""
+    """As `event.wait(seconds)`, for a wait that a signal must be able to end: see `_Call.result`."""
     end = None if seconds is None else time.monotonic() + seconds
     while not event.is_set():
         left = 1.0 if end is None else end - time.monotonic()
