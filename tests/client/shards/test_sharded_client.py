@@ -452,15 +452,15 @@ async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(servic
     async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
         keys = {await client.insert(bytes([i]), {"queue": 1.0}) for i in range(60)}
         connection = client._fleet.shards[0].client.connection
-        unary, cuts = connection.unary, []
+        short, cuts = connection.short, []
 
         async def cut(method, request, timeout):
             if isinstance(request, pb.AcknowledgeSamplesRequest) and request.unread and len(cuts) < 2:
-                cuts.append(await unary(method, request, timeout) if committed else None)
+                cuts.append(await short(method, request, timeout) if committed else None)
                 raise ServerUnavailableError("the connection broke")
-            return await unary(method, request, timeout)
+            return await short(method, request, timeout)
 
-        connection.unary = cut
+        connection.short = cut
         got = []
         if how == "sample":
             while len(got) < 60:
