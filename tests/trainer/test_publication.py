@@ -217,3 +217,33 @@ def test_the_error_of_a_task_is_told_once() -> None:
     task.wait()
     assert isinstance(task.take_error(), ZeroDivisionError)
     assert task.take_error() is None
+
+
+@pytest.mark.parametrize("name", ["trainer.pt", "model.safetensors", "config.json"])
+def test_a_state_with_other_bytes_is_refused_and_the_one_before_can_be_used(tmp_path: Path, name: str) -> None:
+    options = {"max_steps": 3, "keep_weights": 9}
+    whole = train(FakeClient(make_batches(3)), tmp_path / "whole", **options)
+    train(FakeClient(make_batches(3)), tmp_path / "run", **options | {"max_steps": 2})
+    damaged = tmp_path / "run/step-2" / name
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"step-2/{name} is damaged: .* move step-2 out of its folder to resume"):
+        train(FakeClient(make_batches(3)), tmp_path / "run", resume=True, **options)
+    (tmp_path / "run/step-2").rename(tmp_path / "step-2")
+    resumed = train(FakeClient(make_batches(3)), tmp_path / "run", resume=True, **options)
+    assert_same(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_state_of_before_there_were_checksums_and_leases_still_opens(tmp_path: Path) -> None:
+    whole = train(FakeClient(make_batches(3)), tmp_path / "whole")
+    train(FakeClient(make_batches(3)), tmp_path / "run", max_steps=2)
+    manifest = json.loads((tmp_path / "run/step-2/manifest.json").read_text())
+    assert set(manifest.pop("checksums")) == set(manifest["files"])
+    (tmp_path / "run/step-2/manifest.json").write_text(json.dumps(manifest))
+    state = torch.load(tmp_path / "run/step-2/trainer.pt", weights_only=True)
+    del state["groups"]
+    torch.save(state, tmp_path / "run/step-2/trainer.pt")
+    manifest["files"]["trainer.pt"] = (tmp_path / "run/step-2/trainer.pt").stat().st_size
+    (tmp_path / "run/step-2/manifest.json").write_text(json.dumps(manifest))
+    assert_same(train(FakeClient(make_batches(3)), tmp_path / "run", resume=True).state_dict(), whole.state_dict())

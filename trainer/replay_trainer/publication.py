@@ -41,6 +41,7 @@ from replay_trainer.weights import (
     remove,
     saved,
     version_of,
+    why_damaged,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class Publication:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
 
         Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
-        it or if the server follows another run, ValueError if it admits fewer groups a step than this run takes.
+        it or if the server follows another run, ValueError if it admits fewer groups a step than this run takes, or if
+        the full state is damaged.
         """
         if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
             raise RuntimeError(why)
@@ -125,6 +127,8 @@ class Publication:
             )
         self.ranks.wait()  # the first rank now changes files that the others have just read
         if folders:
+            if why := self.ranks.from_first(why_damaged(folders[-1]) if self.ranks.is_first else ""):
+                raise ValueError(why)
             self._load(folders[-1])
         else:
             torch.manual_seed(self.config.seed + self.ranks.index)

@@ -3,12 +3,13 @@
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
-                 manifest.json version, files with their sizes, the server's checkpoint; written last, so a folder with
-                               a manifest is complete, and a trainer wrote it
+                 manifest.json version, files with their sizes, the server's checkpoint, of a full state the checksums
+                               of its files; written last, so a folder with a manifest is complete, and a trainer
+                               wrote it
 
 * A folder gets its name when it is complete; one with a full state is on disk before that.
 * Only files that a manifest names are removed.
-* A resume skips a state that lost a file or a part of one.
+* A resume skips a state that lost a file or a part of one, and refuses one with other bytes than were written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers.utils import logging
 
 PROBE_LENGTH = 16
@@ -30,6 +32,7 @@ PROBE_LENGTH = 16
 _FOLDER = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 _STATE = "trainer.pt"
+_CHUNK_BYTES = 16 << 20
 
 
 def publish_weights(
@@ -73,6 +76,8 @@ def publish_weights(
         "files": {str(path.relative_to(unfinished)): path.stat().st_size for path in files},
         "server_checkpoint": server_checkpoint,
     }
+    if state is not None:
+        manifest["checksums"] = {str(path.relative_to(unfinished)): _checksum(path) for path in files}
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     if state is not None:
         for path in [*unfinished.rglob("*"), unfinished]:
@@ -103,6 +108,18 @@ def saved(directory: Path) -> list[Path]:
 def damaged(directory: Path) -> list[Path]:
     """The published folders that lost a file or a part of one."""
     return [folder for folder in published(directory) if not _are_there(folder, _files(folder))]
+
+
+def why_damaged(folder: Path) -> str:
+    """Which file of a full state has other bytes than were written, and what to do; empty: none. Reads every byte."""
+    # A state of an older trainer has no checksums.
+    for name, checksum in _manifest(folder).get("checksums", {}).items():
+        if _checksum(folder / name) != checksum:
+            return (
+                f"{folder / name} is damaged: its bytes are not what was written. Put a copy of that file in its "
+                f"place, or move {folder.name} out of its folder to resume from the full state before it"
+            )
+    return ""
 
 
 def version_of(folder: Path) -> int:
@@ -164,6 +181,14 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _files(folder: Path) -> dict[str, int]:
     """The files of the manifest, relative to the folder, with their sizes in bytes."""
     return dict(_manifest(folder)["files"])
+
+
+def _checksum(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
