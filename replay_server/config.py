@@ -23,7 +23,7 @@ from replay_server.tables.reasons import listed_tables
 
 
 class ServerSection(Model):
-    """The process."""
+    """The server process: where it listens, where it keeps items, and how much memory it may use."""
 
     address: str = "127.0.0.1:7400"
     """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
@@ -32,15 +32,15 @@ class ServerSection(Model):
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] | float = 1.0
-    """When written data is forced to the disk: before each acknowledgement ("always"), every so many seconds, or never.
-    A killed process loses nothing with any of them. A failing machine may lose data without "always"."""
+    """When the server forces written data to the disk: before each acknowledgement ("always"), after this many seconds,
+    or "never". A killed server process loses nothing in any case. If the machine fails, only "always" loses nothing."""
     max_bytes: Bytes | None = None
     """Payload bytes that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
     """Payload bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
-    """Folder in memory in which the server makes rings for clients on its host, or false: payloads go over gRPC only.
-    In containers it must be the same folder for server and client, and both must run as the same user."""
+    """Folder in memory for payloads of clients on the server's host. false: payloads travel over gRPC only.
+    Server and client must see the same folder, also in containers, and must run as the same user."""
 
     @field_validator("fsync", mode="before")
     @classmethod
@@ -64,13 +64,14 @@ class SecuritySection(Model):
     """Tokens and TLS. All files are in PEM format, except the tokens' (see rpc.auth.Tokens)."""
 
     tls_cert: Path | None = None
-    """The server's certificate, then those between it and the root; absent: connections are not encrypted."""
+    """The server's certificate, followed by the intermediate certificates; absent: connections are not encrypted."""
     tls_key: Path | None = None
-    """Its private key."""
+    """The private key of `tls_cert`."""
     tls_client_ca: Path | None = None
-    """Clients must present a certificate that one of these authorities signed (mutual TLS)."""
+    """Certificate authorities. A client must present a certificate that one of them signed (mutual TLS)."""
     tokens_file: Path | None = None
-    """Clients must send one of its tokens; absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS, else no token is needed."""
+    """Clients must send a token from this file. Absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS in the environment
+    counts; without these, no token is needed."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -80,22 +81,24 @@ class SecuritySection(Model):
 
 
 class LimitsSection(Model):
-    """Bounds that clients share. Each connection counts as a client. limits.py has the bounds of a single request."""
+    """Bounds on what all clients use together. Each connection counts as a client. The bounds of a single request are
+    constants of the server (limits.py)."""
 
     max_connections: int = Field(4096, ge=1, le=1_000_000)
-    """Connections that may be open. More are refused."""
+    """The most open connections. The server refuses more."""
     max_streams_per_connection: int = Field(1024, ge=1, le=1_000_000)
-    """Calls, streams included, that one connection may have open. Its client holds back more."""
+    """The most open calls of one connection, streams included. Its client delays more."""
     max_calls: int = Field(16_384, ge=1, le=10_000_000)
-    """Calls that all connections together may have open. More are refused."""
+    """The most open calls of all connections. The server refuses more."""
     max_unfinished_bytes: Bytes = 2 << 30
-    """Bytes of items that have not arrived completely. One connection may have half of it. Later items wait.
-    At least `max_payload_bytes`, or the largest item would never fit."""
+    """The most bytes of items that have not arrived completely. One connection may use half of it. More items wait.
+    It must be at least `max_payload_bytes`, or the largest item would never fit."""
     max_waiting_bytes: Bytes = 4 << 30
-    """Bytes of complete items that wait for their table. One connection may have half of it. More are refused."""
+    """The most bytes of complete items that wait for their table. One connection may use half of it. The server refuses
+    more."""
     max_shared_bytes: Bytes = 512 << 20
-    """Bytes of shared memory for payloads of clients on this host. One connection may have half of it. Beyond it
-    payloads go over gRPC."""
+    """The most bytes of shared memory for payloads of clients on this host. One connection may use half of it. More
+    payloads travel over gRPC."""
     memory_share: float = Field(0.9, gt=0, le=1)
     """Share of the memory of the control group that may be in use, the cache of files apart. Beyond it inserts are
     refused, before the system kills the server. Of the machine's memory at most 512 MiB stay free. 1: no bound."""
@@ -104,14 +107,14 @@ class LimitsSection(Model):
 
 
 class CheckpointsSection(Model):
-    """Checkpoints: copies of the whole server, each in a file of its own."""
+    """Checkpoints: copies of all items and tables of the server, each in one file."""
 
     dir: Path | None = None
     """Folder of the checkpoints; absent: `checkpoints` in `data_dir`."""
     every_minutes: float | None = Field(None, gt=0, le=1e6)
     """Minutes between two checkpoints; absent: only when a client asks for one."""
     keep: int = Field(3, ge=1)
-    """How many checkpoints without a name of their own are kept. Older ones are removed."""
+    """How many checkpoints to keep. The server removes older ones, except those that a client named."""
     on_stop: bool = False
     """Whether the server writes a checkpoint when it stops."""
 

@@ -44,12 +44,12 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def is_several(address: str | Sequence[str]) -> bool:
-    """Whether it names the shards of a service: ["a:7400", "b:7400"], "a:7400,b:7400" or "ray://NAMESPACE/NAME"."""
+    """Whether `address` names several servers: ["a:7400", "b:7400"], "a:7400,b:7400" or "ray://NAMESPACE/NAME"."""
     return not isinstance(address, str) or "," in address or address.startswith(RAY_SCHEME)
 
 
 def split_addresses(address: str | Sequence[str]) -> list[str]:
-    """The addresses of a list, or of a text with commas. None where Ray tells them."""
+    """The addresses in a list, or in a text with commas. Empty for a ray:// address: Ray knows the addresses."""
     if isinstance(address, str) and address.startswith(RAY_SCHEME):
         return []
     given = address.split(",") if isinstance(address, str) else address
@@ -61,11 +61,11 @@ class TLS:
     """The certificates with which client and server identify each other. All files are in PEM format."""
 
     ca: PathLike | None = None
-    """Certificates of the authorities that may have signed the server's; None: the public ones that gRPC knows."""
+    """Authorities that may have signed the server's certificate; None: the public authorities that gRPC knows."""
     cert: PathLike | None = None
     """The client's own certificate, for a server that asks for one."""
     key: PathLike | None = None
-    """Its private key."""
+    """The private key of `cert`."""
     server_name: str | None = None
     """The name in the server's certificate, if the address has another one (an IP address, a tunnel)."""
 
@@ -155,7 +155,7 @@ class Access:
         )
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel whose calls all carry the token. It belongs to the running event loop."""
+        """A channel that sends the token with every call. It belongs to the running event loop."""
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         if self._credentials is None:
@@ -180,7 +180,7 @@ class _TokenChannel:
         self.wait_for_state_change = channel.wait_for_state_change
 
     def __getattr__(self, kind: str) -> Callable[..., Callable[..., Any]]:
-        """`unary_unary` and the like."""
+        """The methods that make calls: `unary_unary`, `stream_stream` and the others."""
         make, metadata = getattr(self._channel, kind), self._metadata
 
         def make_with_token(*args: Any, **options: Any) -> Callable[..., Any]:

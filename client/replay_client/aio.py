@@ -44,7 +44,7 @@ from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
 WRITER_BYTES = 256 << 20
-"""Default bound of the payload bytes that a writer has in flight."""
+"""The default of `max_bytes`: payload bytes that a writer may have in flight."""
 
 
 class AsyncReplayClient:
@@ -123,7 +123,7 @@ class AsyncReplayClient:
         return self._connection.transport
 
     async def find_transport(self) -> str:
-        """`transport`, after a look whether the server is on this host."""
+        """As `transport`, but first finds out whether the server is on this host."""
         return await self._connection.find_transport()
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -154,7 +154,7 @@ class AsyncReplayClient:
         frames = list(pack_items([item]))
 
         async def attempt(rpc_timeout: float | None) -> pb.InsertResponse:
-            if len(frames) == 1 and tracing.active():  # a stream carries no trace context, a call does
+            if len(frames) == 1 and tracing.active():  # a call carries a trace context, a stream does not
                 return await self._connection.payloads.Insert(frames[0], timeout=rpc_timeout)
             return await self._insert_streams.insert(frames, rpc_timeout)
 
@@ -391,7 +391,7 @@ class AsyncReplayClient:
         return policy_of(response)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
-        """Yields the current policy, then every new one. Of several in quick succession only the newest may come.
+        """Yields the current policy, then every new one. If several come quickly, it may yield only the newest.
 
         Connects again by itself.
         """
@@ -418,7 +418,7 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------------------------ the client
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
-        """Makes the server write a checkpoint of all tables as of one moment. Returns its name.
+        """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
 
         The server goes on meanwhile, and finishes the checkpoint even if the client stops waiting. Without `name` the
         server chooses one, and keeps only the last few checkpoints that it named. Raises UnsupportedError if the server

@@ -1,4 +1,4 @@
-"""Connection: a gRPC channel to one server. All calls follow its one rule for deadlines, retries and errors."""
+"""Connection: a gRPC channel to one server. It gives all calls the same deadlines, retries and errors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Response = TypeVar("Response")
 Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
 _GRACE = 5.0
-"""Seconds beyond the timeout in which the server may still answer with the reason of the wait."""
+"""Seconds after the timeout. In this time the server can still answer why the request waited."""
 TAKE_SECONDS = 30.0
-"""Seconds after which the server gives a batch back whose reader does not take it."""
+"""The server gives a batch back if its reader has not taken it after this many seconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds between attempts at a server that does not answer; doubled each time."""
+"""Seconds between two attempts to reach a server that does not answer. Each pause doubles the one before."""
 _RESPONSES: Final[dict[str, type[Message]]] = {
     "UpdatePriorities": pb.MutationResponse,
     "Delete": pb.MutationResponse,
@@ -56,7 +56,8 @@ _OPTIONS: Final = [
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A name may get another address when its server restarts; gRPC would look it up every 30 s at most.
+    # A server that restarts may have another address under the same name. gRPC's default looks a name up again only
+    # after 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -77,7 +78,7 @@ Timeout = float | None | Unset
 
 
 class PayloadStub:
-    """The methods that carry payloads, with the serializers of `replay_protos.framing`, over rings where possible."""
+    """The methods that carry payloads. Payloads travel in shared memory if possible, otherwise in frames over gRPC."""
 
     Insert: grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
 
@@ -103,7 +104,7 @@ class PayloadStub:
 
 
 class Connection:
-    """One server, as a client sees it. Raises RuntimeError in a forked process in which gRPC cannot work."""
+    """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         forks.check_grpc()
@@ -123,34 +124,34 @@ class Connection:
         return known or "grpc: no large payload was sent or received yet"
 
     async def find_transport(self) -> str:
-        """`transport`, after a look whether the server is on this host."""
+        """As `transport`, but first finds out whether the server is on this host."""
         await self._open().payloads.shared.find_out()
         return self.transport
 
     @property
     def stub(self) -> ReplayAsyncStub:
-        """Calls whose messages protobuf reads and writes."""
+        """The calls without payloads."""
         return self._open().plain
 
     @property
     def payloads(self) -> PayloadStub:
-        """Calls whose messages carry payloads."""
+        """The calls with payloads."""
         return self._open().payloads
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The channel itself, to watch its state."""
+        """The gRPC channel, for a caller that watches its state."""
         return self._open().channel
 
     def move(self, address: str) -> None:
-        """The server has moved: new calls go to `address`. Those under way end as the old connection does."""
+        """Send new calls to `address`. Calls under way stay on the old connection and end with it."""
         self.access, self.address = replace(self.access, address=address), address
         if self._stubs is not None:
             self._left.append(self._stubs)
             self._stubs = None
 
     def _open(self) -> _Stubs:
-        # Made at the first use, because a channel belongs to the event loop that runs then.
+        # A channel belongs to the event loop that runs when it is made. So make it at the first use.
         if self._stubs is None:
             if self._closed:
                 raise ServerClosedError("this client is closed")
@@ -165,14 +166,14 @@ class Connection:
         return self._stubs
 
     def seconds(self, timeout: Timeout) -> float | None:
-        """The timeout that holds."""
+        """The timeout in seconds; that of the client if `timeout` is DEFAULT. None: without limit."""
         if isinstance(timeout, Unset):
             return self.timeout
         check_timeout(timeout)
         return timeout
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
-        """The result of `attempt(rpc_timeout)`, tried again while no server answers and there is time."""
+        """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends."""
         patience = Patience(self, timeout)
         patience.start()
         while True:
@@ -182,7 +183,7 @@ class Connection:
                 await patience.pause_or_raise(error)
 
     async def unary(self, rpc: Rpc[Request, Response], request: Request, timeout: Timeout) -> Response:
-        """The response to one request, asked for again while no server answers and there is time."""
+        """The response to one request. Tries again until a server answers or the timeout ends."""
         return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
 
     async def short(self, method: str, request: Message, timeout: Timeout) -> Any:
@@ -204,7 +205,7 @@ class Connection:
         return await self.call(attempt, self.seconds(timeout))
 
     async def take(self, batch: int, timeout: float | None, lease: float = 0.0) -> bool:
-        """Takes a batch whose bytes are all here. May be repeated, on any stream and after a restart of the server.
+        """Take a batch whose bytes have all arrived. A retry is safe, also after a restart of the server.
 
         `lease`: the batch is not taken, but leased for this many seconds. False: the server gave the batch back,
         because its time was up, the server restarted, or an item became stale.
@@ -217,7 +218,7 @@ class Connection:
         return not response.missing
 
     async def close(self) -> None:
-        """Closes the channel. gRPC ends its threads with the last one, and the process may fork again."""
+        """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
         stubs, self._stubs, self._closed = self._stubs, None, True
         for each in [*self._left, *([stubs] if stubs is not None else ())]:
             await each.short_calls.close()
@@ -237,7 +238,7 @@ class _Stubs(NamedTuple):
 
 
 class Patience:
-    """Decides how long to try again to reach a server. Any other failure is raised at once."""
+    """Decides how long to retry when a server does not answer. Raises any other failure at once."""
 
     def __init__(self, connection: Connection, timeout: float | None) -> None:
         self._connection = connection
@@ -250,7 +251,7 @@ class Patience:
         self._end = asyncio.get_running_loop().time() + (math.inf if self._timeout is None else self._timeout)
 
     def renew(self) -> None:
-        """The server has answered: the timeout starts again at the next failure."""
+        """Call it when the server has answered. The timeout starts again at the next failure."""
         self._pause = _FIRST_PAUSE
         self._end = None
 
@@ -259,7 +260,7 @@ class Patience:
         return max(0.0, self._end - asyncio.get_running_loop().time())
 
     async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
-        """Waits before the next attempt, or raises the ReplayError that `error` stands for."""
+        """Wait before the next attempt. Raises the ReplayError for `error` if another one is useless or too late."""
         if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
             raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
         # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended.
@@ -286,7 +287,7 @@ class Patience:
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """The remedy for a failed TLS handshake, by gRPC's text; None for another failure, or one that may pass."""
+    """The remedy for a failed TLS handshake, found by gRPC's text. None for other failures, and for passing ones."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
@@ -305,7 +306,7 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
-    """What it may mean that the server closes the connection at once. gRPC does not know the reason."""
+    """Why the server may have closed the connection at once. gRPC does not report the reason, so this is a guess."""
     if "Socket closed" not in details and "Connection reset by peer" not in details:
         return ""
     if tls is None:

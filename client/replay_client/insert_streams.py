@@ -1,6 +1,6 @@
 """InsertStreams: open streams for single inserts. A round trip on an open stream costs half of a new call.
 
-Each stream carries one insert at a time. An insert that waits for its table therefore holds up no other.
+Each stream carries one insert at a time. So an insert that waits for its table does not delay another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InsertStreams:
         call = self._idle.pop() if self._idle else self._connection.payloads.InsertStream()
         try:
             async with asyncio.timeout(timeout):
-                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
+                with suppress(asyncio.InvalidStateError):  # the idle stream has ended; the read raises the reason
                     for frame in frames:
                         await call.write(frame)
                 response: pb.InsertResponse = await read_message(call)

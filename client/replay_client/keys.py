@@ -1,4 +1,4 @@
-"""KeySequence: keys for items, which no other client chooses."""
+"""KeySequence: keys for new items. Two clients do not choose the same key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 
 FIRST_KEY, LAST_KEY = 1 << 62, (1 << 63) - 1
-"""All keys that a KeySequence chooses lie between these."""
+"""The smallest and the largest key of a KeySequence."""
 
 
 class KeySequence:

@@ -29,19 +29,19 @@ class SampleInfo:
     key: int
     priority: float
     probability: float
-    """Of being drawn first in its request; 1 or 0 if the selector is not random."""
+    """The probability of this item to be drawn first in its request. Selectors without chance give 1 or 0."""
     age: float
-    """Seconds since it was inserted."""
+    """Seconds since the item was inserted."""
     policy_version: int
     staleness: int
     """The current policy version minus the item's."""
     times_sampled: int
-    """With this time."""
+    """How often this item was sampled from the table, this time included."""
     table_size: int
     lease: int = 0
     """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
     shard: str = ""
-    """The server that it came from, for a client of several."""
+    """The name of the server that gave the sample, if the client has several."""
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Membership:
     priority: float
     times_sampled: int
     effective_priority: float = math.nan
-    """As the sampler weighs it: priority ** exponent * 2 ** (-staleness / half_life). NaN: the server does not say."""
+    """The weight in the sampler: priority ** exponent * 2 ** (-staleness / half_life). NaN: an older server, which
+    does not send it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class ItemPage:
     matching: int
     """How many items match on all pages."""
     next_page: str
-    """For `list_items(page=...)`; empty: this was the last."""
+    """The argument `page` of `list_items` for the next page; empty: this is the last page."""
 
     def __iter__(self) -> Iterator[ItemInfo]:
         return iter(self.items)
@@ -137,11 +138,11 @@ class Policy:
     """The trainer's current policy version."""
 
     version: int
-    """Finished updates."""
+    """How many updates the trainer has finished."""
     weights: str
-    """The folder of its weights; empty: never published."""
+    """The folder of the weights; empty: no weights were published."""
     age: float
-    """Seconds since the trainer set it."""
+    """Seconds since the trainer set this version."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ class PermitLease:
     id: int
     count: int
     ttl: float
-    """Seconds until unused permits go back."""
+    """Seconds until the server takes unused permits back."""
     shard: str = ""
-    """The server that granted it, for a client of several."""
+    """The name of the server that granted the permits, if the client has several."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ class ServerInfo:
 
     version: str
     server_id: int
-    """New at each start of the server."""
+    """A random number that the server draws at each start."""
     uptime: float
-    """Seconds."""
+    """Seconds since the server started."""
     policy: Policy
     admission: AdmissionInfo | None
     """None if the server has no [admission]."""
@@ -172,20 +173,20 @@ class ServerInfo:
     items: int
     bytes: int
     max_bytes: int
-    """0: no bound."""
+    """The most payload bytes that all tables together may hold; 0: no bound."""
     storage: str
     insert_streams: int
     sample_streams: int
     time: float
     """The server's clock, in seconds since the epoch."""
     resident_bytes: int
-    """Memory of the server's process; 0 here and below: unknown."""
+    """Bytes of memory that the server's process uses; 0: unknown. This holds for the next fields too."""
     memory_available: int
-    """Bytes that the server's machine, or its control group, has left."""
+    """Bytes of memory that are free on the server's machine, or in its control group."""
     disk_available: int
-    """Bytes left on the disk of `data_dir`."""
+    """Bytes that are free on the disk of `data_dir`."""
     disk_bytes: int
-    """Bytes that durable storage takes."""
+    """Bytes of the files in `data_dir`."""
     commits: int
     """Commits to durable storage since the start."""
     commit_error: str
@@ -193,7 +194,7 @@ class ServerInfo:
     damaged: int
     """Items that the server lost since its start because their bytes on disk were damaged."""
     fell_back: str
-    """Why the server's start went back to an older state of its data, and to which; empty: it did not."""
+    """If the server started from an older state of its data: which state, and why. Empty: it did not."""
 
 
 def policy_of(message: pb.Policy) -> Policy:

@@ -1,4 +1,4 @@
-"""Requests: checks a caller's values and builds messages of them. An error names the value that does not fit."""
+"""Requests: checks a caller's values, and builds messages from them. An error names the bad value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 MOST_KEYS = 1_000_000
 """Keys in one request."""
 _LONGEST = 80
-"""Characters of a value that an error shows."""
+"""The most characters of a value that an error shows."""
 
 
 def priorities_message(
@@ -39,12 +39,12 @@ def priorities_message(
 
 
 def leases_of(samples: Iterable[Sample]) -> list[int]:
-    """The leases of samples, each once."""
+    """The ids of the leases of these samples, without repetition."""
     return sorted({sample.info.lease for sample in samples} - {0})
 
 
 def once(request: M) -> M:
-    """The same request with an id: the server answers a retry of it as the first time, and changes nothing again."""
+    """Give the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
     cast("Any", request).request = secrets.randbits(63) | 1
     return request
 

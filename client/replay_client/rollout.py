@@ -24,9 +24,9 @@ MAGIC = b"RPLYGRP\x01"  # the last byte is the format version
 ALIGNMENT = 64
 _PREFIX = len(MAGIC) + 8
 _MAX_HEADER = 4 * 2**20
-"""Bytes. A hostile header takes some 60 times as much memory when it is decoded."""
+"""The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
 MAX_LOGPROB = 1e-4
-"""Largest log-probability in nats. It is 0 but for the rounding of an engine."""
+"""Largest log-probability in nats. It is above 0 because engines round."""
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -65,9 +65,9 @@ class RolloutGroup:
     policy_version: int = 0
     """Version of the policy that the generation started from."""
     policy_version_end: int | None = None
-    """Version that the generation ended with, if that is another one."""
+    """Version of the policy at the end of the generation, if it differs from `policy_version`."""
     prompt_id: str = ""
-    """The same for the same prompt in every epoch."""
+    """Name of the prompt. It is the same in every epoch."""
     loss_mask: Bool | None = None
     """(T,) False for tokens the policy did not write, such as the output of a tool."""
     finish_reasons: tuple[str, ...] | None = None

@@ -23,11 +23,11 @@ from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
 _CAPACITY = 16 << 20
-"""Bytes of a ring: many times what one message carries, and little enough to stay in a processor's cache."""
+"""Bytes of a ring. Many messages fit into it, and it fits into a processor's cache."""
 _MOMENT = 0.1
-"""Seconds that the first large payload of a stream waits for the ring. Until the ring comes, payloads go over gRPC."""
+"""Seconds that the first large payload of a stream waits for its ring. Without a ring, payloads travel over gRPC."""
 _PAUSE = 10.0
-"""Seconds after a refusal in which no stream asks for a ring again."""
+"""Seconds. After a refusal no stream asks for a ring during this time."""
 _ANSWER = 5.0
 """Seconds for which `find_out` waits."""
 _GOODBYE = 1.0
@@ -38,7 +38,7 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ShareMemoryRequest, pb.ShareMem
 
 
 class SharedMemory:
-    """The rings of one channel. They end when its call of ShareMemory does, which it opens for the first of them."""
+    """The rings of one channel. The first ring opens a call of ShareMemory; all rings end with this call."""
 
     def __init__(self, channel: grpc.aio.Channel, *, wanted: bool) -> None:
         self._open_call: Any = channel.stream_stream(
@@ -50,16 +50,16 @@ class SharedMemory:
         self._ask_again_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle: list[RingReader] = []
-        """For `sample` and `get`."""
+        """Rings that later calls of `sample` and `get` may use."""
         self._asked: asyncio.Task[Segment | None] | None = None
         """The last request for an idle ring."""
         self.large_responses = False
-        """Whether the last response was large enough for a ring."""
+        """Whether the last response was so large that a ring is worth while."""
         self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
 
     async def find_out(self) -> None:
-        """Returns when `transport` is known, if the server answers in time."""
+        """Wait until `transport` is known, or until the server has had time to answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER):
                 async with self._one_exchange:  # a ring may be on its way
@@ -68,14 +68,14 @@ class SharedMemory:
                     await asyncio.wait({asked})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
-        """Asks for a ring that the server has, too; with capacity 0 only whether there are any. None: not now."""
+        """Ask the server for a ring. With capacity 0, ask only whether it has rings. None: no ring now."""
         if not self._wanted or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
         # In its own task: if the caller stops waiting, the next exchange must not get the response to this one.
         return self._start(self._ask(capacity))
 
     async def idle_ring(self) -> RingReader | None:
-        """A ring for one response. None: not yet, or there is none."""
+        """A ring for one response; None while there is no ring."""
         if not self._idle and (self._asked is None or self._asked.done()) and (asked := self.ask()) is not None:
             self._asked = asked
             asked.add_done_callback(self._keep)
@@ -94,7 +94,7 @@ class SharedMemory:
             self.close(ring.segment)
 
     def close(self, segment: Segment | None) -> None:
-        """Tells the server that the ring is not used any more."""
+        """Tell the server that this client no longer uses the ring."""
         if segment is not None and self._call is not None:
             self._start(self._ask_to_close(segment.ring_id))
 
@@ -110,7 +110,7 @@ class SharedMemory:
         self._idle.clear()
         if call is None or call.done():
             return
-        # In good order: after a cancelled call gRPC would call the event loop once more.
+        # End the call without cancelling it: after a cancelled call gRPC calls the event loop once more.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
                 await call.done_writing()
@@ -134,7 +134,7 @@ class SharedMemory:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._refuse("the server is older than shared memory")
             else:
-                # The calls that carry the payloads say better what is wrong, and try again. So may this.
+                # Not an error here: the calls that carry payloads report it better, and retry.
                 self.transport = f"grpc: {error.details()}"
         except BaseException:
             self._drop_call()
@@ -147,7 +147,7 @@ class SharedMemory:
             self._refuse(opened.refusal)
             return None
         try:
-            # On a thread: the system maps every page now.
+            # On a thread, because the system maps every page of the ring now.
             segment = await asyncio.to_thread(Segment.attach, Path(opened.path), opened.ring, capacity)
         except (OSError, ValueError) as error:
             await self._exchange(pb.ShareMemoryRequest(close=opened.ring))
@@ -208,7 +208,7 @@ class _RingOfStream:
         self._ended = False
 
     async def segment(self) -> Segment | None:
-        """None: not yet, or there is none."""
+        """The ring; None while there is none."""
         if self._asked is None:
             if self._ended or (asked := self._shared.ask()) is None:
                 return None
@@ -249,7 +249,7 @@ class SharedInserts:
 
     @property
     def bytes_per_message(self) -> int:
-        """Payload bytes of a frame, about: more where gRPC does not carry them."""
+        """About how many payload bytes a message should carry. It is more if the payloads travel in a ring."""
         return BYTES_PER_MESSAGE if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
@@ -292,7 +292,7 @@ class SharedSamples:
 
 
 class SharedResponse:
-    """The method Sample or Get. Its responses come through a ring if the one before was large."""
+    """The method Sample or Get. A response comes through a ring if the response before it was large."""
 
     def __init__(self, method: Any, shared: SharedMemory) -> None:
         self._method = method
@@ -313,6 +313,6 @@ class SharedResponse:
             complete = True
         finally:
             if ring is not None:
-                # The server may still write to the ring of a response that was not read to its end.
+                # If the response was not read to its end, the server may still write to its ring.
                 shared.give_back(ring, reusable=complete)
         shared.large_responses = large

@@ -32,11 +32,11 @@ from replay_client.shared_memory import SharedInserts
 from replay_client.streams import end_stream
 
 _SEND_AHEAD = 1024
-"""Items that are packed into messages together."""
+"""The most items that one round packs into messages."""
 _WORTH_A_MESSAGE = 1 << 18
-"""Bytes of items that are sent at once. Fewer wait for others to share a message with."""
+"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them."""
 _LINGER = 0.002
-"""Seconds that they wait at most after an acknowledgement."""
+"""The most seconds that such items wait after an acknowledgement."""
 
 
 class Pipeline:
@@ -60,10 +60,10 @@ class Pipeline:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
         self.timeout = timeout
         self.refused: dict[int, ReplayError] = {}
-        """The reason by key of each item that the server refused. The server did not insert it."""
+        """Items that the server refused and did not insert: key to reason."""
         self.evicted = EvictedItems()
         self.on_draining: Callable[[Item], None] | None = None
-        """Takes over an item that the server refused because it drains. Called on the event loop."""
+        """Called on the event loop with each item that a draining server refused. It takes the item over."""
         self._connection = connection
         self._loop = loop
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
@@ -134,11 +134,11 @@ class Pipeline:
 
     @property
     def failure(self) -> ReplayError | None:
-        """Why nothing can be sent any more."""
+        """The error after which this pipeline sends nothing more; None: it works."""
         return self._failure
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Calls back, once, when items have been acknowledged or the pipeline has failed."""
+        """Call `callback` once, when items have been acknowledged or the pipeline has failed."""
         with self._lock:
             self._room.append(callback)
 
@@ -149,7 +149,7 @@ class Pipeline:
         return f"{self._in_flight} items ({self._bytes} bytes) are not acknowledged yet by {self._connection.address}"
 
     async def close(self) -> None:
-        """Stops sending. The server may or may not have the items that it has not acknowledged."""
+        """Stop sending. The server may have inserted items that it has not acknowledged."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -259,11 +259,11 @@ class Pipeline:
             self._call(self._room)
             if not self._in_flight:
                 self._call(self._drained)
-        # A server that works ends a stream only with an error.
+        # A server ends an insert stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 
     def _pass_on(self, decided: int, errors: dict[int, ReplayError]) -> None:
-        """Gives away the items that a draining server refused. Their errors are no errors then."""
+        """Pass the items that a draining server refused to `on_draining`. They then count as no error."""
         if self.on_draining is None or not errors:
             return
         for item in list(islice(self._unacknowledged, decided)):

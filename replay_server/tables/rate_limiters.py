@@ -1,10 +1,10 @@
-"""RateLimiter: how many samples an insert allows, and the other way round.
+"""RateLimiter: decides when a table may be inserted into and sampled from.
 
     can_sample(n):  size >= min_size  and  inserts * spi - samples - n >= min_diff
     can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
-reverb/cc/rate_limiter.cc). Deletes and evictions change the size and never the difference.
+reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RateLimiter:
     max_diff: float
     inserts: int = 0
     samples: float = 0
-    """Also those that dropped items still owed, which need not be whole."""
+    """Samples taken, and those that dropped items could still have given. It may be a fraction."""
     deletes: int = 0
 
     @property
     def size(self) -> int:
-        """Items that are there."""
+        """Items in the table."""
         return self.inserts - self.deletes
 
     def can_insert(self, n: int) -> bool:
@@ -44,29 +44,29 @@ class RateLimiter:
         return self.size >= self.min_size and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
 
     def most_samples(self) -> float:
-        """How many samples could be taken now, one after the other."""
+        """How many items may be sampled now, one after the other."""
         if self.size < self.min_size:
             return 0
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
         return max(0, math.floor(most)) if math.isfinite(most) else most
 
     def most_inserts(self) -> float:
-        """How many items could be inserted now, one after the other."""
+        """How many items may be inserted now, one after the other."""
         by_size = self.min_size - self.size
         by_difference = math.inf
         if math.isfinite(self.max_diff):
             by_difference = math.floor((self.max_diff + self.samples) / self.samples_per_insert - self.inserts)
-            # The division rounds; the inequality itself decides.
+            # The division rounds, so check its result with the inequality.
             while by_difference > 0 and not self.can_insert(by_difference):
                 by_difference -= 1
         return max(0, by_size, by_difference)
 
     def largest_batch(self) -> float:
-        """No batch larger than this can ever be sampled at once: inserting stops before there is enough for it."""
+        """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
         return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff
 
     def why_no_insert(self, n: int) -> str:
-        """Why `n` items are kept out: in words, then the inequality. Only if `can_insert(n)` is false."""
+        """Why `n` items may not be inserted: in words, then the inequality. Call it if `can_insert(n)` is false."""
         spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
         if spi == 1 and self.min_diff == 0:
             words = f"it is full, {difference - n:.12g} of {self.max_diff:.12g} items are not sampled yet"
@@ -78,7 +78,7 @@ class RateLimiter:
         )
 
     def why_no_sample(self, n: int) -> str:
-        """Why `n` samples are kept back: in words, then the inequality. Only if `can_sample(n)` is false."""
+        """Why `n` items may not be sampled: in words, then the inequality. Call it if `can_sample(n)` is false."""
         if self.size < self.min_size:
             return f"items there: {self.size}, wanted: {self.min_size} (size {self.size} < min_size {self.min_size})"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
@@ -97,9 +97,10 @@ def min_size(min_size: int = 1) -> RateLimiter:
 def sample_to_insert_ratio(
     samples_per_insert: float, min_size: int = 1, error_buffer: float | tuple[float, float] | None = None
 ) -> RateLimiter:
-    """Keeps samples / inserts at `samples_per_insert`, within `error_buffer`: e for spi * min_size ± e, or both ends.
+    """Keeps samples / inserts near `samples_per_insert` (spi).
 
-    Raises ValueError for constants that must block for ever; warns of those that may surprise.
+    error_buffer: a number e bounds the difference to spi * min_size ± e; a pair is (min_diff, max_diff). Raises
+    ValueError for constants with which inserts and samples block each other for ever.
     """
     spi = samples_per_insert
     if not spi > 0 or not math.isfinite(spi):
@@ -108,7 +109,7 @@ def sample_to_insert_ratio(
     if isinstance(error_buffer, tuple):
         least, most = error_buffer
     else:
-        # The narrowest buffer allowed lets neither side run ahead for long; ten times that is comfortable.
+        # With the narrowest buffer allowed, each side soon waits for the other. Ten times that leaves room.
         error = 10 * max(1.0, spi) if error_buffer is None else error_buffer
         least, most = middle - error, middle + error
     if not most - least >= 2 * max(1.0, spi):
@@ -131,5 +132,5 @@ def sample_to_insert_ratio(
 
 
 def queue(size: int) -> RateLimiter:
-    """Inserting waits while `size` items have not been sampled; each is sampled once. Also the limiter of a stack."""
+    """Inserting waits while `size` items have not been sampled. Each item is sampled once. A stack uses it too."""
     return RateLimiter(1.0, 1, 0.0, float(size))

@@ -1,15 +1,15 @@
 """Selectors: which item comes next, for sampling and for removal.
 
-A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` names the first n without
-taking them out: distinct slots in the order in which they come, together with each one's probability of coming first.
-Ties go to the older item.
+A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` returns n distinct slots
+in their order, and the probability of each slot to come first. The slots stay in the selector. Ties go to the older
+item.
 
 Freshness (after arXiv 2604.16918): with a half-life of h policy versions, the weight of an item halves for each h
 versions that it lags by.
 
-* All items lose the same factor when the current version moves, so their order and their shares stay. A selector
-  therefore keeps weights relative to a fixed version, and touches nothing when the version moves.
-* An item that is ahead of the current version, as after a rollback, counts as one of the current version.
+* When the current version moves, all weights change by the same factor, so their order and their shares stay. A
+  selector therefore keeps weights relative to a fixed version, and changes none of them when the version moves.
+* After a rollback an item may be newer than the current version. It then counts as one of the current version.
 """
 
 from __future__ import annotations
@@ -24,52 +24,60 @@ from replay_server.tables.trees import MinTree, SumTree
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
-"""Half-lives that the newest item may be ahead of the reference: 2 ** 50 times the largest weight is still finite."""
+"""The most half-lives between the newest item and the reference. 2 ** 50 times the largest weight is still finite."""
 _LEAST_WEIGHT = 1e-300
+"""The smallest weight of an item whose priority is above 0."""
 _LOW_TOTAL = 1e-100
-"""Below it the reference may be far above all items that are left."""
+"""If the sum of all weights is below this, the reference may be far newer than all items."""
 _LOG_OF_ZERO = -1e300
-"""A rank below that of every priority above 0, and finite: the tree keeps infinity for slots that are free."""
+"""The rank of priority 0. It is below all other ranks, and finite: infinity marks a free slot of the tree."""
 
 
 class Selector(Protocol):
     def insert(self, slots: IntArray) -> None:
-        """Slots whose columns have just been filled; none of them twice."""
+        """Add slots. Their columns are filled, and no slot is given twice."""
 
     def delete(self, slots: IntArray) -> None:
-        """Slots that are about to be freed."""
+        """Remove slots. The caller frees them afterwards."""
 
     def update(self, slots: IntArray) -> None:
-        """Slots whose priorities have just changed."""
+        """Read the priorities of these slots again."""
 
     def version_moved(self, before: int) -> None:
-        """The current policy version of the columns was `before` and is another now."""
+        """The current policy version has changed; it was `before`."""
 
     def selectable(self) -> int:
-        """How many distinct slots `select` can name."""
+        """How many distinct slots `select` can return."""
 
     def holds(self, slot: int) -> bool:
-        """Whether `select` can name this slot of the table."""
+        """Whether `select` can return this slot."""
 
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        """The sum of the weights by which it draws, and the sum of their squares, without the excluded slots (which it
-        holds). Where it draws in an order every slot weighs 1."""
+        """The sum of the weights of its slots, and the sum of their squares, without the excluded slots.
+
+        The selector must hold all excluded slots. In a selector with an order every slot weighs 1.
+        """
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        """Up to n distinct slots (n,) without the excluded ones (which it holds), and their probabilities (n,) of
-        coming first."""
+        """Up to n distinct slots (n,) without the excluded ones, and the probability (n,) of each to come first.
+
+        The selector must hold all excluded slots.
+        """
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        """n draws, each from all slots again; empty if there is nothing to draw."""
+        """n independent draws from all slots; empty if there are no slots."""
 
 
 class Fifo:
-    """By age, oldest first (or newest first). O(1) an operation, amortised; O(size) to give back into the middle."""
+    """Selects by age, oldest first (or newest first). An operation is O(1) amortised.
+
+    To give an item back is O(size) if older and newer items are there.
+    """
 
     def __init__(self, columns: Columns, newest_first: bool = False) -> None:
         self._columns = columns
         self._newest_first = newest_first
-        # (order, slot) by ascending order. Deleted ones stay until they reach an end or are too many.
+        # (order, slot) by ascending order. A deleted entry stays until it is at an end, or until there are too many.
         self._entries: deque[tuple[int, int]] = deque()
         self._live: dict[int, int] = {}  # slot -> order
 
@@ -78,7 +86,7 @@ class Fifo:
         names: list[int] = slots.tolist()
         self._live.update(zip(names, orders, strict=True))
         if len(orders) > 1 and (np.diff(self._columns.order[slots]) < 0).any():
-            orders, names = map(list, zip(*sorted(zip(orders, names, strict=True)), strict=True))  # given back
+            orders, names = map(list, zip(*sorted(zip(orders, names, strict=True)), strict=True))  # items given back
         if not self._entries or orders[0] > self._entries[-1][0]:
             self._entries.extend(zip(orders, names, strict=True))
         elif orders[-1] < self._entries[0][0]:
@@ -129,7 +137,7 @@ class Fifo:
 
 
 class Heap:
-    """By priority, lowest first (or highest first), then by age. O(log size) an operation.
+    """Selects by priority, lowest first (or highest first), then by age. An operation is O(log size).
 
     With a half-life the rank is log2(priority) + version / half_life, which orders items as their effective priorities
     do at any current version.
@@ -182,7 +190,7 @@ class Heap:
 
 
 class Uniform:
-    """Every item with the same probability. O(1) an operation."""
+    """Selects every item with the same probability. An operation is O(1)."""
 
     def __init__(self, columns: Columns) -> None:
         self._slots = np.zeros(64, dtype=np.int64)  # the first `_count` are in use, in no order
@@ -222,7 +230,7 @@ class Uniform:
         return slots, slots
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        # Leaving out some of a sequence of draws without replacement leaves such a sequence of the others.
+        # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
         wanted = min(n + excluded.size, self._count)
         slots = self._slots[rng.choice(self._count, wanted, replace=False)] if wanted else NONE
         if excluded.size:
@@ -236,7 +244,10 @@ class Uniform:
 
 
 class Freshness:
-    """Which version each item counts as, in half-lives. O(1) an item; O(size) a move only while items are ahead."""
+    """Tells the version of each item, in half-lives. An item newer than the current version counts as current.
+
+    O(1) for an item. A move of the version is O(size) if such newer items exist, else O(1).
+    """
 
     def __init__(self, columns: Columns, half_life: float) -> None:
         self._columns = columns
@@ -255,7 +266,7 @@ class Freshness:
         return self._columns.current_version / self._half_life
 
     def changed(self, before: int) -> IntArray:
-        """The slots that count as another version since the current one was `before`."""
+        """The slots whose version counts differently since the current one was `before`."""
         lower = min(before, self._columns.current_version)
         if self._newest <= lower:
             return NONE
@@ -266,12 +277,12 @@ class Freshness:
 
 
 class Prioritized:
-    """In proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). O(log size) an operation.
+    """Draws in proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). An operation is O(log size).
 
-    An item of priority 0 is never drawn. Distinct draws are successive: each from what the draws before have left.
+    An item of priority 0 is never drawn. `select` draws one slot after the other, each from the slots that are left.
 
     With a half-life the tree holds priority ** exponent * 2 ** ((version - reference) / half_life). The reference
-    follows the newest item in large strides, each of which costs one pass over all items.
+    follows the newest item in large strides. Each stride costs one pass over all items.
     """
 
     def __init__(self, columns: Columns, exponent: float = 1.0, half_life: float | None = None) -> None:
@@ -279,7 +290,7 @@ class Prioritized:
         self._exponent = exponent
         self._freshness = None if half_life is None else Freshness(columns, half_life)
         self._reference = 0.0
-        """In half-lives, as Freshness.half_lives."""
+        """The version that weights are relative to, in half-lives."""
         self._tree = SumTree()
 
     def insert(self, slots: IntArray) -> None:
@@ -290,7 +301,7 @@ class Prioritized:
 
     def update(self, slots: IntArray) -> None:
         priorities = self._columns.priority[slots]
-        # Where the priority is 0 the weight is too, whatever the exponent: 0 ** 0 would be 1.
+        # Priority 0 means weight 0 with every exponent, but 0 ** 0 is 1.
         weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
         if self._freshness is not None and slots.size:
             half_lives = self._freshness.half_lives(slots)
@@ -298,14 +309,14 @@ class Prioritized:
                 self._rebase(newest)
                 return
             weights *= np.exp2(half_lives - self._reference)
-            # A weight that fell to 0 would look like a priority of 0, which is never drawn.
+            # A weight that underflows to 0 would be taken for priority 0, and the item would never be drawn.
             weights = np.where(priorities > 0, np.maximum(weights, _LEAST_WEIGHT), 0.0)
         self._tree.set(slots, weights)
 
     def version_moved(self, before: int) -> None:
         if self._freshness is None:
             return
-        # After a rollback no item counts as newer than the current version, and the reference must not be either.
+        # After a rollback no item counts as newer than the current version. Nor may the reference be newer.
         if self._reference > (current := self._freshness.current()):
             self._rebase(current)
         else:
@@ -323,7 +334,10 @@ class Prioritized:
         return self._tree.is_positive(slot)
 
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        """O(size). With a half-life as of the current version, so that the weights of several tables compare."""
+        """As in Selector; O(size). With a half-life, weights are those at the current version.
+
+        The weights of tables on several servers can therefore be compared.
+        """
         self._lift()
         weights = self._tree.get(self._columns.occupied())
         left_out = self._tree.get(excluded)
@@ -335,12 +349,12 @@ class Prioritized:
         return total * scale, squares * scale**2
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        # The first appearances in a sequence of independent draws are a sequence of successive draws without
-        # replacement. So draw, keep first appearances, and go on with their weights at 0 until there are enough.
+        # Independent draws, without repetitions, are distributed as successive draws without replacement. So draw
+        # several slots, drop the repetitions, set the weights of the drawn slots to 0, and draw again until done.
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
-        # What is set to 0 on the way, with its weights.
+        # The slots whose weights are set to 0 here, with these weights. All are restored at the end.
         hidden = [(excluded, tree.get(excluded))]
         tree.set(excluded, np.zeros(excluded.size))
         total, missing = tree.total, n
@@ -363,7 +377,10 @@ class Prioritized:
         return slots, self._tree.get(slots) / self._tree.total
 
     def _lift(self) -> None:
-        """Keeps the proportions of old items when all newer ones have left."""
+        """Move the reference back to the newest item if only old items are left.
+
+        Their weights would be so small that rounding changes their proportions.
+        """
         if self._freshness is None or not 0 < self._tree.total < _LOW_TOTAL:
             return
         slots = self._columns.occupied()
