@@ -21,7 +21,7 @@ from replay_server.config import AdmissionConfig, Config
 from replay_server.shards import ShardError, ShardStatus
 from tests.factories import until
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(300)
 
 ADDRESS = "ray://replay/replay"
 TABLES = (
@@ -97,14 +97,26 @@ class Load:
             self.delivered.append(sample.info.key)
 
     def stop(self) -> None:
+        # The reader has asked every shard once more: a part that a kill left open is settled then.
+        delivered = len(self.delivered)
+        until(lambda: len(self.delivered) > delivered + 5 * BATCH, seconds=60)
+        self._end()
+        assert self.errors == []
+
+    def _end(self) -> None:
         self._stopping.set()
         for thread in self._threads:
             thread.join(timeout=60)
             assert not thread.is_alive(), "a client hangs"
-        assert self.errors == []
 
-    def check(self, kills: int) -> None:
-        """Nothing twice, nothing invented, and no acknowledged item gone but for answers that broke with a kill."""
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def check(self) -> None:
+        """Nothing twice, nothing invented, and no acknowledged item gone."""
         assert len(self.delivered) == len(set(self.delivered))
         with ReplayClient(ADDRESS, timeout=30.0) as client:
             until(lambda: client.server_info().gone == (), seconds=60)
@@ -112,8 +124,7 @@ class Load:
             assert len(there) == len(set(there))
             assert set(there).isdisjoint(self.delivered)
             assert {*there, *self.delivered} <= self.unsure
-            gone = self.acknowledged - set(there) - set(self.delivered)
-            assert len(gone) <= kills * BATCH, f"{len(gone)} acknowledged items are gone"
+            assert self.acknowledged <= {*there, *self.delivered}
             kept = keys_of(client, "keep")
             assert self.kept <= set(kept)
             assert len(kept) == len(set(kept))
@@ -139,28 +150,28 @@ def kill_and_wait(load: Load, number: int) -> None:
 
 def test_shards_spread_and_come_back_under_load_after_kills_with_what_they_held(service):
     assert len({shard.node for shard in service}) == 3
-    load = Load()
-    until(lambda: len(load.delivered) > 20, seconds=60)
-    kill_and_wait(load, 1)
-    kill_and_wait(load, 0)
-    load.stop()
-    load.check(kills=2)
+    with Load() as load:
+        until(lambda: len(load.delivered) > 20, seconds=60)
+        kill_and_wait(load, 1)
+        kill_and_wait(load, 0)
+        load.stop()
+        load.check()
     assert sorted(shard.restarted for shard in shards.status()) == [False, True, True]
 
 
 def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(cluster, service):
     node = cluster.add_node(num_cpus=4, object_store_memory=80 << 20, resources={"last": 1})
-    load = Load()
-    until(lambda: len(load.delivered) > 20, seconds=60)
-    victim = next(each for each in cluster.worker_nodes if each is not node)
-    lost = [shard.name for shard in service if shard.node == victim.node_id]
-    assert lost
-    cluster.remove_node(victim, allow_graceful=False)
-    until(lambda: len(shards.status()) == 3 and all(shard.is_up for shard in shards.status()), seconds=90)
-    inserted = len(load.kept)
-    until(lambda: len(load.kept) > inserted + 10, seconds=60)
-    load.stop()
-    load.check(kills=1)
+    with Load() as load:
+        until(lambda: len(load.delivered) > 20, seconds=60)
+        victim = next(each for each in cluster.worker_nodes if each is not node)
+        lost = [shard.name for shard in service if shard.node == victim.node_id]
+        assert lost
+        cluster.remove_node(victim, allow_graceful=False)
+        until(lambda: len(shards.status()) == 3 and all(shard.is_up for shard in shards.status()), seconds=90)
+        inserted = len(load.kept)
+        until(lambda: len(load.kept) > inserted + 10, seconds=60)
+        load.stop()
+        load.check()
     assert victim.node_id not in {shard.node for shard in shards.status()}
 
 

@@ -91,7 +91,7 @@ class Drawer:
         taken = [] if lease else await self.settled(draw)
         while len(taken) < draw.rows:
             try:
-                parts = await self.lease(rest_of(draw, taken), deadline, lease, undivided_is_taken=not lease)
+                parts = await self.lease(rest_of(draw, taken), deadline, lease or _PART_LEASE)
             except DeadlineExceededError:
                 if taken:  # they cannot go back, and must not be lost
                     break
@@ -103,13 +103,8 @@ class Drawer:
                 break
         return taken
 
-    async def lease(
-        self, draw: Draw, deadline: Deadline, seconds: float = 0.0, *, undivided_is_taken: bool = False
-    ) -> list[Sample]:
-        """A batch of leased parts. Raises DeadlineExceededError with the reason, and then keeps nothing.
-
-        `undivided_is_taken`: where one shard gives all rows there is nothing to put together, and no lease is needed.
-        """
+    async def lease(self, draw: Draw, deadline: Deadline, seconds: float = _PART_LEASE) -> list[Sample]:
+        """A batch of leased parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
         pause = _FIRST_PAUSE
         while True:
             last_look = deadline.passed
@@ -119,8 +114,7 @@ class Drawer:
             if rows == draw.rows or (last_look and rows >= max(1, draw.least)):
                 counts = self._share_out(draw, weights, rows)
                 self._expect(draw, weights, counts)
-                undivided = undivided_is_taken and max(counts) == rows
-                drawn = await self._draw_parts(draw, weights, counts, 0.0 if undivided else seconds or _PART_LEASE)
+                drawn = await self._draw_parts(draw, weights, counts, seconds)
                 if len(drawn) >= rows:
                     return drawn
                 await self.give_back(drawn)  # somebody else was faster, or a shard went away
@@ -246,7 +240,7 @@ class Drawer:
                     shard.client.sample(
                         draw.table,
                         counts[index],
-                        min_samples=1 if lease else counts[index],
+                        min_samples=1,
                         timeout=0.0,
                         distinct=draw.distinct,
                         scope=draw.scope,
