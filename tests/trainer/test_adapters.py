@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from replay_client.generator.engines.transformers import TransformersEngine
 from replay_client.generator.probe import Probe
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
 from replay_trainer.weights import published
+from tests.client.generator.factories import make_model as make_model_with_tokenizer
 from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model
 
 
@@ -69,6 +72,7 @@ def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_
     before = copies(model)
     trainer = trainer_of(model, FakeClient(make_batches(3)), tmp_path / "run")
     assert trainer.policy.route == "packed"
+    assert not any(module.training for module in model.modules())
     trainer.train()
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name}
@@ -81,6 +85,28 @@ def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert probe_difference(loaded, folder) < 1e-4
     assert probe_difference(AutoModelForCausalLM.from_pretrained(base), folder) > 1e-3
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_engine_computes_with_a_published_version_what_the_trainer_does(tmp_path: Path, merged: bool) -> None:
+    base = make_model_with_tokenizer(tmp_path / "base")
+    model = with_adapter(base)
+    trainer_of(model, FakeClient(make_batches(3)), tmp_path / "run", merge_adapter=merged).train()
+
+    async def differences() -> list[float]:
+        engine = TransformersEngine(base)
+        found = []
+        for version in (1, 2, 3):
+            folder = str(tmp_path / f"run/step-{version}")
+            await engine.load_weights(folder, version)
+            probe = Probe.read(folder)
+            assert probe is not None
+            found.append(probe.max_difference(await engine.score(probe.token_ids)))
+        await engine.close()
+        return found
+
+    assert max(asyncio.run(differences())) < 1e-4
+    assert probe_difference(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run/step-3") > 1e-3
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -26,6 +26,7 @@ class Adapter:
         Raises ValueError if the model has another kind of adapter, several active ones, no weights to train, or, unless
         `merged`, a base model without a name.
         """
+        model.eval()  # LogprobModel does it for the base alone, which is inside
         self.base: Any = model.get_base_model()
         """The transformers model. peft has put the layers of the adapter into it, so it computes with the adapter."""
         self._model = model

@@ -62,7 +62,8 @@ class PromptEvaluation:
         texts: list[str] = []
         lengths: list[int] = []
         truncated: list[bool] = []
-        was_training = model.training
+        # Of each module: gradient checkpointing puts single layers into training mode.
+        modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
             for start in range(0, len(prompts), self.batch_size):
@@ -74,7 +75,8 @@ class PromptEvaluation:
                     lengths.append(length)
                     truncated.append(not stops)
         finally:
-            model.train(was_training)
+            for module, mode in modes.items():
+                module.training = mode
         return texts, lengths, truncated
 
     def _generate(self, model: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[list[int]]:
