@@ -80,6 +80,22 @@ def items_after_a_start(data_dir):
         return info.items, info.fell_back
 
 
+@pytest.mark.parametrize("at", [3, 60], ids=["in its checksum", "behind it"])
+def test_a_damaged_item_is_left_out_and_the_starts_after_it_find_everything_whole(tmp_path, at):
+    insert_three(tmp_path)
+    with lmdb.open(str(tmp_path), map_size=MAP_SIZE, max_dbs=8, readonly=True, lock=False) as env:
+        items = Databases.of(env, create=False).items
+        with env.begin() as txn:
+            _, record = next(iter(txn.cursor(items)))
+    damaged = record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+    path = tmp_path / "data.mdb"
+    path.write_bytes(path.read_bytes().replace(record, damaged))
+    with ReplayServer(TABLES, port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
+        assert (client.server_info().items, client.server_info().damaged) == (2, 1)
+        client.insert(b"another", {"pool": 1.0})
+    assert items_after_a_start(tmp_path) == (3, "")
+
+
 @pytest.mark.parametrize("fsync", ["always", 1.0, "never"])
 def test_a_start_falls_back_says_so_and_keeps_the_damaged_file(tmp_path, fsync, caplog):
     insert_three(tmp_path, fsync=fsync)
