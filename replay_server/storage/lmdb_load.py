@@ -23,6 +23,7 @@ from replay_server.storage.records import (
     SCOPE,
     TAKEN,
     Damaged,
+    ItemRecords,
     State,
     join_items,
     unpack,
@@ -104,7 +105,8 @@ def load(env: lmdb.Environment, databases: Databases, directory: Path) -> Loaded
                 bad_seen += 1
             seen += keys
             seen_counts.append((KEY.unpack(key)[0], len(keys)))
-        parts, skipped = [], []
+        parts: list[ItemRecords] = []
+        skipped: list[int] = []
         entries = iter(txn.cursor(databases.items))
         while portion := list(islice(entries, _RECORDS_AT_ONCE)):
             keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
