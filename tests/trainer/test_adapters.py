@@ -195,6 +195,7 @@ def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base: Path, 
     injected = AutoModelForCausalLM.from_pretrained(base)
     injected.add_adapter(lora())
     refuse(injected, "PeftModel")
+    refuse(torch.nn.DataParallel(make_model()), "the model itself, not a DataParallel around it")
 
 
 def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: Path) -> None:

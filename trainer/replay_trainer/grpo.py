@@ -69,7 +69,7 @@ class GRPOTrainer:
         self.replayed_per_rank = self.ranks.share(config.replayed_groups_per_step, "replay_share of groups_per_step")
         self.callbacks = [*reporters(config), *callbacks] if self.ranks.is_first else []
 
-        if hasattr(model, "module"):
+        if hasattr(model, "module") and not hasattr(model, "get_input_embeddings"):
             raise ValueError(f"give GRPOTrainer the model itself, not a {type(model).__name__} around it")
         self.model = model.to(self.device)
         self.adapter = Adapter.of(self.model, config.merge_adapter)
