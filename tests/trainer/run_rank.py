@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from replay_client import Sample
-from replay_trainer import Callback, GRPOTrainer, StepReport
+from replay_trainer import Callback, GRPOTrainer, StepReport, publication, sharded_state
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
 from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample
@@ -63,10 +63,29 @@ def with_adapter(folder: Path) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
+def count_reads(folder: Path) -> None:
+    """Writes to read-RANK.json the bytes of each read of a resume, and how many the whole tensor has."""
+    read, reads = sharded_state.read_rows, list[tuple[int, int]]()
+
+    def counted(stored: Any, like: torch.Tensor) -> torch.Tensor:
+        own = read(stored, like)
+        reads.append((own.nbytes, like.numel() * like.element_size()))
+        (folder / f"read-{os.environ['RANK']}.json").write_text(json.dumps(reads))
+        return own
+
+    def load_nothing(*_: Any) -> None:
+        raise AssertionError("this rank has loaded a whole model")
+
+    sharded_state.read_rows = counted
+    publication.load_weights = load_nothing  # type: ignore[assignment]
+
+
 def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
     die, tied, lora = options.pop("die", None), options.pop("tied", False), options.pop("lora", False)
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
+    if options.pop("count_reads", False):
+        count_reads(folder)
     config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     (stored,) = make_batches(1, seed=9, groups=pool_size)

@@ -127,8 +127,15 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", 1, **options)
     run(tmp_path / "parts", 2, **options | {"max_steps": 1})
     run(tmp_path / "parts", 1, **options | {"max_steps": 2, "resume": True})
-    assert_same(run(tmp_path / "parts", 2, **options | {"resume": True}), whole)
+    assert_same(run(tmp_path / "parts", 2, **options | {"resume": True, "count_reads": True}), whole)
     assert [line["step"] for line in metrics(tmp_path / "parts")] == [1, 2, 3]
+    # Weights and two tensors of AdamW for each: a rank reads its half of every one.
+    reads = [json.loads((tmp_path / f"parts/read-{rank}.json").read_text()) for rank in range(2)]
+    assert len(reads[0]) == len(reads[1]) == 3 * len(whole)
+    for (first, full), (second, same) in zip(*reads, strict=True):
+        assert full == same == first + second
+        assert abs(first - second) <= full // 2
+    assert sum(own for own, _ in reads[0]) < 0.51 * sum(full for _, full in reads[0])
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:

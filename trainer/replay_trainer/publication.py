@@ -31,6 +31,7 @@ from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.output_lock import OutputLock
 from replay_trainer.ranks import Ranks
+from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank
 from replay_trainer.weights import (
     damaged,
     load_state,
@@ -143,12 +144,14 @@ class Publication:
     def _load(self, folder: Path) -> None:
         """Continue from a full state, and undo later publications."""
         version = version_of(folder)
-        state = load_state(folder)
+        state = load_state(folder, mapped=self.sharded)
         if ("adapter" in state) != (self.adapter is not None):
             was, is_now = ("an adapter", "whole weights") if self.adapter is None else ("whole weights", "an adapter")
             raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}")
         if self.adapter is not None:
             self.adapter.load(state["adapter"])
+        elif self.sharded:
+            load_weights_of_rank(folder, self.policy.model)
         else:
             set_model_state_dict(
                 self.policy,
@@ -156,7 +159,11 @@ class Publication:
                 options=StateDictOptions(full_state_dict=True),
             )
         if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_GATHERED)
+            if self.sharded:
+                own = optimizer_state_of_rank(state["optimizer"], self.policy)
+                set_optimizer_state_dict(self.policy, self.optimizer, own)
+            else:
+                set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_GATHERED)
         if self.ranks.index < len(state["random"]):
             torch.set_rng_state(state["random"][self.ranks.index])
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():

@@ -143,10 +143,10 @@ def load_weights(folder: Path, model: Any) -> dict[str, Any]:
     return weights
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """The `state` of a full state."""
+def load_state(folder: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The `state` of a full state. `mapped`: its tensors are read from the file only when they are used."""
     # weights_only: tensors and plain containers, never code.
-    state: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 
