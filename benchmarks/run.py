@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not comparisons:
         raise SystemExit(f"no cell matches {options.only!r}; --list shows all")
     console = Console()
-    report = run(comparisons, EFFORTS[options.effort], console)
+    # Saved after each comparison, so that a run that is interrupted leaves what it has measured.
+    report = run(comparisons, EFFORTS[options.effort], console, lambda report: report.save(options.results))
     report.print(console)
-    report.save(options.results)
     console.print(f"Written to {options.results}.")
 
 
-def run(comparisons: Sequence[Comparison], effort: Effort, console: Console) -> Report:
-    """Measures all comparisons. What cannot be measured becomes a failed cell."""
+def run(
+    comparisons: Sequence[Comparison], effort: Effort, console: Console, on_progress: Callable[[Report], None]
+) -> Report:
+    """Measures all comparisons. What cannot be measured becomes a failed cell.
+
+    `on_progress` gets a report of all cells until then after each comparison.
+    """
     begin = time.monotonic()
     cells: list[CellResult] = []
 
@@ -60,6 +65,7 @@ def run(comparisons: Sequence[Comparison], effort: Effort, console: Console) -> 
                     keep(CellResult(figure.cell, comparison.against, figure.unit, figure.higher_is_better, error=why))
         else:
             measure(comparison, effort, keep)
+        on_progress(Report(_facts(effort, time.monotonic() - begin), cells))
     return Report(_facts(effort, time.monotonic() - begin), cells)
 
 

@@ -69,7 +69,7 @@ def test_a_system_that_cannot_be_installed_makes_failed_cells(monkeypatch):
 
     monkeypatch.setattr(BuiltEnvironment, "ensure", fail)
     chosen = select(all_comparisons(), lambda cell: cell.startswith("ack-"))
-    report = run(chosen, QUICK, Console(quiet=True))
+    report = run(chosen, QUICK, Console(quiet=True), lambda _: None)
     assert len(report.cells) == 12
     assert {cell.error for cell in report.cells} == {"no network"}
 

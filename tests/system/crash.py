@@ -25,6 +25,7 @@ from pathlib import Path
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
+from tests.factories import until
 from tests.system.ledger import Ledger, payload_of
 
 CONFIG = """
@@ -100,6 +101,8 @@ class Workload:
         except Exception as error:
             self.ledger.violated(f"{work.__name__}: {error!r}")
         finally:
+            with self.ledger.lock:  # as far as the client knows by itself: the server may be dead
+                self.ledger.totals["clients over rings"] += client._aio.transport == "shared memory"
             client.close()
 
     def stop(self, at_once: bool) -> None:
@@ -248,7 +251,10 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
             client.set_policy_version(0, weights="step-0")
         for _ in range(kills):
             workload = Workload(address, ledger, keys, random.Random(rng.random()))
+            inserts = ledger.totals["inserts"]
             time.sleep(0.1 + rng.random())
+            # On a loaded machine the clients may not have begun by then.
+            until(lambda inserts=inserts: ledger.totals["inserts"] >= inserts + 10, "nobody inserts", 60.0)
             process.send_signal(signal.SIGKILL)
             process.wait()
             ledger.totals["kills"] += 1

@@ -1,6 +1,6 @@
 """`make soak`: a real server under a mixed workload for a long time; fails where anything grows that should not.
 
-    python -m tests.system.soak [--minutes 20] [--data-dir FOLDER]
+    python -m tests.system.soak [--minutes 20] [--data-dir FOLDER] [--no-shared-memory]
 
 Every few seconds it notes the server's memory, file descriptors, threads and asyncio tasks, its disk space, and how
 long calls took. The median of the last third must not be above that of the second (the first is the time to warm up)
@@ -38,6 +38,7 @@ TOKEN = "soak-0123456789abcdef"
 CONFIG = """
 [server]
 {data_dir}
+shared_memory = {shared_memory}
 max_bytes = "256MiB"
 
 [admission]
@@ -211,9 +212,10 @@ class Workload:
 class Server:
     """`replay serve` as a process that also writes down how many asyncio tasks it has."""
 
-    def __init__(self, folder: Path, data_dir: Path | None) -> None:
+    def __init__(self, folder: Path, data_dir: Path | None, shared_memory: bool) -> None:
         setting = f'data_dir = "{data_dir}"' if data_dir else ""
-        (folder / "replay.toml").write_text(CONFIG.format(data_dir=setting))
+        where = '"/dev/shm"' if shared_memory else "false"
+        (folder / "replay.toml").write_text(CONFIG.format(data_dir=setting, shared_memory=where))
         self.data_dir, self._tasks = data_dir, folder / "tasks"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.soak", "--serve", str(folder / "replay.toml"), str(self._tasks)],
@@ -267,10 +269,10 @@ def serve(config: str, tasks: str) -> None:
     command.main()
 
 
-def soak(minutes: float, data_dir: Path | None) -> list[str]:
+def soak(minutes: float, data_dir: Path | None, shared_memory: bool = True) -> list[str]:
     """Runs it and prints what it sees; what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), data_dir)
+        server = Server(Path(folder), data_dir, shared_memory)
         try:
             return observe(server, minutes)
         finally:
@@ -362,8 +364,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs a server under load and fails where something grows.")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--data-dir", type=Path, help="store durably there; left out: in memory")
+    parser.add_argument("--no-shared-memory", action="store_true", help="send all payloads over gRPC")
     options = parser.parse_args()
-    problems = soak(options.minutes, options.data_dir)
+    problems = soak(options.minutes, options.data_dir, not options.no_shared_memory)
     for problem in problems:
         print(f"FAILED: {problem}")
     print("nothing grew" if not problems else f"{len(problems)} problems")

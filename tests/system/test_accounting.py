@@ -23,9 +23,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
+from replay_protos import shared_memory
 from tests.factories import server_process, until
 
-SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "20"))
+SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "10"))
 BATCH = 4
 PRODUCERS, CONSUMERS = 2, 2
 CONFIG = """
@@ -34,12 +35,15 @@ name = "queue"
 rate_limiter = { type = "queue", max_size = 64 }
 """
 
-# Each line of a record is one write, so that a kill leaves whole lines. `+` comes before an attempt, `=` after it.
+# Each line of a record is one write, so that a kill leaves whole lines. `+` comes before an attempt, `=` after it, and
+# `~` says whether the payloads went through a ring.
 PRODUCER = """
 import os, random, sys
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-address, record, seed = sys.argv[1:]
+from replay_protos import shared_memory
+address, record, seed, least = sys.argv[1:]
+shared_memory.MIN_SHARED = int(least)
 rng, note = random.Random(seed), os.open(record, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 def say(sign, keys):
     os.write(note, (sign + " " + " ".join(map(str, keys)) + "\\n").encode())
@@ -58,6 +62,7 @@ while True:
                 keys = [writer.insert(rng.randbytes(100), {"queue": 1.0}) for _ in range(rng.randint(1, 30))]
                 writer.flush()
                 say("=", keys)
+    say("~", [int(client._aio.transport == "shared memory")])
     client.close()
 """
 
@@ -65,7 +70,9 @@ CONSUMER = f"""
 import os, random, sys, time
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-address, record, seed = sys.argv[1:]
+from replay_protos import shared_memory
+address, record, seed, least = sys.argv[1:]
+shared_memory.MIN_SHARED = int(least)
 rng, note = random.Random(seed), os.open(record, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 def say(samples):
     os.write(note, ("= " + " ".join(str(sample.info.key) for sample in samples) + "\\n").encode())
@@ -99,7 +106,8 @@ class Fleet:
     def start(self) -> subprocess.Popen[bytes]:
         self.started += 1
         record = self.folder / f"{self.name}-{self.started}"
-        command = [sys.executable, "-c", self.code, self.address, str(record), str(self.started)]
+        least = str(shared_memory.MIN_SHARED)
+        command = [sys.executable, "-c", self.code, self.address, str(record), str(self.started), least]
         return subprocess.Popen(command, stderr=(self.folder / f"{record.name}.err").open("wb"))
 
     def kill(self, index: int) -> None:
@@ -132,7 +140,7 @@ def left_in_table(client: ReplayClient) -> list[int]:
 
 
 @pytest.mark.timeout(120 + 3 * SECONDS)
-def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path):
+def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transport):
     rng = random.Random(1)
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=20.0) as client:
         producers = Fleet(PRODUCER, "producer", PRODUCERS, server.address, tmp_path)
@@ -145,6 +153,8 @@ def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path):
                 index = rng.randrange(len(fleet.running))
                 fleet.kill(index)
                 fleet.running[index] = fleet.start()
+            # On a slow machine no process may have lived long enough to do anything until now.
+            until(lambda: producers.records("~") and consumers.records("="), "nobody did anything", 60.0, pause=0.5)
             for fleet in (producers, consumers):
                 for index in range(len(fleet.running)):
                     fleet.kill(index)
@@ -157,6 +167,7 @@ def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path):
         left = left_in_table(client)
         after = client.server_info()
 
+    assert (1 in producers.records("~")) == (transport == "shared memory")
     acknowledged, attempted = Counter(producers.records("=")), set(producers.records("+"))
     got = Counter(consumers.records("="))
     table = before.tables["queue"]

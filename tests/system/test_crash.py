@@ -3,9 +3,11 @@
 from tests.system.crash import run
 
 
-def test_ten_kills_break_no_promise(tmp_path):
-    ledger = run(kills=10, seed=7, folder=tmp_path, fsync="1.0")
+def test_five_kills_break_no_promise(tmp_path, transport):
+    """The clients of this process put all their payloads into rings, or none. Payloads are stored in LMDB."""
+    ledger = run(kills=5, seed=7, folder=tmp_path, fsync="1.0")
     assert ledger.violations == []
-    assert ledger.totals["kills"] == 10
-    assert ledger.totals["inserts"] > 500
-    assert ledger.totals["consumed"] > 100
+    assert ledger.totals["kills"] == 5
+    assert ledger.totals["inserts"] >= 50
+    assert ledger.totals["consumed"] > 0
+    assert (ledger.totals["clients over rings"] > 0) == (transport == "shared memory")

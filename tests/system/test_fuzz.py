@@ -3,8 +3,10 @@
 `make fuzz` looks on with atheris, guided by coverage.
 """
 
+import itertools
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,8 +20,12 @@ from hypothesis import strategies as st
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader
-from replay_server import AdmissionConfig, ReplayServer
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_protos.shared_memory import HEADER
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server.rpc.short_calls import SHORT
 from tests.factories import make_group
+from tests.server.rpc.rings import CAPACITY, asking, insert_of
 from tests.system.targets import METHODS, TABLES, Service, frame, rollout
 
 NUMBERS = [0, 1, 2, 3, 5, 64, 2**16, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
@@ -116,6 +122,11 @@ SENSIBLE = {
     pb.SampleStreamRequest: st.builds(pb.SampleStreamRequest, open=SAMPLE, credit=st.integers(1, 3)),
     pb.DeleteRequest: st.builds(pb.DeleteRequest, table=TABLE, keys=KEYS),
     pb.GetRequest: st.builds(pb.GetRequest, keys=KEYS),
+    pb.CallRequest: st.builds(
+        pb.CallRequest,
+        method=st.sampled_from(SHORT),
+        request=st.builds(pb.DeleteRequest, table=TABLE, keys=KEYS).map(pb.DeleteRequest.SerializeToString),
+    ),
     pb.SetPolicyVersionRequest: st.builds(
         pb.SetPolicyVersionRequest, version=st.integers(0, 4), rollback=st.booleans(), weights=st.just("w")
     ),
@@ -195,15 +206,16 @@ def as_frame(request: Message) -> Any:
     return frame_reader(type(request))(request.SerializeToString()) if hasattr(request, "payloads") else request
 
 
-@pytest.fixture(scope="module")
-def server():
-    admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
-    with ReplayServer(tables=TABLES, port=0, admission=admission) as server:
+@pytest.fixture(scope="module", params=["grpc", "shared memory"])
+def server(request):
+    admission, rings = AdmissionConfig(groups_per_step=4, max_staleness=1), request.param == "shared memory"
+    folder = Path("/dev/shm") if rings else False
+    with ReplayServer(tables=TABLES, port=0, admission=admission, shared_memory=folder) as server:
         yield server
 
 
 @given(st.lists(calls, min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_message_breaks_a_server_and_every_answer_is_one_of_ours(server, sequence):
     """Over a socket, as they are made and as damaged bytes."""
     with grpc.insecure_channel(server.address) as channel:
@@ -220,6 +232,38 @@ def test_no_message_breaks_a_server_and_every_answer_is_one_of_ours(server, sequ
         key = client.insert(b"alive", {"plain": 1.0}, policy_version=client.policy().version)
         assert client.get([key])[0].payload == b"alive"
         client.delete("plain", [key])
+
+
+PLACE = st.sampled_from([*NUMBERS, CAPACITY - 1, CAPACITY, CAPACITY + 1]) | st.integers(0, CAPACITY)
+UNUSED_KEYS = itertools.count(1)
+PLACES = st.lists(st.tuples(PLACE, PLACE), min_size=1, max_size=6)
+
+
+@given(PLACES)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_no_place_in_a_ring_brings_other_bytes_than_the_ring_s_or_breaks_a_server(ring_server, places):
+    stored, codes = dict[int, int](), set()
+    with grpc.insecure_channel(ring_server.address) as channel, asking(stub := ReplayStub(channel)) as session:
+        for position, size in places:
+            segment, key = session.ring(), next(UNUSED_KEYS)
+            segment.view[HEADER:] = b"\7" * CAPACITY
+            try:
+                (response,) = stub.InsertStream(iter([insert_of(key, segment.ring_id, position, size)]), timeout=60)
+                stored |= {} if response.errors else {key: size}
+            except grpc.RpcError as error:
+                codes.add(error.code())
+            session(close=segment.ring_id)  # a ring belongs to one stream
+    assert codes <= {grpc.StatusCode.INVALID_ARGUMENT}
+    with ReplayClient(ring_server.address, timeout=60.0) as client:
+        found = {item.key: bytes(item.payload) for item in client.get(stored)}
+        assert found == {key: b"\7" * size for key, size in stored.items()}
+        client.delete("plain", list(stored))
+
+
+@pytest.fixture
+def ring_server():
+    with ReplayServer(tables=[TableConfig(name="plain", sampler="fifo")], port=0) as server:
+        yield server
 
 
 def answer(channel: grpc.Channel, method: Any, raw: list[bytes]) -> tuple[grpc.StatusCode, str]:

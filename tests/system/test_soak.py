@@ -21,7 +21,8 @@ def test_growth_while_it_warms_up_is_none():
     assert growth(rows("memory_mb", [100.0] * 30 + [900.0] * 60)) == []
 
 
-def test_a_short_soak_ends_well():
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_short_soak_ends_well(shared_memory):
     """Too short to see anything grow; everybody works, nothing is left, and the server ends with status 0."""
-    problems = soak(minutes=0.25, data_dir=None)
+    problems = soak(minutes=0.2, data_dir=None, shared_memory=shared_memory)
     assert [problem for problem in problems if " grew " not in problem] == []

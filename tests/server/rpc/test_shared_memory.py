@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -25,10 +25,10 @@ from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsSection
 from tests.factories import server_process, until
 from tests.server.rpc.bystander import bystander
+from tests.server.rpc.rings import CAPACITY, asking, insert_of
 
 TABLES = [TableConfig(name="plain", sampler="fifo"), TableConfig(name="pool", sampler="uniform", max_size=64)]
 MB = 1 << 20
-CAPACITY = 1 << 16
 
 
 @pytest.fixture
@@ -60,53 +60,6 @@ def stub(server):
 
 def shared_bytes(server: ReplayServer) -> int:
     return server._service.shared_memory._budget.used
-
-
-class Asking:
-    """A call of ShareMemory, one request after the other."""
-
-    def __init__(self, stub: ReplayStub) -> None:
-        self._answers: list[pb.ShareMemoryRequest] = []
-        self._ready, self._over = threading.Semaphore(0), False
-        self.call = stub.ShareMemory(self._requests(), timeout=30)
-
-    def _requests(self):
-        while True:
-            self._ready.acquire()
-            if self._over:
-                return
-            yield self._answers.pop(0)
-
-    def __call__(self, **fields) -> pb.ShareMemoryResponse:
-        self._answers.append(pb.ShareMemoryRequest(**fields))
-        self._ready.release()
-        return next(self.call)
-
-    def ring(self, capacity: int = CAPACITY) -> Segment:
-        opened = self(open=capacity)
-        segment = Segment.attach(Path(opened.path), opened.ring, capacity)
-        assert self(mapped=opened.ring).ring == opened.ring
-        return segment
-
-    def end(self) -> None:
-        self._over = True
-        self._ready.release()
-
-
-@contextmanager
-def asking(stub: ReplayStub):
-    session = Asking(stub)
-    try:
-        yield session
-    finally:
-        session.end()
-
-
-def insert_of(key: int, ring: int, position: int, size: int) -> pb.InsertRequest:
-    shared = pb.SharedBytes(ring=ring, position=position, size=size)
-    return pb.InsertRequest(
-        keys=[key], targets=[pb.InsertTarget(table="plain")], payload_sizes=[size], timeout=5.0, shared=shared
-    )
 
 
 def works(address: str, expected: str = "shared memory") -> None:

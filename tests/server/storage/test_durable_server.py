@@ -23,6 +23,9 @@ TABLES = (
     TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=1000),
 )
 
+OVER_BOTH = pytest.mark.usefixtures("transport")
+"""Runs a test with all payloads in messages, and with all of them in rings."""
+
 
 @contextmanager
 def serving(data_dir, tables=TABLES, **options):
@@ -45,6 +48,7 @@ def keys_in(client, table):
     return sorted(item.key for item in client.list_items(table, limit=1000).items)
 
 
+@OVER_BOTH
 def test_a_restart_brings_back_items_policy_permits_and_counters(tmp_path):
     admission = AdmissionConfig(groups_per_step=8, max_staleness=1)
     with serving(tmp_path, admission=admission) as client:
@@ -74,6 +78,7 @@ def test_a_restart_brings_back_items_policy_permits_and_counters(tmp_path):
         assert client.server_info().tables["queue"].duplicates == 1
 
 
+@OVER_BOTH
 def test_what_was_in_hand_and_not_taken_is_back_after_a_kill(tmp_path):
     server = ReplayServer(TABLES, port=0, data_dir=tmp_path)
     server.start()
@@ -186,6 +191,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+@OVER_BOTH
 @pytest.mark.parametrize("reserve", [0, 64 << 20])
 def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk, monkeypatch, reserve):
     monkeypatch.setattr("replay_server.storage.lmdb.RESERVE", reserve)  # 0: the commits themselves hit the end
@@ -212,6 +218,7 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk,
         assert client.policy().version == 5
 
 
+@OVER_BOTH
 def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(small_disk, monkeypatch):
     monkeypatch.setattr(
         "replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (1 << 40, 0)
@@ -226,6 +233,7 @@ def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(sm
         assert keys_in(client, "pool") == there
 
 
+@OVER_BOTH
 @pytest.mark.parametrize("second", ["another", "a retry"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_one(

@@ -28,7 +28,7 @@ def damage(data_dir: Path, payload: bytes) -> None:
 
 
 @pytest.fixture(params=["found at once", "found on the way"])
-def damaged(tmp_path, request, monkeypatch):
+def damaged(tmp_path, request, monkeypatch, transport):
     """A server with items 0 to 5 in both tables, of which 2 is damaged."""
     if request.param == "found on the way":
         monkeypatch.setattr("replay_server.tables.payloads.BYTES_PER_READ", 5000)

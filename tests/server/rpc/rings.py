@@ -1,0 +1,60 @@
+"""Rings of shared memory, asked for by hand: a client that can say what no real one says."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_protos.shared_memory import Segment
+
+CAPACITY = 1 << 16
+
+
+class Asking:
+    """A call of ShareMemory, one request after the other."""
+
+    def __init__(self, stub: ReplayStub) -> None:
+        self._answers: list[pb.ShareMemoryRequest] = []
+        self._ready, self._over = threading.Semaphore(0), False
+        self.call = stub.ShareMemory(self._requests(), timeout=30)
+
+    def _requests(self):
+        while True:
+            self._ready.acquire()
+            if self._over:
+                return
+            yield self._answers.pop(0)
+
+    def __call__(self, **fields) -> pb.ShareMemoryResponse:
+        self._answers.append(pb.ShareMemoryRequest(**fields))
+        self._ready.release()
+        return next(self.call)
+
+    def ring(self, capacity: int = CAPACITY) -> Segment:
+        opened = self(open=capacity)
+        segment = Segment.attach(Path(opened.path), opened.ring, capacity)
+        assert self(mapped=opened.ring).ring == opened.ring
+        return segment
+
+    def end(self) -> None:
+        self._over = True
+        self._ready.release()
+
+
+@contextmanager
+def asking(stub: ReplayStub):
+    session = Asking(stub)
+    try:
+        yield session
+    finally:
+        session.end()
+
+
+def insert_of(key: int, ring: int, position: int, size: int) -> pb.InsertRequest:
+    shared = pb.SharedBytes(ring=ring, position=position, size=size)
+    return pb.InsertRequest(
+        keys=[key], targets=[pb.InsertTarget(table="plain")], payload_sizes=[size], timeout=5.0, shared=shared
+    )
