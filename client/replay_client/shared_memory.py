@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from replay_client.errors import ReplayError
+from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame
 from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader, Segment, is_large, take_frame
@@ -110,12 +111,7 @@ class SharedMemory:
         self._idle.clear()
         if call is None or call.done():
             return
-        # End the call without cancelling it: after a cancelled call gRPC calls the event loop once more.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-            async with asyncio.timeout(_GOODBYE):
-                await call.done_writing()
-                await call.read()
-        call.cancel()
+        await end_stream(call)
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)

@@ -32,7 +32,8 @@ async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> Non
         while await call.read() is not grpc.aio.EOF:
             pass
 
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+    # InternalError: the call broke in this moment, and gRPC cannot say more to the server.
+    with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
         async with asyncio.timeout(_GOODBYE):
             await call.done_writing()
             await (asyncio.wait([reader]) if reader else read_on())

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import grpc
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from replay_client.errors import (
     TableNotFoundError,
     UnsupportedError,
 )
+from replay_client.streams import end_stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import make_group, until
 
@@ -534,3 +536,20 @@ def test_event_loops_that_follow_each_other_end_without_a_word(server):
     command = [sys.executable, "-c", ONE_LOOP_AFTER_ANOTHER, server.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+async def test_a_stream_that_breaks_while_it_is_ended_raises_nothing():
+    class Broken:
+        """What gRPC does when the connection breaks between two of its own steps."""
+
+        cancelled = False
+
+        async def done_writing(self):
+            raise grpc.aio.InternalError("execute_batch failed")
+
+        def cancel(self):
+            self.cancelled = True
+
+    call = Broken()
+    await end_stream(call)
+    assert call.cancelled

@@ -35,6 +35,8 @@ class Consumed:
     """Given to somebody whose acknowledgement broke."""
     may_be_lost: int = 0
     """Items that may have left with an answer that never arrived."""
+    untaken: set[int] = field(default_factory=set)
+    """Items that may be in a batch whose reader went away before it took the batch: they come back with its lease."""
 
 
 class Ledger:
@@ -134,7 +136,7 @@ class Ledger:
             if not len(found[name]) == table.size == table.inserts - left:
                 self.violated(f"{name}: {len(found[name])} items, size {table.size}, {table.inserts} in, {left} out")
         for name in ("work", "queue"):
-            self._check_consumed(name, set(found[name]))
+            self._check_consumed(name, set(found[name]), info.tables[name].reserved)
         self._check_kept(found["keep"])
         self._check_pool(set(found["pool"]), info.tables["pool"])
         if not self.version <= info.policy.version <= self.maybe_version:
@@ -169,8 +171,9 @@ class Ledger:
             self.violated(f"{table}: {len(items) - len(priorities)} items are there twice")
         return priorities
 
-    def _check_consumed(self, name: str, found: set[int]) -> None:
+    def _check_consumed(self, name: str, found: set[int], reserved: int) -> None:
         state = self.tables[name]
+        state.maybe_there |= state.untaken
         if back := found & state.gone:
             self.violated(f"{name}: {len(back)} consumed items came back, for example {min(back)}")
         if strange := found - state.there - state.maybe_there:
@@ -181,7 +184,9 @@ class Ledger:
                 f"{name}: {len(missing)} acknowledged items are gone, at most {state.may_be_lost} can be lost"
             )
         self.totals["lost with an answer"] += len(missing)
-        state.gone |= (state.there | state.maybe_there) - found
+        away = (state.there | state.maybe_there) - found
+        state.untaken = away if reserved else set()
+        state.gone |= away - state.untaken
         state.there, state.maybe_there, state.maybe_gone, state.may_be_lost = found, set(), set(), 0
 
     def _check_kept(self, found: dict[int, float]) -> None:
