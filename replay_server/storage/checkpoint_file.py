@@ -265,7 +265,8 @@ def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> Item
 
 def read_payloads(path: Path, places: Places) -> Iterator[tuple[list[int], list[Payload]]]:
     """The payloads that lie there, some MB at a time, in the order of the file."""
-    places = places.select(np.argsort(places.starts))
+    # An empty payload begins where the next one does: the ends must ascend, too.
+    places = places.select(np.lexsort((places.sizes, places.starts)))
     ends = places.starts + places.sizes
     with path.open("rb") as file:
         at = 0

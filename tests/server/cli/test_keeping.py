@@ -1,6 +1,7 @@
 """`replay serve` with a data_dir and --restore, `replay checkpoint` and `replay checkpoints`, as processes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def test_what_cannot_be_started_is_one_clear_line(tmp_path):
     assert "no checkpoint 'd'" in replay(*arguments, "--restore", "d").stderr
     assert "--replace to put them aside" in replay(*arguments, "--restore", "c").stderr
     assert replay(*arguments, "--replace").returncode == 2
+    shutil.rmtree(tmp_path / "data" / "checkpoints")  # the start would fall back to the newest
     data = tmp_path / "data" / "data.mdb"
     data.write_bytes(data.read_bytes()[:20_000])
     cut = replay(*arguments)

@@ -391,3 +391,13 @@ def test_memory_of_a_checkpoint_on_its_way_is_bounded(tmp_path):
         stop.set()
         thread.join()
         assert max(most) - before < 40 << 20
+
+
+def test_empty_payloads_between_small_ones_come_back_as_they_were(tmp_path):
+    payloads = {key: bytes([key % 256]) * (0 if key % 3 else key % 7) for key in range(1, 200)}
+    with serving(tmp_path) as client:
+        for key, payload in payloads.items():
+            client.insert(payload, {"pool": 1.0}, key=key)
+        client.checkpoint("all")
+    with serving(tmp_path, durable=True, restore="all") as client:
+        assert {item.key: bytes(item.payload) for item in client.get(payloads)} == payloads
