@@ -19,6 +19,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -32,6 +33,7 @@ HEADER = 4096
 MAX_CAPACITY = 64 << 20
 """Bytes of the largest ring."""
 _PREFIX = "replay-ring-"
+_MAKING = "replay-new-ring-"
 _MAGIC = b"replay ring 1\n\0\0"
 # Positions in the header.
 _RING_ID, _NONCE, _PROOF, _FREED = 16, 24, 40, 64
@@ -42,6 +44,8 @@ _JOIN_BELOW = 8192
 """Mean bytes of chunks below which they are joined first: Python costs more for each chunk than a second copy."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once, where the system can. Otherwise each page is a fault at its first access."""
+_MAKING_SECONDS = 60.0
+"""Seconds after which a file that has no lock yet is one of a process that was killed."""
 _fence = threading.Lock()
 
 
@@ -62,16 +66,20 @@ class Segment:
         """Makes a file in `folder`. Raises OSError if the folder is missing, or has no room for all of the segment."""
         ring_id = secrets.randbits(63) | 1
         path = folder / f"{_PREFIX}{os.getpid()}-{ring_id:016x}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        making = folder / f"{_MAKING}{os.getpid()}-{ring_id:016x}"
+        fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # A server that starts later sees by this lock that the file is in use (remove_stale).
+            # A server that starts later sees by this lock that the file is in use (remove_stale). The file gets its
+            # name after the lock: a server that starts in between would take it for stale.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            making.rename(path)
             # Without this a full file system would end the process with SIGBUS at the first access.
             os.posix_fallocate(fd, 0, HEADER + capacity)
             os.pwrite(fd, _MAGIC + ring_id.to_bytes(8, "little") + secrets.token_bytes(_NONCE_BYTES), 0)
             return cls(ring_id, path, fd, capacity)
         except BaseException:
             os.close(fd)
+            making.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             raise
 
@@ -122,9 +130,11 @@ class Segment:
 
 def remove_stale(folder: Path) -> None:
     """Removes segments whose process was killed in the few milliseconds in which they had a name."""
-    for path in folder.glob(f"{_PREFIX}*"):
+    for path in [*folder.glob(f"{_PREFIX}*"), *folder.glob(f"{_MAKING}*")]:
         with suppress(OSError):
-            if path.lstat().st_uid != os.geteuid():
+            found = path.lstat()
+            fresh = path.name.startswith(_MAKING) and abs(time.time() - found.st_mtime) < _MAKING_SECONDS
+            if found.st_uid != os.geteuid() or fresh:
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:

@@ -167,6 +167,8 @@ def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(
         lost = [shard.name for shard in service if shard.node == victim.node_id]
         assert lost
         cluster.remove_node(victim, allow_graceful=False)
+        # Ray may take the shard on the node that is gone for alive for some seconds.
+        until(lambda: victim.node_id not in {shard.node for shard in shards.status()}, seconds=90)
         until(lambda: len(shards.status()) == 3 and all(shard.is_up for shard in shards.status()), seconds=90)
         inserted = len(load.kept)
         until(lambda: len(load.kept) > inserted + 10, seconds=60)
