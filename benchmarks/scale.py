@@ -51,7 +51,7 @@ class Cost:
 
     shards: int
     nbytes: int
-    """Of a group."""
+    """Bytes of one group."""
     groups: int
     server: float
     client: float
@@ -137,7 +137,7 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs."""
+    """How many shards, nodes and dollars a run of `gpus` GPUs needs."""
 
     workload: str
     gpus: int
@@ -146,11 +146,11 @@ class Plan:
     """Written; read is `reads_a_group` times as much."""
     shards: int
     bound_by: str
-    """What asks for so many shards."""
+    """The resource that runs out first: CPU, network or memory."""
     nodes: int
     dollars_a_month: float
     connections: int
-    """Of each shard: every client is connected to all of them. More shards do not lower it."""
+    """How many connections each shard has: every client connects to every shard."""
     trainer_gbytes: float
     """That one rank of the trainer reads a second."""
 

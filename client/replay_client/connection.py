@@ -50,7 +50,7 @@ _RESPONSES: Final[dict[str, type[Message]]] = {
     "RenewLeases": pb.AcknowledgeSamplesResponse,
     "Weigh": pb.Weight,
 }
-"""Of the methods for `Connection.short`."""
+"""The response type of each method that `Connection.short` may call."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),

@@ -164,7 +164,7 @@ class PolicyBoard:
 
     @property
     def _share(self) -> float:
-        """How many times its groups_per_step each shard grants that is up."""
+        """The factor by which each shard that is up multiplies its groups_per_step."""
         known = [groups for groups in self._groups.values() if groups]
         if not known or not self._away:
             return 1.0

@@ -59,7 +59,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class _Unsure:
-    """A part whose shard went away before it said that the part is taken."""
+    """A part of a batch. Its shard went away before it confirmed that this client took the part."""
 
     shard: Shard
     lease: int
@@ -125,10 +125,10 @@ class Drawer:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def take(self, draw: Draw, samples: list[Sample], seconds: float = 0.0) -> list[Sample]:
-        """The samples that are the caller's now: all, but for those of shards that went away or took them back.
+        """Takes samples from their shards, and returns those that the shards confirm.
 
-        What a shard that went away may have given is kept for `settled`. With `seconds` the samples are not taken, but
-        leased to the caller for that long.
+        A shard that goes away confirms nothing: `settled` asks it again later. With `seconds` the caller gets the
+        samples under a lease of that length.
         """
         leases = {_lease_of(sample) for sample in samples if sample.info.lease}
         if seconds:
@@ -141,9 +141,9 @@ class Drawer:
         return _without_leases([sample for sample in samples if not sample.info.lease or _lease_of(sample) in taken])
 
     async def settled(self, draw: Draw) -> list[Sample]:
-        """What earlier batches of an equal draw lacked, and is the caller's: its shard has come back and says so.
+        """Returns rows that earlier batches of an equal draw lacked, at most `draw.rows`.
 
-        At most `draw.rows`.
+        Their shard has come back, and confirms that it gave them to this client.
         """
         settled: list[Sample] = []
         for entry in [entry for entry in self._unsure if entry[0] == draw]:
