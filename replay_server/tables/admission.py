@@ -93,11 +93,13 @@ class Admission:
         remedy = (
             "the next policy version brings more" if count <= self._most else f"ask for at most {self._most} at once"
         )
-        share = "" if self._share == 1 else f"; this shard grants {self._share:g} times that while others are away"
+        if self._share == 1 and self._earlier == self._version * config.groups_per_step:
+            steps = f"(max_staleness {config.max_staleness} + version {self._version} + 1)"
+        else:  # this server makes up for another shard, or did
+            steps = f"{self._earlier:g} earlier + (max_staleness {config.max_staleness} + 1) * share {self._share:g}"
         return (
             f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
-            f"running + {count} requested > (max_staleness {config.max_staleness} + version {self._version} + 1) * "
-            f"groups_per_step {config.groups_per_step} = {self._bound}{share})"
+            f"running + {count} requested > {steps} * groups_per_step {config.groups_per_step} = {self._bound})"
         )
 
     @property

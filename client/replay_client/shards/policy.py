@@ -51,6 +51,9 @@ class PolicyBoard:
         """Tells all shards that are up. The others get it when they come back, as long as this client lives."""
         published = _Published(version, weights, rollback)
         async with self._one_at_a_time:
+            for shard in [shard for shard in self._away if shard.is_up]:
+                with suppress(ReplayError):  # it is gone again
+                    await self._bring_up_to_date(shard)
             share = self._share
             answers = await self._fleet.ask(lambda client: _set(client, published, share, deadline.seconds), deadline)
             self._published = published
@@ -131,27 +134,27 @@ class PolicyBoard:
             await self._tell_shares()
 
     async def _came_back(self, shard: Shard) -> None:
-        """Brings the shard up to date, unless it is, or a newer version has been published meanwhile."""
-        made_up_for = shard in self._away
-        self._away.discard(shard)
         while shard.is_up:
             try:
                 admission = (await shard.client.server_info(tables=[], timeout=5.0)).admission
                 self._groups[shard] = admission.groups_per_step if admission else 0
                 async with self._one_at_a_time:
-                    await self._bring_up_to_date(shard, made_up_for)
+                    await self._bring_up_to_date(shard)
                 break
             except ReplayError:
                 await asyncio.sleep(0.1)
         await self._tell_shares()
 
-    async def _bring_up_to_date(self, shard: Shard, made_up_for: bool) -> None:
+    async def _bring_up_to_date(self, shard: Shard) -> None:
+        """Tells the shard the version, if it has another one. It counts as away until it has heard of it."""
         published = self._published
         assert published is not None
         current = await shard.client.policy(timeout=5.0)
         behind = current.version < published.version
         if behind or (published.rollback and current.version > published.version):
-            await _set(shard.client, published, 0.0 if behind and made_up_for else self._share, 5.0)
+            # For versions that it missed, the others have granted its share.
+            await _set(shard.client, published, 0.0 if behind and shard in self._away else self._share, 5.0)
+        self._away.discard(shard)
 
     async def _tell_shares(self) -> None:
         async with self._one_at_a_time:

@@ -433,6 +433,28 @@ def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, m
         assert capacities()[1] <= 4
 
 
+async def test_a_version_that_is_published_before_a_shard_has_caught_up_grants_nothing_twice(make_service):
+    shares = tuple(AdmissionConfig(table="queue", groups_per_step=share, max_staleness=1) for share in (3, 2, 1))
+    service = make_service(admission=shares)
+    async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
+
+        async def capacity():
+            return (await client.server_info()).admission.capacity
+
+        await client.set_policy_version(1)
+        assert await capacity() == 12  # the first version that a server hears of is where it begins
+        board, shard = client._board, client._fleet.shards[1]
+        while len(board._groups) < 3:
+            await asyncio.sleep(0.01)
+        shard.is_up = False  # its server goes on, as behind a network that is cut
+        board._away.add(shard)
+        for version in (2, 3):
+            await client.set_policy_version(version)
+        shard.is_up = True
+        await client.set_policy_version(4)
+        assert await capacity() in (12 + 3 * 6 - 1, 12 + 3 * 6)  # half a group of two shards may be left for later
+
+
 def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, client):
     insert_many(client, "queue", 60)
     with client.sampler("queue", batch_size=6, prefetch=2, timeout=20.0) as sampler:
