@@ -120,7 +120,7 @@ class Run:
         rights = [self.rng.random() < skill * (1 - 0.9 * self.collapse) for _ in range(8)]
         texts = [answer(self.rng, a, b, right) for right in rights]
         if self.rng.random() < self.collapse:
-            texts = ["So the answer is 42."] * 8
+            texts, rights = ["So the answer is 42."] * 8, [False] * 8
         reasons = ["stop"] * 8
         if number % 23 == 5:
             texts[0], texts[3] = HOSTILE[number % len(HOSTILE)], f"Hm. {HOSTILE[(number + 1) % len(HOSTILE)]}"
