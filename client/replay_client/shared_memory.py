@@ -2,6 +2,7 @@
 
 * The client finds out by itself: it asks the server for a ring and looks whether it can map it.
 * A stream asks for its ring at its first large payload. Clients with small payloads never have one.
+* A ring takes milliseconds to make. One whose call has ended in good order serves the next call of its kind.
 * Where no ring can be had, payloads travel in the messages. Nothing above this module can tell, except by `transport`.
 """
 
@@ -34,7 +35,7 @@ _ANSWER = 5.0
 _GOODBYE = 1.0
 """Seconds that the server has to end the call."""
 _MOST_IDLE = 4
-"""Rings kept for later calls of `sample` and `get`."""
+"""Rings of each direction that are kept for later calls."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ShareMemoryRequest, pb.ShareMemoryResponse]"
 
 
@@ -52,6 +53,8 @@ class SharedMemory:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle: list[RingReader] = []
         """Rings that later calls of `sample` and `get` may use."""
+        self._idle_writers: list[FrameWriter] = []
+        """Rings that later insert streams may use."""
         self._asked: asyncio.Task[Segment | None] | None = None
         """The last request for an idle ring."""
         self.large_responses = False
@@ -94,6 +97,17 @@ class SharedMemory:
         else:
             self.close(ring.segment)
 
+    def idle_writer(self) -> FrameWriter | None:
+        """The ring of an insert stream that has ended; None: there is none."""
+        return self._idle_writers.pop() if self._idle_writers else None
+
+    def keep(self, writer: FrameWriter) -> None:
+        """Keeps the ring of an insert stream that the server has ended, after it took all payloads out of the ring."""
+        if len(self._idle_writers) < _MOST_IDLE:
+            self._idle_writers.append(writer)
+        else:
+            self.close(writer.segment)
+
     def close(self, segment: Segment | None) -> None:
         """Tell the server that this client no longer uses the ring."""
         if segment is not None and self._call is not None:
@@ -107,8 +121,7 @@ class SharedMemory:
             for task in late:
                 task.cancel()  # which ends the call, too
             await asyncio.gather(*late, return_exceptions=True)
-        call, self._call = self._call, None
-        self._idle.clear()
+        call = self._forget_call()
         if call is None or call.done():
             return
         await end_stream(call)
@@ -163,8 +176,8 @@ class SharedMemory:
 
     async def _exchange(self, request: pb.ShareMemoryRequest) -> pb.ShareMemoryResponse:
         if self._call is None or self._call.done():
+            self._forget_call()
             self._call = self._open_call()
-            self._idle.clear()  # they ended with the call before
         call: Any = self._call
         with suppress(asyncio.InvalidStateError):  # the call has ended; the read raises the reason
             await call.write(request)
@@ -176,10 +189,15 @@ class SharedMemory:
         return response
 
     def _drop_call(self) -> None:
+        if (call := self._forget_call()) is not None:
+            call.cancel()
+
+    def _forget_call(self) -> _Call | None:
+        """All rings end with their call."""
         call, self._call = self._call, None
         self._idle.clear()
-        if call is not None:
-            call.cancel()
+        self._idle_writers.clear()
+        return call
 
     def _refuse(self, why: str) -> None:
         self.transport = f"grpc: {why}"
@@ -216,6 +234,10 @@ class _RingOfStream:
             self._asked = None
         return segment
 
+    def hand_over(self) -> None:
+        """The ring belongs to the caller now."""
+        self._asked = None
+
     def end(self) -> None:
         self._ended = True
         if self._asked is not None:
@@ -233,6 +255,7 @@ class SharedInserts:
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         self._call = call
         self.read = call.read
+        self._shared = shared
         self._ring = _RingOfStream(shared)
         self._writer: FrameWriter | None = None
 
@@ -249,12 +272,27 @@ class SharedInserts:
         return BYTES_PER_MESSAGE if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
-        if self._writer is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
-            self._writer = FrameWriter(segment)
+        if self._writer is None and is_large(frame):
+            self._writer = self._shared.idle_writer() or await self._new_writer()
         await self._call.write(frame if self._writer is None else await self._writer.place(frame))
+
+    async def _new_writer(self) -> FrameWriter | None:
+        if (segment := await self._ring.segment()) is None:
+            return None
+        self._ring.hand_over()
+        return FrameWriter(segment)
+
+    def keep_ring(self) -> None:
+        """Leaves the ring to later streams. The server must have acknowledged all items, and have ended this stream."""
+        if self._writer is not None:
+            self._shared.keep(self._writer)
+            self._writer = None
 
     def cancel(self) -> bool:
         self._ring.end()
+        if self._writer is not None:
+            self._shared.close(self._writer.segment)
+            self._writer = None
         return bool(self._call.cancel())
 
 

@@ -22,9 +22,10 @@ async def read_message(call: Any) -> Any:
     return message
 
 
-async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> None:
+async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> bool:
     """Ends a stream in good order. `reader` is the task that reads it, if there is one.
 
+    Returns whether the server has ended it too; otherwise the stream is cancelled.
     After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
     """
 
@@ -32,9 +33,13 @@ async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> Non
         while await call.read() is not grpc.aio.EOF:
             pass
 
+    ended = False
     # InternalError: the call broke in this moment, and gRPC cannot say more to the server.
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
         async with asyncio.timeout(_GOODBYE):
             await call.done_writing()
             await (asyncio.wait([reader]) if reader else read_on())
-    call.cancel()
+            ended = True
+    if not ended:
+        call.cancel()
+    return ended

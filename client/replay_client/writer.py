@@ -225,8 +225,8 @@ class Pipeline:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason
         finally:
-            if not self._in_flight:
-                await end_stream(call, reader)
+            if not self._in_flight and await end_stream(call, reader):
+                call.keep_ring()
             call.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()

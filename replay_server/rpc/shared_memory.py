@@ -51,7 +51,7 @@ class SharedMemoryMethods:
         self.backend = backend
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
-        self._idle: dict[tuple[str, int], Segment | FrameWriter] = {}
+        self._idle: dict[tuple[str, int], Segment | FrameWriter | RingReader] = {}
         """The rings that are proven and that no call uses now, by connection and id."""
         self._open: set[tuple[str, int]] = set()
         """The rings whose call of ShareMemory lasts."""
@@ -150,22 +150,19 @@ class SharedMemoryMethods:
         readers: dict[int, RingReader] = {}
 
         def reader_of(ring_id: int) -> RingReader | None:
-            if ring_id not in readers and isinstance(ring := self._idle.pop((client, ring_id), None), Segment):
+            if ring_id not in readers and (ring := self._idle.pop((client, ring_id), None)) is not None:
                 readers.clear()  # a stream reads one ring; another one replaces it
-                readers[ring_id] = RingReader(ring)
+                if not isinstance(ring, FrameWriter):
+                    readers[ring_id] = RingReader(ring) if isinstance(ring, Segment) else ring
             return readers.get(ring_id)
 
-        async for request in requests:
-            if isinstance(request, DecodeError):
-                yield request
-                continue
-            try:
-                taken = take_frame(request, reader_of)
-            except LookupError as error:  # it ended with its call: the client connects again
-                raise try_again(str(error)) from None
-            except ValueError as error:
-                raise invalid(str(error)) from None
-            yield taken
+        try:
+            async for request in requests:
+                yield request if isinstance(request, DecodeError) else _take(request, reader_of)
+        finally:
+            for ring_id, reader in readers.items():
+                if (client, ring_id) in self._open:  # for the client's next stream
+                    self._idle[client, ring_id] = reader
 
     def _samples(self, behavior: Stream) -> Stream:
         @functools.wraps(behavior)
@@ -206,7 +203,16 @@ class SharedMemoryMethods:
     def _writer(self, client: str, ring_id: int) -> FrameWriter | None:
         """None if the ring has ended meanwhile: the payloads then travel in the messages."""
         ring = self._idle.pop((client, ring_id), None)
-        return FrameWriter(ring) if isinstance(ring, Segment) else ring
+        return FrameWriter(ring) if isinstance(ring, Segment) else None if isinstance(ring, RingReader) else ring
+
+
+def _take(request: Frame[Any], reader_of: Callable[[int], RingReader | None]) -> Frame[Any]:
+    try:
+        return take_frame(request, reader_of)
+    except LookupError as error:  # it ended with its call: the client connects again
+        raise try_again(str(error)) from None
+    except ValueError as error:
+        raise invalid(str(error)) from None
 
 
 class _Context:

@@ -5,6 +5,9 @@
 Every few seconds it notes the server's memory, file descriptors, threads and asyncio tasks, its disk space, and how
 long calls took. The median of the last third must not be above that of the second (the first is the time to warm up)
 by more than GROWTH allows, and when the workload has ended nothing may be left of it.
+
+Before that it fills what the server remembers to recognise retries: keys, taken batches, answers. Their bounds would not
+be reached within the run, and a memory that is not full yet looks like a leak.
 """
 
 from __future__ import annotations
@@ -29,10 +32,13 @@ from pathlib import Path
 import grpc
 import psutil
 
-from replay_client import ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_server.tables.answers import MAX_ANSWERS
+from replay_server.tables.known_keys import MAX_KNOWN_KEYS
+from replay_server.tables.taken_batches import MAX_TAKEN
 
 TOKEN = "soak-0123456789abcdef"
 CONFIG = """
@@ -58,6 +64,11 @@ remover = "min_heap"
 max_size = 500
 max_bytes = "128MiB"
 max_staleness = 50
+
+[[tables]]
+name = "filling"
+max_size = 8
+remover = "fifo"
 """
 INTERVAL = 5.0
 GROWTH: dict[str, tuple[float, float]] = {
@@ -269,20 +280,47 @@ def serve(config: str, tasks: str) -> None:
     command.main()
 
 
-def soak(minutes: float, data_dir: Path | None, shared_memory: bool = True) -> list[str]:
-    """Runs it and prints what it sees; what is wrong."""
+def soak(minutes: float, data_dir: Path | None, shared_memory: bool = True, fill: bool = False) -> list[str]:
+    """Runs it and prints what it sees; what is wrong. `fill`: first what the server remembers of retries."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), data_dir, shared_memory)
         try:
-            return observe(server, minutes)
+            return observe(server, minutes, fill)
         finally:
             server.process.kill()
             server.process.wait()
 
 
-def observe(server: Server, minutes: float) -> list[str]:
+async def fill_retries(address: str) -> None:
+    """Inserts, takes and deletes until the server has forgotten the first of each."""
+    async with AsyncReplayClient(address, 60.0, token=TOKEN) as client:
+        async with client.writer() as writer:
+            for _ in range(MAX_KNOWN_KEYS):
+                await writer.insert(b"", {"filling": 0.0})
+
+        async def take(count: int) -> None:
+            async with client.sampler("filling", batch_size=1, prefetch=16) as sampler:
+                for _ in range(count):
+                    await anext(sampler)
+
+        async def delete(count: int) -> None:
+            for _ in range(count):
+                await client.delete("filling", [1])
+
+        await asyncio.gather(*(take(MAX_TAKEN // 8) for _ in range(8)))
+        await asyncio.gather(*(delete(MAX_ANSWERS // 32) for _ in range(32)))
+        await client.reset("filling")
+
+
+def observe(server: Server, minutes: float, fill: bool) -> list[str]:
     time.sleep(2)
     idle = server.measure()
+    if fill:
+        started = time.monotonic()
+        asyncio.run(fill_retries(server.address))
+        full = server.measure()["memory_mb"]
+        print(f"{idle['memory_mb']:.0f} MB when idle, {full:.0f} MB with all that is remembered of retries "
+              f"({time.monotonic() - started:.0f} s)", flush=True)  # fmt: skip
     workload = Workload(server.address)
     threads = workload.start()
     rows: list[dict[str, float]] = []
@@ -366,7 +404,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="store durably there; left out: in memory")
     parser.add_argument("--no-shared-memory", action="store_true", help="send all payloads over gRPC")
     options = parser.parse_args()
-    problems = soak(options.minutes, options.data_dir, not options.no_shared_memory)
+    problems = soak(options.minutes, options.data_dir, not options.no_shared_memory, fill=True)
     for problem in problems:
         print(f"FAILED: {problem}")
     print("nothing grew" if not problems else f"{len(problems)} problems")

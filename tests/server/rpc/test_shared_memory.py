@@ -90,6 +90,34 @@ def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, f
     until(lambda: shared_bytes(server) == 0, "a ring is still counted")
 
 
+def test_writers_that_follow_each_other_share_a_ring(server, client):
+    payload = random.randbytes(MB)
+    rings = set()
+    for _ in range(30):  # more than fit into the ring
+        with client.writer() as writer:
+            keys = [writer.insert(payload, {"pool": 1.0}) for _ in range(2)]
+        rings.add(shared_bytes(server))
+        assert [bytes(item.payload) for item in client.get(keys)] == [payload] * 2
+    first, *more = sorted(rings)
+    assert first > 0
+    assert len(more) <= 1  # the ring of `get` came later
+
+
+def test_a_writer_that_is_cut_off_takes_its_ring_with_it(server, client):
+    payload = random.randbytes(MB)
+    with client.writer() as writer:
+        writer.insert(payload, {"pool": 1.0})
+    one = shared_bytes(server)
+    with pytest.raises(RuntimeError), client.writer() as writer:
+        writer.insert(payload, {"pool": 1.0})
+        raise RuntimeError("the caller failed")
+    for _ in range(3):
+        with client.writer() as writer:
+            key = writer.insert(payload, {"pool": 1.0})
+        assert [bytes(item.payload) for item in client.get([key])] == [payload]
+    until(lambda: shared_bytes(server) <= 2 * one, "the ring of the writer that failed is still counted")
+
+
 def test_small_payloads_need_no_ring(server, client):
     client.insert(b"small", {"plain": 1.0})
     client.sample("plain", 1)
