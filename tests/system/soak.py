@@ -6,8 +6,8 @@ Every few seconds it notes the server's memory, file descriptors, threads and as
 long calls took. The median of the last third must not be above that of the second (the first is the time to warm up)
 by more than GROWTH allows, and when the workload has ended nothing may be left of it.
 
-Before that it fills what the server remembers to recognise retries: keys, taken batches, answers. Their bounds would not
-be reached within the run, and a memory that is not full yet looks like a leak.
+Before that it fills what the server remembers to recognise retries: keys, taken batches, answers. Their bounds would
+not be reached within the run, and what grows towards a bound looks like a leak.
 """
 
 from __future__ import annotations
