@@ -26,7 +26,7 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
     """Least share of the groups of a step that come from the pool, from 0 to 0.9. 0: only groups whose rewards are all
     equal are replaced. Otherwise the fresh groups of the lowest priority are replaced too; they go into the pool."""
     replay_max_staleness: int | None = None
-    """Groups that lag by more than this many optimizer steps stay in the pool. None: no limit but the table's."""
+    """A stored group that is more optimizer steps old than this is not used. None: only the table's limit holds."""
     replay_on_empty: OnEmpty = "keep"
     """What happens to a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
     out. wait: wait up to replay_timeout for another trainer to fill the pool."""
