@@ -1,4 +1,4 @@
-"""Refused: the error of a request that changed nothing. Its client gets the code, the message and the reason."""
+"""Refused: the server refuses a request, and has changed nothing for it. The client gets code, message and reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from enum import IntEnum, StrEnum
 
 
 class Code(IntEnum):
-    """How a request failed, with the number that gRPC has for it. `tables` and `storage` do not import gRPC."""
+    """The status codes of gRPC that the server uses, with gRPC's numbers.
+
+    They are written out here because `tables` and `storage` must not import gRPC.
+    """
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -21,21 +24,23 @@ class Code(IntEnum):
 
 
 class Reason(StrEnum):
-    """More about RESOURCE_EXHAUSTED and ABORTED. Clients choose the class of their error by it."""
+    """Tells causes apart that share a code, RESOURCE_EXHAUSTED or ABORTED. The client chooses its exception by it."""
 
     NONE = ""
-    """No reason beside the code."""
+    """The code alone says what failed."""
     TABLE_FULL = "table-full"
     """The table is full, and configured to reject."""
     SERVER_BUSY = "server-busy"
-    """Clients together use all of a bound of the server: calls, streams, outstanding samples, bytes."""
+    """All clients together have reached a bound of the server: calls, streams, outstanding samples, or bytes."""
     DRAINING = "draining"
-    """The server is to become empty, and has no item with this key: insert it elsewhere."""
+    """The shard is being emptied and takes no new keys. The client inserts into another shard."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
 
 
 class Refused(Exception):
+    """Ends a request with an error. Make one with the functions below, which fix the code of each cause."""
+
     def __init__(self, code: Code, message: str, reason: Reason = Reason.NONE) -> None:
         super().__init__(message)
         self.code = code
@@ -44,18 +49,22 @@ class Refused(Exception):
 
 
 def invalid(message: str) -> Refused:
+    """The request is wrong, and would be wrong again."""
     return Refused(Code.INVALID_ARGUMENT, message)
 
 
 def not_found(message: str) -> Refused:
+    """The request names a table that does not exist."""
     return Refused(Code.NOT_FOUND, message)
 
 
 def stale(message: str) -> Refused:
+    """The group is older than its table allows."""
     return Refused(Code.FAILED_PRECONDITION, message)
 
 
 def too_large(message: str) -> Refused:
+    """The item has more bytes than the server, or one of its tables, can hold."""
     return Refused(Code.OUT_OF_RANGE, message)
 
 
@@ -65,7 +74,7 @@ def full(message: str) -> Refused:
 
 
 def busy(message: str) -> Refused:
-    """A bound that all clients share is reached."""
+    """All clients together have reached a bound of the server."""
     return Refused(Code.RESOURCE_EXHAUSTED, message, Reason.SERVER_BUSY)
 
 
@@ -75,27 +84,31 @@ def storage_failed(message: str) -> Refused:
 
 
 def deadline(message: str) -> Refused:
+    """Time is up: the timeout of the caller, or the server's limit for a slow transfer."""
     return Refused(Code.DEADLINE_EXCEEDED, message)
 
 
 def closed(message: str) -> Refused:
+    """The server is shutting down."""
     return Refused(Code.ABORTED, message)
 
 
 def draining(key: int) -> Refused:
-    """The server takes no new items."""
+    """The shard is being emptied, and `key` is not in it."""
     message = f"this server is being emptied and does not have item {key}: insert it into another shard"
     return Refused(Code.ABORTED, message, Reason.DRAINING)
 
 
 def unsupported(message: str) -> Refused:
+    """The server, as it is configured, cannot do this."""
     return Refused(Code.UNIMPLEMENTED, message)
 
 
 def broken(message: str) -> Refused:
+    """The server or its disk has a fault; the request was right."""
     return Refused(Code.INTERNAL, message)
 
 
 def try_again(message: str) -> Refused:
-    """Clients try again by themselves."""
+    """The server cannot do it at this moment. Clients try again by themselves."""
     return Refused(Code.UNAVAILABLE, message)

@@ -20,7 +20,7 @@ ROWS_PER_MESSAGE = 256
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class Item:
-    """One item on its way to the server."""
+    """One item that a client inserts."""
 
     key: int
     priorities: Mapping[str, float]
@@ -51,7 +51,7 @@ class Item:
             payload, version = (group,), policy_version or 0
         else:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
-        # Check everything in the caller's thread: an error in the pipeline would stop the items of others.
+        # Check everything here, in the caller's thread: an error later, in the pipeline, would also fail other items.
         key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
         try:
             "".join(priorities).encode()  # protobuf sends only text that UTF-8 can encode
@@ -63,7 +63,10 @@ class Item:
 
 
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
-    """The messages for `items`: many small items in one message, a large item in chunks over several."""
+    """Yields messages that carry `items`: many small items share a message, and a large item spans several.
+
+    All items of a message share its timeout and its permits, because the protocol has one field for each.
+    """
     start = 0
     while start < len(items):
         first, stop, nbytes = items[start], start, 0
@@ -115,9 +118,10 @@ class EvictedItems(dict[int, tuple[str, ...]]):
     """Items that left a full table at once, because its remover chose them: their tables by key, the newest last."""
 
     MOST = 1 << 16
-    """Beyond that the oldest are forgotten: in a pool that keeps the best, many new items leave at once."""
+    """Entries kept. A pool that keeps the best evicts many new items, so the oldest entries must make room."""
 
     def see(self, response: pb.InsertResponse) -> None:
+        """Adds the evicted items that an acknowledgement names."""
         for row in response.evicted:
             self[row.key] = (*self.pop(row.key, ()), row.table)
         while len(self) > self.MOST:
@@ -125,7 +129,7 @@ class EvictedItems(dict[int, tuple[str, ...]]):
 
 
 def missing_bytes(sizes: Iterable[int], chunks: Iterable[Buffer]) -> int:
-    """How many payload bytes of a response have not arrived. Raises ReplayError if there are too many."""
+    """The number of payload bytes that a response still lacks. Raises ReplayError if more came than announced."""
     missing = sum(sizes) - sum(map(len, chunks))
     if missing < 0:
         raise error_of(
@@ -135,7 +139,7 @@ def missing_bytes(sizes: Iterable[int], chunks: Iterable[Buffer]) -> int:
 
 
 def split_rows(sizes: Iterable[int], chunks: Iterable[Buffer]) -> list[Buffer]:
-    """The payload of each row: a view of the chunk that holds it, or a copy where it came in several chunks."""
+    """The payload of each row: a view if one chunk holds all of it, otherwise a joined copy."""
     payloads: list[Buffer] = []
     more, chunk = iter(chunks), memoryview(b"")
     for size in sizes:

@@ -1,4 +1,12 @@
-"""AsyncSampler: batches that the server draws ahead, and that count as sampled only when they are used."""
+"""AsyncSampler: an iterator over batches that the server draws ahead.
+
+How one batch travels over the stream:
+
+    client ──open, credit──▶ server     the client allows so many batches ahead
+    client ◀──batch───────── server     drawn, and outstanding
+    client ──take──────────▶ server     when the caller asks for the batch
+    client ◀──taken───────── server     now it counts as sampled; or "revoked": an item in it became stale
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,7 @@ _TAKE_SECONDS = 5.0
 
 
 OnLease = Callable[[list[Sample]], None]
+"""Called with each leased batch before the client takes it. A trainer uses it to renew its leases."""
 
 
 def ignore(_: list[Sample]) -> None:
@@ -32,10 +41,10 @@ def ignore(_: list[Sample]) -> None:
 class AsyncSampler:
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
-    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. Until
-    then the server takes it back if this client goes away, or if an item in it becomes stale. A batch whose answer to
-    `take` is lost, in a broken connection or by an interrupt, is the next that the caller gets. With a lease the caller
-    acknowledges each batch, or it goes back in time.
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
+    server takes it back if this client goes away, or if an item in it becomes stale. A broken connection or an
+    interrupt can lose the server's answer to `take`. The caller then gets that batch next. With a lease the caller
+    must acknowledge each batch, or the batch goes back to its table when the lease ends.
     """
 
     def __init__(
@@ -70,14 +79,15 @@ class AsyncSampler:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         if self._closed:
             raise StopAsyncIteration
-        # In its own task: to interrupt the read would end the stream, and the server could not say why it waits.
+        # The read has a task of its own, which goes on after the timeout: while the stream is open, the request still
+        # waits in the server's line, so `_explain` can ask why. Cancelling the read would end the stream.
         task = asyncio.create_task(self._next_connected())
         self._busy = True
         try:
             await asyncio.wait({task}, timeout=self._timeout)
             if not task.done():
                 reason = await self._explain()
-                if self._taking is not None:  # the answer is on its way
+                if self._taking is not None:  # the batch has come, and only the answer to `take` is missing
                     await asyncio.wait({task}, timeout=_TAKE_SECONDS)
                 if not task.done():
                     raise DeadlineExceededError(reason)
@@ -141,9 +151,9 @@ class AsyncSampler:
                 await self._write(pb.SampleStreamRequest(credit=1))
 
     async def _receive(self, asked: int = 0) -> bool:
-        """Reads up to the answer for batch `asked`, or without one up to the next batch. Batches go to `_ready`.
+        """Reads until the server has answered for batch `asked`; with 0, until one batch has come.
 
-        Returns whether the server let the client take the batch.
+        Batches that come meanwhile go to `_ready`. Returns False if the server has revoked batch `asked`.
         """
         while True:
             message, payloads = await self._read()
@@ -169,7 +179,7 @@ class AsyncSampler:
             await self._call.write(request)
 
     def _drop_call(self) -> None:
-        """Ends the stream. The server takes back the batches that this client has not taken."""
+        """Ends the stream. The server then puts the batches that this client has not taken back into their table."""
         if self._call is not None:
             self._call.cancel()
         self._call = None

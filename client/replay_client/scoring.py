@@ -20,7 +20,7 @@ def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def _std(rewards_G: npt.NDArray[np.float64]) -> float:
-    # Bessel's correction, as torch.std and TRL; a single completion has no spread.
+    # ddof=1 is Bessel's correction, which torch.std and TRL use. It divides by G - 1, which is 0 for one completion.
     return float(rewards_G.std(ddof=1)) if rewards_G.size > 1 else 0.0
 
 
@@ -50,9 +50,10 @@ def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> flo
 
 
 def group_learnability(rewards_G: npt.ArrayLike) -> float:
-    """Replay priority p (1 - p) of a group whose completions are solved with rate p (learnability, arXiv 2502.12272).
+    """Replay priority: the variance of the rewards, without Bessel's correction.
 
-    In general the variance of the rewards, without Bessel's correction: for rewards of 0 and 1 that is p (1 - p).
+    For rewards of 0 and 1 this is p (1 - p), with p the share of completions that are right (learnability,
+    arXiv 2502.12272).
     """
     rewards = _rewards(rewards_G)
     return 0.0 if is_zero_variance(rewards) else float(rewards.var())

@@ -1,4 +1,4 @@
-"""The page: a live buffer in a browser. A client like any other, in a process of its own, that only reads.
+"""The page of `replay dashboard`: a live buffer in a browser. Its process is a client that only reads.
 
 server ──server_info──▶ Live ──┐
        ──list_items──▶ Catalog ┼──▶ app (Starlette) ──JSON, server-sent events──▶ page/ (ES modules)
@@ -7,7 +7,7 @@ metrics.jsonl ───────▶ Runs
 
 Invariants:
 
-* However many people look, the server answers one poller. `Budget` bounds the time that it works for the page.
-* The page changes nothing: no method of the client that writes is called here.
-* Text out of groups is data. It travels as JSON and is shown by `textContent` alone.
+* One poller asks the server, however many viewers there are. `Budget` bounds the server's work for the page.
+* The page changes nothing: this package calls only methods of the client that read.
+* Text of groups is data, never markup. It travels as JSON, and the page shows it by `textContent` alone.
 """

@@ -1,4 +1,4 @@
-"""The application: its routes, and what runs behind them."""
+"""The web application: its routes, and the `Dashboard` that answers them."""
 
 from __future__ import annotations
 
@@ -41,31 +41,33 @@ from replay_client.records import StoredItem
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOKING, READING = 0.005, 0.015
-"""Shares of time in which the server may work for the poller, and for lists and groups."""
+"""Shares of the server's time: LOOKING for the poller of `Live`, READING for lists and groups. Together 2 %."""
 CURVES = {"entropy": "train/entropy", "reward": "fresh/reward_mean", "ess": "correction/ess"}
-"""Metrics of the newest run that every look tells."""
+"""Metrics of the newest run that the overview draws: they travel with every look."""
 KEPT_BYTES = 256 << 20
-"""Groups that were looked at last, which can be seen after they have left the server."""
+"""Bytes of opened groups that this process keeps. A viewer can still read them after they have left the server."""
 MOST_ROWS = 500
-"""Rows of one answer."""
+"""Most rows in one response."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `replay dashboard` was told."""
+    """The options of `replay dashboard`."""
 
     access: dict[str, Any] = field(default_factory=dict)
     """How to reach the server: arguments of AsyncReplayClient.from_env."""
     tokenizer: Path | None = None
     runs: Path | None = None
     token: str | None = None
-    """What viewers must show; None: nothing."""
+    """The token that a viewer needs; None: viewers need none."""
     allow_hosts: tuple[str, ...] = ()
+    """Host names, beside the machine's own, under which the page answers."""
     solved_above: float = 0.5
+    """A completion with a larger reward counts as solved."""
 
 
 class Dashboard:
-    """Everything behind the routes. Made on the event loop that it belongs to."""
+    """Answers the routes. Create it on the event loop that runs it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,7 +82,7 @@ class Dashboard:
         self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     async def run(self) -> None:
-        """Looks, lists and reads for ever."""
+        """Polls the server, lists its tables, and reads groups and files of metrics, for ever."""
         sweeps = self.catalog.run(self.live.tables, self.live.watched)
         await asyncio.gather(self.live.run(), sweeps, self._follow_files())
 
@@ -88,12 +90,12 @@ class Dashboard:
         while True:
             await asyncio.to_thread(self.runs.read)
             if self.live.info is not None:
-                with suppress(ValueError):  # weights whose tokenizer cannot be read: ids are shown
+                with suppress(ValueError):  # the folder's tokenizer.json is damaged: the page shows ids instead
                     self.text.find(self.live.info.policy.weights)
             await asyncio.sleep(0.2 if self.live.info is None else 2.0)
 
     def more(self) -> dict[str, Any]:
-        """What each look tells beside the server's own words."""
+        """The part of each look that this process adds to the server's own numbers: lists, signals, curves."""
         versions, newest, lists = self.prompts.by_version(), self.runs.newest(), {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
@@ -118,7 +120,10 @@ class Dashboard:
         return self._cache[key]
 
     async def item(self, key: int, again: bool = False) -> StoredItem | None:
-        """The item as the server has it, or as it was when it was looked at last. `again`: asks the server anew."""
+        """The item from the server, or the copy kept here if the server has it no more.
+
+        Without `again` the copy is used first, so that further tokens of an open group cost no call.
+        """
         if again or key not in self._items:
             try:
                 async with self.reading.call():
@@ -135,7 +140,7 @@ class Dashboard:
         return self._items.get(key)
 
     async def groups(self, request: Request) -> Any:
-        """A window of the list."""
+        """The rows of a table that match the query, from `offset` to `offset + limit`."""
         given = request.query_params
         text, prompt = given.get("text", "").lower(), given.get("prompt", "").lower()
         bounds, flags = tuple(given.getlist("bound")), tuple(given.getlist("flag"))
@@ -156,29 +161,29 @@ class Dashboard:
         return {**counts, **summary, "rows": [view.row(row) for row in shown]}
 
     async def group(self, request: Request) -> Any:
-        """One group; None if the server does not have it."""
+        """One group; None if neither the server nor this process has it."""
         whole = request.query_params.get("whole") == "1"
         item = await self.item(request.path_params["key"], again=not whole)
         return item and await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
-        """More tokens of one completion."""
+        """Further tokens of one completion, or of the prompt."""
         row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
         item = await self.item(request.path_params["key"])
         return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
 
     async def training(self, request: Request) -> Any:
-        """Curves of runs."""
+        """The curves of the chosen runs."""
         return await asyncio.to_thread(self.runs.document, request.query_params.getlist("run"))
 
     async def solve_rates(self, request: Request) -> Any:
-        """Prompts."""
+        """How often each prompt was solved."""
         given = request.query_params
         limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
         return self.prompts.document(given.get("search", ""), given.get("sort", ""), descending, max(0, limit))
 
     async def login(self, request: Request) -> Response:
-        """Turns the token into a cookie."""
+        """Checks the token that a viewer sends, and answers with a cookie that holds it."""
         try:
             token = str(json.loads((await request.body())[:4096])["token"])
         except (ValueError, KeyError, TypeError):
@@ -190,14 +195,14 @@ class Dashboard:
         return response
 
     async def events(self, request: Request) -> Response:
-        """The stream of one viewer."""
+        """The server-sent events of one viewer."""
         if self.live.viewers >= MOST_VIEWERS:
-            return _json({"problem": f"{MOST_VIEWERS} viewers look already"}, 503)
+            return _json({"problem": f"{MOST_VIEWERS} viewers have this page open: close one"}, 503)
         return StreamingResponse(self.live.events(), media_type="text/event-stream")
 
 
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """The JSON of what a method returns; errors of the server and of the request as `problem`."""
+    """A route that answers with the result of `method` as JSON. An error becomes a status and a `problem`."""
 
     async def respond(request: Request) -> Response:
         try:
@@ -218,10 +223,14 @@ def _json(document: object, status: int = 200) -> Response:
 
 
 class PageServer(uvicorn.Server):
-    """Serves the page. It ends the events of its viewers before it waits for their connections."""
+    """Serves the page.
+
+    An event stream never ends by itself, and uvicorn waits for open connections. So a shutdown ends the streams first.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for settings that cannot be used."""
+        # Both raise here for bad settings. The ones in use are made on the event loop, in `_lifespan`.
         Access.find(**settings.access)
         TokenText(settings.tokenizer)
         self._settings = settings
@@ -257,7 +266,7 @@ class PageServer(uvicorn.Server):
             await dashboard.client.close()
 
     def _end_on_fault(self, work: asyncio.Task[None]) -> None:
-        """A page that no longer looks must not seem to: it ends, and its viewers are told."""
+        """Ends the process after a fault in `run`: a page that stays up would show old numbers as if they were new."""
         if not work.cancelled() and (fault := work.exception()) is not None:
             logger.critical("the page ends after a fault of its own", exc_info=fault)
             self.should_exit = True

@@ -1,4 +1,4 @@
-"""Budget: bounds the share of time in which the server works for the page."""
+"""Budget: bounds the share of the server's time that the page uses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from replay_client.errors import ServerUnavailableError
 
 DEAREST = 1.0
-"""Seconds that one call costs at most. A call that takes longer mostly waited in line at a busy server."""
+"""Most seconds that one call costs. A call that takes longer has mostly waited in line at a busy server."""
 
 
 class Budget:
-    """Credit in seconds of calls: it grows by `share` each second, up to `burst`, and each call costs what it took.
+    """Credit in seconds. It grows by `share` each second, up to `burst`, and each call costs its duration.
 
-    What a call took is more than what the server spent on it, and it grows while the server is busy: under load the
-    page slows down by itself. Of calls that are all `alike` each costs what the fastest of the last ones took: the rest
-    of its time went by in line. Calls run one at a time.
+    The duration includes waiting, so it is an upper bound of the server's work. It grows while the server is busy, so
+    the page slows down under load. With `alike`, all calls do the same work: each then costs the duration of the
+    fastest recent call, because the rest is waiting. Calls run one at a time.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Budget:
 
     @property
     def credit(self) -> float:
-        """Seconds of calls that may be made now; negative after a dear call."""
+        """The credit now, in seconds; negative after an expensive call."""
         now = self._clock()
         self._credit = min(self._burst, self._credit + self._share * (now - self._updated))
         self._updated = now
@@ -43,7 +43,7 @@ class Budget:
 
     @asynccontextmanager
     async def call(self, *, background: bool = False) -> AsyncGenerator[None]:
-        """Waits for credit, then runs the block as one call. A background call leaves half of the credit to others."""
+        """Waits for credit, then runs the block as one call. A background call leaves half of the credit to viewers."""
         floor = self._burst / 2 if background else 0.0
         while True:
             async with self._lock:
@@ -52,7 +52,7 @@ class Budget:
                     try:
                         yield
                     except ServerUnavailableError:
-                        worked = False
+                        worked = False  # nothing reached the server, so the call costs nothing
                         raise
                     finally:
                         if worked:

@@ -1,4 +1,4 @@
-"""Catalog: lists the tables again and again, and reads each group once, both within the budget."""
+"""Catalog: lists the tables repeatedly, and reads each group once, both within the budget."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from replay_client.errors import ReplayError
 from replay_client.records import ItemInfo, StoredItem
 
 ROWS_PER_LIST = 5000
-"""Items asked for at a time: more would hold up the server's event loop."""
+"""Items of one ListItems call. A longer list would delay other requests on the server's event loop."""
 KEYS_PER_GET = 256
 BYTES_PER_GET = 4 << 20
 SECONDS_PER_SWEEP = 2.0
 """Least time from one list of all tables to the next."""
 HELD_ROWS = 2_000_000
-"""Rows of all snapshots together that are kept for viewers who hold them."""
+"""Most rows of all old snapshots together. They stay for viewers who hold or scroll a list."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
-"""Numbers of an item that a list tells, without its payload."""
+"""Numbers of an item that a list has, without its payload."""
 _ids = itertools.count(1)
 
 
@@ -62,7 +62,7 @@ class Catalog:
         """The newest of each table."""
         self.facts = FactsStore()
         self.problem = ""
-        """Why the lists are old."""
+        """Why the last sweep failed, so that the lists are old; empty when it worked."""
         self._client = client
         self._budget = budget
         self._text = text
@@ -74,7 +74,7 @@ class Catalog:
         self._counted: set[int] = set()
 
     def snapshot(self, table: str, number: int) -> Snapshot | None:
-        """The snapshot of this number, if it is one of the last that were shown; else the newest of the table."""
+        """The snapshot with this number, if it is still kept; otherwise the newest one of the table."""
         snapshot = self._shown.get(number) or self.snapshots.get(table)
         if snapshot is not None:
             self._shown[snapshot.id] = snapshot
@@ -84,7 +84,7 @@ class Catalog:
         return snapshot
 
     def want(self, keys: Sequence[int]) -> None:
-        """Reads these groups before all others: somebody sees their rows."""
+        """Puts these groups first in the order of reading: their rows are on a viewer's screen."""
         self._wanted = [key for key in keys if key not in self.facts.slots]
 
     async def run(self, tables: Callable[[], Sequence[str]], watched: Callable[[], bool]) -> None:
@@ -115,11 +115,11 @@ class Catalog:
                 page, more = found.next_page, bool(found.next_page)
             snapshots[name] = Snapshot.of(list(items.values()))
             self.snapshots = {other: self.snapshots[other] for other in tables if other in self.snapshots} | snapshots
-        # A group that moves from one table to the next may be in neither list: it is forgotten at the second miss.
+        # A group that moves between tables while they are listed may be in no list. So its facts go at the second miss.
         present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
         self._present = [self._present[-1], present]
         self.facts.keep_only(set().union(*self._present))
-        if self._text.source != self._source:  # with a tokenizer the groups have text: they are read anew
+        if self._text.source != self._source:  # a tokenizer was found: read all groups again, now with their text
             self._source, self._counted = self._text.source, set(self.facts.slots)
             self.facts.keep_only(set())
 
@@ -135,7 +135,7 @@ class Catalog:
             self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
             self.facts.put(item.key, found[item.key])
             self._counted.discard(item.key)
-        # What is not there any more left its tables since they were listed; the next list is without it.
+        # The keys that `get` did not find have left their tables since the list: do not ask for them again.
         self._present = [present - (set(keys) - found.keys()) for present in self._present]
         return True
 
@@ -143,7 +143,7 @@ class Catalog:
         return {item.key: facts_of(item.payload, self._text, self._prompts.solved_above) for item in items}
 
     def _unread(self) -> list[int]:
-        """The keys to read next: those on somebody's screen, then the youngest of each table in turn."""
+        """The keys to read next: first those on a viewer's screen, then the youngest of each table in turn."""
         sizes: dict[int, float] = {}
         for snapshot in self.snapshots.values():
             unread = np.flatnonzero(snapshot.slots(self.facts) < 0)[::-1][:KEYS_PER_GET]

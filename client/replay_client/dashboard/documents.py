@@ -1,4 +1,4 @@
-"""Documents: what the page is told, as JSON."""
+"""Documents: the JSON that the page gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 
 def plain(value: Any) -> Any:
-    """What messages, msgpack and numpy can hold, as what JSON can: NaN and infinities become null."""
+    """Converts values of protobuf, msgpack and numpy into values of JSON. NaN and infinities become None."""
     if isinstance(value, dict):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -32,6 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def dumps(document: object) -> bytes:
+    """The document as compact JSON."""
     return json.dumps(plain(document), separators=(",", ":"), allow_nan=False).encode()
 
 

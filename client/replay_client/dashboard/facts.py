@@ -1,4 +1,4 @@
-"""Facts: what the page knows of each group without its payload, in columns, so that 100,000 of them sort at once."""
+"""Facts: what the page keeps of each group. Numbers are columns, so that 100,000 groups sort fast."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ COLUMNS = (
     *("reward_mean", "reward_std", "reward_max", "completions", "length_mean", "logprob_mean"),
     *("truncated_share", "solved_share"),
 )
-"""Numbers of a group; NaN where they are not known."""
+"""Numbers of a group; NaN where unknown."""
 NOTES = ("damaged", "raw bytes", "no variance", "all cut off", "identical answers", "no log-probs", "bad log-probs")
-"""Flags of what is odd about a group. Its finish reasons are flags as well: "ended by stop"."""
+"""Flags of odd groups. Finish reasons are flags as well, such as "ended by stop"."""
 SEARCHED = 16_000
 """Characters of a group that text search looks at."""
 TEXT_LIMIT = 256 << 20
-"""Characters of all groups together that are kept for text search."""
+"""Most characters of all groups together for text search. Further groups are not found by their text."""
 
 
 @dataclass
 class Facts:
-    """One group, or what its payload is instead."""
+    """The facts of one group; for a payload that is no group, only a flag."""
 
     numbers: dict[str, float] = field(default_factory=dict)
     """By COLUMNS; empty where the payload is no group."""
     flags: frozenset[str] = frozenset()
     prompt_id: str = ""
     prompt: str = ""
-    """Begin and end of the prompt's text."""
+    """Beginning and end of the prompt's text."""
     text: str = ""
-    """What text search looks at, in lower case."""
+    """The text that a search reads, in lower case."""
 
 
 def facts_of(payload: bytes | memoryview, text: TokenText, solved_above: float) -> Facts:
-    """The facts of a payload, whatever it holds."""
+    """The facts of a payload. It never raises: a payload that is no group has a flag that says so."""
     try:
         group = RolloutGroup.decode(payload)
     except ValueError:
@@ -85,17 +85,17 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
 
 
 class FactsStore:
-    """The facts of many groups, a slot each. Slots of groups that are gone are used again."""
+    """The facts of many groups, with one slot for each. A new group takes the slot of one that was forgotten."""
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
         self.numbers = np.full((1024, len(COLUMNS)), np.nan, dtype=np.float32)
         self.flags = np.zeros(1024, dtype=np.int64)
         self.names = list(NOTES)
-        """Names of the flags; the bit of each is its index. More than 63 share the last."""
+        """Names of the flags; a flag's index is its bit. An int64 has 63 usable bits: flags beyond share the last."""
         self.rows: list[Facts] = []
         self.version = 0
-        """Grows with every change."""
+        """Increases with every change."""
         self._free: list[int] = []
         self._text = 0
 

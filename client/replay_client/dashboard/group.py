@@ -17,11 +17,14 @@ FIRST_TOKENS = 16_384
 MOST_TOKENS = 16_384
 """Tokens of one window."""
 HEAD = 512
-"""Bytes shown of a payload that is not a group."""
+"""Bytes of a payload that the page shows if the payload is not a group."""
 
 
 def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
-    """The item and its group, each completion with its first tokens or the `whole`; or why it is none, and its head."""
+    """The item as JSON, with its group: the first tokens of each completion or, with `whole`, all of them.
+
+    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
+    """
     document: dict[str, Any] = {
         "key": str(item.key),
         "age": item.age,
@@ -62,6 +65,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
 
 
 def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:
+    """The numbers of one completion: reward, advantage, lengths, and its mean log-probability in nats."""
     span = _spans(group)[row]
     logprobs = group.rollout_logprobs[span]
     known = logprobs[~np.isnan(logprobs)]
@@ -80,7 +84,10 @@ def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:
 def window(
     group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens `start` to `stop` of a completion, or of the prompt (row -1), with all that is known of each."""
+    """Tokens `start` to `stop` of a completion, or of the prompt (row -1): ids, text, and the arrays of these tokens.
+
+    Raises ValueError for a row that the group does not have.
+    """
     arrays: dict[str, npt.NDArray[Any]] = {}
     if not -1 <= row < group.group_size:
         raise ValueError(f"completion {row}: this group has {group.group_size}")
@@ -104,11 +111,11 @@ def window(
 
 
 def per_token(group: RolloutGroup) -> list[str]:
-    """The extras that hold one number a token of the completions."""
+    """The names of the extras that have one number for each token of the completions."""
     shape = (group.num_tokens,)
     return [name for name, array in group.extras.items() if array.shape == shape and array.dtype.kind in "iufb"]
 
 
 def _spans(group: RolloutGroup) -> list[slice]:
-    """Where each completion lies in completion_ids."""
+    """For each completion, its slice of completion_ids."""
     return list(itertools.starmap(slice, itertools.pairwise([0, *np.cumsum(group.completion_lengths).tolist()])))

@@ -1,4 +1,4 @@
-"""Guard: what a request must have to reach the page, and the headers of every answer."""
+"""Guard: refuses requests that may not reach the page, and sets the security headers of every response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADERS = {
 
 
 class Guard:
-    """Wraps the application. Page files are public; whatever tells of the server wants the token."""
+    """Wraps the application. The files of the page are public; every answer about the server needs the token."""
 
     def __init__(self, app: ASGIApp, token: str | None, names: Iterable[str] = ()) -> None:
         """`token`: None on loopback. `names`: host names under which the page may be asked for."""
@@ -49,16 +49,20 @@ class Guard:
         if request.method != ("POST" if login else "GET"):
             return _refuse(405, "the page only reads: use GET")
         if not self._is_own(request.headers.get("host", "")):
-            return _refuse(403, "this page does not go by that host name; name it with --allow-host")
+            return _refuse(403, "this page does not answer under that host name; allow it with --allow-host NAME")
         # A page of another site must not read what lies on this machine, or log its visitors in.
         if path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            return _refuse(403, "only this page may ask")
+            return _refuse(403, "this request comes from another site: open the page itself")
         if path.startswith("/api/") and not login and not accepts(self._token, request.cookies.get(COOKIE, "")):
             return _refuse(401, "a token is needed: open the address that `replay dashboard` printed")
         return None
 
     def _is_own(self, host: str) -> bool:
-        """DNS rebinding needs a name: addresses are always the page's own, names only those that it has."""
+        """Whether the Host header is an address, or one of the page's own names.
+
+        This refuses DNS rebinding, in which a foreign name leads a browser to this machine. That attack needs a name,
+        so any address is allowed.
+        """
         name = (host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]).lower()
         try:
             ipaddress.ip_address(name.strip("[]"))
@@ -68,7 +72,7 @@ class Guard:
 
 
 def accepts(token: str | None, given: str) -> bool:
-    """Whether a viewer may look; compares in constant time."""
+    """Whether a viewer with the token `given` may see the page; compares in constant time."""
     return token is None or hmac.compare_digest(token.encode(), given.encode())
 
 

@@ -1,4 +1,4 @@
-"""Health: one sentence about a run, and what its numbers say about its policy. Pure functions."""
+"""Health: one sentence about a run, and the warning signs in its metrics. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replay_client.diagnosis import LONG_WAIT, Finding, Level
 from replay_client.records import ServerInfo
 
 SETTLED = 0.2
-"""Share of the last minute that a side must wait before it is called the slower one's victim."""
+"""Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
 
 RULES: tuple[tuple[str, float, float, str], ...] = (
     ("correction/ess", 0.3, 1e30, "a few tokens carry the gradient: lower clip_max, or allow less staleness"),
@@ -21,7 +21,7 @@ RULES: tuple[tuple[str, float, float, str], ...] = (
     ("fresh/truncated_fraction", 0.0, 0.1, "completions are cut off: raise the limit of tokens"),
     ("replay/groups_missing", 0.0, 0.5, "the pool is too small, or too strict, to replace every group"),
 )
-"""Metric, the least and the most that is healthy (docs/metrics.md), and what it means beyond."""
+"""Metric, its least and its greatest healthy value (docs/metrics.md), and the meaning of a value outside."""
 
 
 def verdict(
@@ -32,14 +32,14 @@ def verdict(
 ) -> dict[str, str]:
     """Whether the run is healthy and, if not, what blocks it: level, headline, detail, remedy.
 
-    `info`: None when the server does not answer. `idle`: seconds since the last insert into each table, and the last
-    sample of it. `against`: the signals against the policy.
+    `info`: None when the server does not answer. `idle`: for each table the seconds since its last insert and its last
+    sample. `against`: the warning signs that `signals` found.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
     bad.sort(key=lambda finding: finding.level is not Level.FAILURE)
     if info is None:
         return _said("failure", "The server does not answer", bad[0])
-    # What blocks is told before what only looks wrong.
+    # A wait that blocks the run comes before any other finding.
     for headline, reason in _blocked(info, idle):
         for finding in bad:
             if reason in finding.message:
@@ -92,7 +92,7 @@ def bottleneck(info: ServerInfo) -> str:
 
 
 def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the metrics of the newest run, and the groups of each policy version, say against the policy."""
+    """Warning signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
     found = []
     entropy = [value for value in metrics.get("train/entropy", ()) if value is not None]
     # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.

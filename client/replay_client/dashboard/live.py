@@ -1,4 +1,4 @@
-"""Live: one poller that asks the server how it is, and tells every viewer."""
+"""Live: one poller that asks the server for its state, and sends it to every viewer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from replay_client.records import ServerInfo
 from replay_client.shards.merging import shards_of
 
 HISTORY = 600
-"""Looks that the charts show."""
+"""Looks (polls of the server) that the charts show."""
 SECONDS_PER_LOOK = 1.0
 SECONDS_PER_IDLE_LOOK = 5.0
 """While nobody watches."""
 PATIENCE = 3.0
-"""Seconds in which the server has to answer."""
+"""Seconds in which the server must answer; after them the page says that it does not."""
 MOST_VIEWERS = 64
 REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
 
@@ -41,10 +41,10 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
 
 
 class Live:
-    """What the server says of itself, now and over the last minutes."""
+    """The state of the server, now and over the last minutes."""
 
     def __init__(self, client: AsyncReplayClient, budget: Budget, more: Callable[[], dict[str, Any]]) -> None:
-        """`more`: what else each look tells."""
+        """`more` returns the fields that this process adds to each look."""
         self.info: ServerInfo | None = None
         self.viewers = 0
         self._client = client
@@ -61,20 +61,20 @@ class Live:
         self._closed = False
 
     def watched(self) -> bool:
-        """Whether somebody looks, or did in the last minute."""
+        """Whether there is a viewer, or was one in the last minute."""
         return self.viewers > 0 or time.monotonic() - self._last_viewer < 60.0
 
     def tables(self) -> list[str]:
         return [] if self.info is None or self._problem else list(self.info.tables)
 
     async def run(self) -> None:
-        """Looks for ever."""
+        """Polls the server for ever: each second, or each five while nobody watches."""
         while True:
             await self.look()
             await asyncio.sleep(SECONDS_PER_LOOK if self.watched() else SECONDS_PER_IDLE_LOOK)
 
     async def look(self) -> None:
-        """Asks the server once, and wakes the viewers."""
+        """Asks the server once, and wakes the event streams of the viewers."""
         try:
             async with self._budget.call():
                 info = await self._client.server_info(timeout=PATIENCE)
@@ -91,7 +91,7 @@ class Live:
             self._seen.notify_all()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Server-sent events: the last minutes, then every look. A slow viewer gets the newest only."""
+        """Server-sent events: the last minutes, then every look. A slow viewer gets only the newest look."""
         self.viewers += 1
         try:
             yield event("history", list(self._history))
@@ -115,7 +115,7 @@ class Live:
             self._seen.notify_all()
 
     def _record(self, info: ServerInfo) -> None:
-        """A point of the charts: rates are what the counters did since the look before."""
+        """Adds a point to the charts. Its rates are the change of the counters since the previous look."""
         last, self.info, now = self.info, info, time.time()
         point: dict[str, Any] = {"t": now, "tables": {}}
         seconds = info.uptime - last.uptime if last is not None and last.server_id == info.server_id else 0.0

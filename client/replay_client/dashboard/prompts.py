@@ -40,7 +40,10 @@ class Prompt:
 
 
 class PromptLog:
-    """Remembers groups after they have left the server; the prompt seen longest ago makes room."""
+    """Counts groups by prompt, and keeps the counts after the groups have left the server.
+
+    Beyond MOST_PROMPTS the prompt that was seen longest ago is forgotten.
+    """
 
     def __init__(self, solved_above: float = 0.5) -> None:
         self.solved_above = solved_above
@@ -49,7 +52,7 @@ class PromptLog:
         self._versions: dict[int, Tally] = {}
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
-        """Counts a group. `again`: it was counted before, and now its text is known."""
+        """Counts a group. With `again` it was counted before; only the text of its prompt, now known, is kept."""
         name, numbers = facts.prompt_id or facts.prompt, facts.numbers
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
@@ -70,7 +73,7 @@ class PromptLog:
             self._prompts.popitem(last=False)
 
     def by_version(self) -> list[dict[str, Any]]:
-        """What the groups of each policy version were like, the oldest version first."""
+        """Means over the groups of each policy version, the oldest version first."""
         rows = []
         for version, tally in sorted(self._versions.items()):
             sums = dict(zip(SUMS, tally.tolist(), strict=True))
@@ -80,7 +83,7 @@ class PromptLog:
         return rows
 
     def document(self, search: str, sort: str, descending: bool, limit: int) -> dict[str, Any]:
-        """Prompts whose name or text holds `search`, with the solve rate at each version that saw them."""
+        """Prompts whose name or text contains `search`, with the solve rate at each version that has groups of them."""
         needle = search.lower()
         found = [
             prompt.row(name)

@@ -23,7 +23,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Query:
-    """Filters and an order. Bounds are inclusive; all flags must hold. Raises ValueError for what does not exist."""
+    """Filters and an order. Bounds are inclusive; a group must have all flags. An unknown column raises ValueError."""
 
     sort: str = "age"
     descending: bool = False
@@ -46,7 +46,7 @@ class Query:
 
 
 class View:
-    """A snapshot with the facts known of it now."""
+    """A snapshot, joined with the facts that are known at this moment."""
 
     def __init__(self, snapshot: Snapshot, facts: FactsStore) -> None:
         self.snapshot = snapshot
@@ -59,7 +59,7 @@ class View:
         """Groups whose payload has been read."""
 
     def column(self, name: str) -> Floats:
-        """(N,) NaN where it is not known."""
+        """The values of a column, (N,); NaN where unknown."""
         if name not in self._columns:
             if name in LISTED:
                 values = self.snapshot.columns[name]
@@ -73,7 +73,7 @@ class View:
         return self._columns[name]
 
     def select(self, query: Query) -> Rows:
-        """Rows that match, in order; rows whose value is not known come last."""
+        """The rows that match, sorted; rows whose value is unknown come last."""
         found = np.ones(len(self._slots), dtype=bool)
         with np.errstate(invalid="ignore"):
             for name, low, high in query.limits():
@@ -99,7 +99,7 @@ class View:
         return has
 
     def histograms(self, rows: Rows | slice = slice(None), names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
-        """Of each column: edges, and counts of all items and of `rows`."""
+        """A histogram of each column: its edges, the counts of all items (`all`), and of `rows` (`matching`)."""
         result = {}
         for name in names:
             values, matching = (each[np.isfinite(each)] for each in (self.column(name), self.column(name)[rows]))
@@ -117,7 +117,7 @@ class View:
         return {name: count for name, count in counts.items() if count}
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row of the list."""
+        """One row of the list, as JSON."""
         slot = int(self._slots[index])
         numbers = {name: self.column(name)[index] for name in (*LISTED, *COLUMNS)}
         document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0} | numbers

@@ -1,4 +1,4 @@
-"""TokenText: token ids as the text that they stand for, by the tokenizer.json of a model."""
+"""TokenText: decodes token ids into text, with the tokenizer.json of a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 _WARM_UP = 16
-"""Tokens decoded before a window, so that its first token reads as it does in the whole text."""
+"""Tokens that are decoded before a window. The text of a token can depend on the tokens before it."""
 
 
 class TokenText:
-    """Decodes with one tokenizer, or says that there is none."""
+    """Decodes with one tokenizer. Without one, `source` is empty and the page shows ids."""
 
     def __init__(self, path: Path | None = None) -> None:
         """`path`: a folder with a tokenizer.json, or the file. Raises ValueError if it is neither."""
@@ -35,7 +35,7 @@ class TokenText:
         self.source = str(path)
 
     def find(self, weights: str) -> None:
-        """Takes the tokenizer of a published weights folder, if it has one and none is known yet."""
+        """Loads the tokenizer of a published weights folder, if it has one and no tokenizer is loaded."""
         if not self.source and weights and (Path(weights) / "tokenizer.json").is_file():
             self.load(Path(weights))
 
@@ -46,8 +46,8 @@ class TokenText:
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
         """The text of each token from `start` to `stop`; None without a tokenizer.
 
-        Together they are the text. A token that ends within a character has the empty piece; the character comes with
-        the token that completes it.
+        The pieces joined are the text. A token that ends in the middle of a character has an empty piece, and the next
+        token has the whole character.
         """
         if not self.source:
             return None

@@ -1,4 +1,4 @@
-"""Runs: the metrics.jsonl files below a folder, read while they grow, and what each metric means."""
+"""Runs: reads the metrics.jsonl files below a folder while they grow, and knows the meaning of each metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_POINTS = 500
-"""Points of a curve that are sent; longer ones are thinned out."""
+"""Most points of a curve that the page gets; a longer curve is thinned out."""
 MOST_RUNS = 200
 MOST_STEPS = 200_000
 BYTES_PER_READ = 2 << 20
@@ -30,7 +30,7 @@ class Run:
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def read(self) -> bool:
-        """Reads what was appended. A file that became shorter was begun anew. Returns whether there was something."""
+        """Reads the lines appended since the last call, or all if the file became shorter. Returns whether any came."""
         try:
             size, self.written = self.path.stat().st_size, self.path.stat().st_mtime
             if size < self.offset:  # a run that resumes cuts off the steps that it will do again
@@ -70,11 +70,11 @@ class Runs:
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()  # between the thread that reads and those that answer
         self.version = 0
-        """Grows whenever a file has."""
+        """Increases whenever a file has grown."""
         self.meanings = meanings(_metrics_page())
 
     def read(self) -> None:
-        """Looks for new files and new lines."""
+        """Finds new files, and reads new lines."""
         if self._folder is None:
             return
         patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
@@ -90,12 +90,12 @@ class Runs:
                 self.version += 1
 
     def newest(self) -> dict[str, list[float | None]]:
-        """The columns of the run that was written last."""
+        """The columns of the run whose file changed last."""
         with self._lock:
             return next((run.columns for run in self._ordered()), {})
 
     def document(self, names: list[str]) -> dict[str, Any]:
-        """The curves of the runs with these names (none: of the newest), and which runs there are."""
+        """The curves of the runs with these names, or of the newest run if no name matches, and a list of all runs."""
         with self._lock:
             runs = self._ordered()
             chosen = [run for run in runs if run.name in names] or runs[:1]
@@ -112,7 +112,7 @@ class Runs:
 
 
 def _thinned(run: Run) -> dict[str, Any]:
-    """At most MOST_POINTS lines, the last one included."""
+    """The steps and columns of at most MOST_POINTS lines, always with the last line."""
     every = -(-max(1, run.lines) // MOST_POINTS)
     rows = list(range(run.lines - 1, -1, -every))[::-1]
     steps = run.columns.get("step") or list(range(1, run.lines + 1))
@@ -121,7 +121,7 @@ def _thinned(run: Run) -> dict[str, Any]:
 
 
 def _metrics_page() -> str:
-    """docs/metrics.md, which a wheel brings along beside this module."""
+    """The text of docs/metrics.md. A wheel has a copy of it beside this module."""
     here = Path(__file__).parent
     for path in (here / "metrics.md", here.parents[2] / "docs/metrics.md"):
         if path.is_file():
@@ -130,7 +130,7 @@ def _metrics_page() -> str:
 
 
 def meanings(page: str) -> dict[str, str]:
-    """What the tables and sentences of docs/metrics.md say of each metric, by name."""
+    """The meaning of each metric, by name, from the tables and sentences of docs/metrics.md."""
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
