@@ -43,8 +43,8 @@ function tell() {
     h("a", { class: `pill ${level}`, href: "#/overview", title: verdict?.detail }, h("i", { "aria-hidden": "true" }),
       lost ? "Page lost" : verdict?.headline ?? "Connecting"),
     look && h("span", { class: "address" }, look.address));
-  const gone = lost ? `The dashboard's process does not answer since ${duration((Date.now() - lost) / 1000)}. What you see is old.`
-    : look?.problem ? `The server does not answer since ${duration(look.time - look.problem_since)}: ${look.problem}. What you see is old; the page goes on by itself.` : "";
+  const gone = lost ? `The dashboard's process has not answered for ${duration((Date.now() - lost) / 1000)}. This page shows old numbers.`
+    : look?.problem ? `The server has not answered for ${duration(look.time - look.problem_since)}: ${look.problem}. This page shows old numbers, and goes on by itself when the server answers.` : "";
   fill(banner, gone && h("p", { class: "failure" }, gone));
 }
 
