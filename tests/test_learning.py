@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from replay_trainer.demo import task as demo
 from replay_trainer.logprobs import LogprobModel
 from tests.trainer.factories import make_group
 
+ROOT = Path(__file__).parent.parent
 
-def record(rates, *, arm="plain", seed=0, tokens_a_point=100, trained_a_token=1.0):
+
+def record(rates, *, arm="plain", seed=0, tokens_a_point=100, trained_a_token=1.0, engine="in-process"):
     """A run whose curve has these solve rates at equal distances."""
     curve = [[i * tokens_a_point, i * tokens_a_point * trained_a_token, i, i, i, rate] for i, rate in enumerate(rates)]
-    return {"arm": arm, "task": "sums", "regime": "rare", "seed": seed, "curve": curve}
+    return {"arm": arm, "task": "sums", "regime": "rare", "seed": seed, "engine": engine, "curve": curve}
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -164,6 +167,28 @@ def test_the_table_pairs_runs_by_seed():
     (row,) = [line for line in report.table(runs) if "| half |" in line]
     assert "**0.37** [0.37, 0.37]" in row  # of seed 1 alone
     assert "| 2 |" in row
+    (row,) = report.pair_table(runs, [("half", "plain"), ("quarter", "plain")])[2:]
+    assert "| half / plain | 1 | **0.37** [0.37, 0.37]" in row
+
+
+def test_runs_through_the_whole_system_are_compared_among_themselves():
+    runs = [record([0.0, 0.1, 0.2, 0.3, 0.4]), record([0.0, 0.2, 0.4, 0.6, 0.8], arm="half", engine="vllm")]
+    assert list(report.by_setting(runs)) == ["sums, rare", "sums, rare, vllm"]
+    (row,) = [line for line in report.table(runs) if "| half |" in line]
+    assert "0.37" not in row
+
+
+def test_two_runs_of_one_arm_and_seed_are_not_compared_as_one():
+    with pytest.raises(ValueError, match="two runs of sums, rare, plain, seed 0"):
+        report.table([record([0.0, 0.1]), record([0.0, 0.2])])
+
+
+def test_the_published_table_has_the_arms_seeds_and_solve_rates_of_its_records():
+    records = run.read_records(ROOT / "benchmarks/results/learning.json")
+    published = [line.split(" | ")[:4] for line in (ROOT / "docs/learning.md").read_text().splitlines()]
+    rows = [row.split(" | ")[:4] for row in report.table(records)]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in published] == []
 
 
 def test_jobs_of_one_seed_come_before_those_of_the_next_and_a_record_names_its_job():

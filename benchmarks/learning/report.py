@@ -1,6 +1,7 @@
 """Records to one table, one picture and the raw results.
 
-python -m benchmarks.learning.report runs/learning/runs.jsonl --picture docs/images/learning.png
+python -m benchmarks.learning.report runs/learning/runs.jsonl --picture curves.png
+python -m benchmarks.learning.report benchmarks/results/learning.json --pairs share50:quarter
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.learning import statistics as s
+from benchmarks.learning.loop import IN_PROCESS
 from benchmarks.learning.run import read_records
 
 GENERATED_ONLY = (1.0, 0.0, 0.0, 0.0, 0.0)
@@ -25,11 +27,23 @@ Records = dict[int, dict[str, Any]]
 """By seed."""
 
 
-def by_setting(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Records]]:
-    """task, regime -> arm -> seed -> record."""
-    settings: dict[tuple[str, str], dict[str, Records]] = defaultdict(lambda: defaultdict(dict))
+def by_setting(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Records]]:
+    """ "task, regime" -> arm -> seed -> record. Runs through the whole system are a setting of their own.
+
+    Raises ValueError for two runs of one setting, arm and seed.
+    """
+    settings: dict[str, dict[str, Records]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        settings[record["task"], record["regime"]][record["arm"]][record["seed"]] = record
+        setting = f"{record['task']}, {record['regime']}"
+        if record["engine"] != IN_PROCESS:
+            setting += f", {record['engine']}"
+        of_arm = settings[setting][record["arm"]]
+        if record["seed"] in of_arm:
+            raise ValueError(
+                f"two runs of {setting}, {record['arm']}, seed {record['seed']}: a comparison needs one learning rate "
+                "and one budget; report the others from a file of their own"
+            )
+        of_arm[record["seed"]] = record
     return settings
 
 
@@ -43,30 +57,57 @@ def table(records: Iterable[dict[str, Any]]) -> list[str]:
     """Lines of Markdown, a row an arm and setting."""
     lines = [
         "| task, start | arm | seeds | start → end | mean over the run, less plain's | tokens / plain's | "
-        "tokens / half batch's | tokens / quarter batch's | cost / plain's at 3:1 | at 10:1 | worse than its start |",
+        "tokens / half batch's | cost / plain's at 3:1 | at 10:1 | trained / generated tokens | worse than its start |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (task, regime), arms in sorted(by_setting(records).items()):
-        plain, half, quarter = (arms.get(name, {}) for name in ("plain", "half", "quarter"))
+    for setting, arms in sorted(by_setting(records).items()):
+        plain, half = arms.get("plain", {}), arms.get("half", {})
         for name, arm in arms.items():
-            seeds = sorted(arm.keys() & plain.keys())
-            gain = s.mean_interval([s.area(arm[seed]) - s.area(plain[seed]) for seed in seeds]) if seeds else None
             starts = np.mean([record["curve"][0][s.SOLVE_RATE] for record in arm.values()])
             ends = np.mean([s.end(record) for record in arm.values()])
-            cells = [
-                f"{task}, {regime}",
-                name,
-                str(len(arm)),
-                f"{starts:.3f} → {ends:.3f}",
-                "" if gain is None or name == "plain" else shown(gain, "+.3f"),
-                "" if name == "plain" else shown(compare(arm, plain, GENERATED_ONLY)),
-                "" if name == "half" else shown(compare(arm, half, GENERATED_ONLY)),
-                "" if name == "quarter" else shown(compare(arm, quarter, GENERATED_ONLY)),
-                *("" if name == "plain" else shown(compare(arm, plain, weights)) for weights in COSTS.values()),
-                f"{sum(map(s.collapsed, arm.values()))} of {len(arm)}",
-            ]
+            cells = [setting, name, str(len(arm)), f"{starts:.3f} → {ends:.3f}"]
+            if name == "plain":
+                cells += ["", "", "", "", ""]
+            else:
+                cells += [shown(gain(arm, plain), "+.3f"), shown(compare(arm, plain, GENERATED_ONLY))]
+                cells += ["" if name == "half" else shown(compare(arm, half, GENERATED_ONLY))]
+                cells += [shown(compare(arm, plain, weights)) for weights in COSTS.values()]
+            cells += [f"{trained_per_generated(arm):.2f}", f"{sum(map(s.collapsed, arm.values()))} of {len(arm)}"]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def pair_table(records: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of Markdown, a row a pair and setting: the first arm against the second, on the seeds of both."""
+    lines = [
+        "| task, start | arm / baseline | seeds | tokens | cost at 3:1 | at 10:1 | "
+        "difference of the means over the run | of the ends |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    pairs = list(pairs)
+    for setting, arms in sorted(by_setting(records).items()):
+        for name, other in pairs:
+            arm, baseline = arms.get(name, {}), arms.get(other, {})
+            seeds = sorted(arm.keys() & baseline.keys())
+            if not seeds:
+                continue
+            cells = [setting, f"{name} / {other}", " ".join(map(str, seeds))]
+            cells += [shown(compare(arm, baseline, weights)) for weights in (GENERATED_ONLY, *COSTS.values())]
+            cells += [shown(gain(arm, baseline), "+.3f"), shown(gain(arm, baseline, s.end), "+.3f")]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def gain(arm: Records, baseline: Records, measure: Callable[[dict[str, Any]], float] = s.area) -> s.Interval:
+    """The mean over the seeds that both have of the difference in `measure`."""
+    seeds = sorted(arm.keys() & baseline.keys())
+    return s.mean_interval([measure(arm[seed]) - measure(baseline[seed]) for seed in seeds])
+
+
+def trained_per_generated(arm: Records) -> float:
+    """Trained tokens over generated tokens, of all runs together."""
+    last = np.array([record["curve"][-1] for record in arm.values()])
+    return float(last[:, s.TRAINED].sum() / last[:, s.GENERATED].sum())
 
 
 def shown(interval: s.Interval, style: str = ".2f") -> str:
@@ -88,7 +129,7 @@ def draw(records: Iterable[dict[str, Any]], arms: list[str], path: Path) -> None
     columns = min(3, len(settings))
     rows = math.ceil(len(settings) / columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False)
-    for axis, ((task, regime), found) in zip(axes.flat, settings.items(), strict=False):
+    for axis, (setting, found) in zip(axes.flat, settings.items(), strict=False):
         for number, arm in enumerate(arms):
             if arm not in found:
                 continue
@@ -100,7 +141,7 @@ def draw(records: Iterable[dict[str, Any]], arms: list[str], path: Path) -> None
             axis.fill_between(
                 grid / 1000, rates.mean(axis=0) - error, rates.mean(axis=0) + error, color=f"C{number}", alpha=0.15
             )
-        axis.set_title(f"{task}, {regime}", fontsize=10)
+        axis.set_title(setting, fontsize=10)
         axis.set_xlabel("thousand generated tokens")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -118,10 +159,20 @@ def main() -> None:
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--arms", nargs="+", default=["plain", "half", "share50"], help="of the picture")
+    parser.add_argument(
+        "--pairs",
+        nargs="+",
+        default=[],
+        metavar="ARM:BASELINE",
+        help="also compares these arms, such as share50:quarter",
+    )
     parser.add_argument("--json", type=Path, help="where the raw results go, without what differs between machines")
     arguments = parser.parse_args()
     records = [record for path in arguments.records for record in read_records(path)]
     print("\n".join(table(records)))
+    if arguments.pairs:
+        pairs = [(arm, baseline) for arm, _, baseline in (pair.partition(":") for pair in arguments.pairs)]
+        print("\n" + "\n".join(pair_table(records, pairs)))
     if arguments.picture is not None:
         draw(records, arguments.arms, arguments.picture)
     if arguments.json is not None:

@@ -53,8 +53,14 @@ def identity(record: dict[str, Any]) -> Job:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file of JSON lines; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The runs in a file of JSON lines, or in one that `report --json` wrote; none if there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    records: list[dict[str, Any]] = (
+        json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
+    )
+    return records
 
 
 def work(job: Job, warm_starts: Path, engine: str) -> dict[str, Any]:

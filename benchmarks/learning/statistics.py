@@ -99,6 +99,8 @@ def _middle(ascending: Floats) -> float:
 def mean_interval(values: Sequence[float]) -> Interval:
     """As `interval`, of the mean (in `median`)."""
     kept = np.array(values, dtype=np.float64)
+    if not kept.size:
+        return Interval(math.nan, math.nan, math.nan)
     rng = np.random.default_rng(0)
     means = np.sort(kept[rng.integers(kept.size, size=(RESAMPLES, kept.size))].mean(axis=1))
     return Interval(float(kept.mean()), float(means[int(0.025 * RESAMPLES)]), float(means[int(0.975 * RESAMPLES)]))
