@@ -31,7 +31,7 @@ class Arm:
     priority: Literal["learnability", "advantage"] = "learnability"
     pool_size: int = 256
     max_times_sampled: int = 3
-    max_staleness: int = 20
+    max_staleness: int | None = 20
     remover: Literal["min_heap", "fifo"] = "min_heap"
     prompts: Literal["epochs", "thompson", "skip"] = "epochs"
     start: int = 0
@@ -51,6 +51,12 @@ WIDE = LossConfig(epsilon=0.2, epsilon_high=1.0)
 """For replayed groups: the probability of a right token may double since it was sampled, not only rise by 28 %."""
 BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
+
+OPSM = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0, off_policy_mask_threshold=0.1)
+"""Weight 1 and no clip: a right answer counts in full, however old it is. A completion with A < 0 leaves the loss once
+its tokens are 0.1 nats less likely, on average, than when they were sampled (off-policy sequence mask, 2512.02556)."""
+FOR_EVER: dict[str, object] = {"correction": OPSM, "half_life": None, "max_staleness": None}
+"""Options of a pool whose groups do not age: what is right stays right."""
 
 
 def share(name: str, replayed: int, **options: object) -> Arm:
@@ -87,6 +93,9 @@ ARMS = {
         share("share75-wide", 12, half_life=10.0, max_staleness=40, loss=WIDE),
         share("small50", 4, fresh=4, half_life=10.0, max_staleness=40),
         share("small50-wide", 4, fresh=4, half_life=10.0, max_staleness=40, loss=WIDE),
+        share("share50-opsm", 8, **FOR_EVER),
+        share("share75-opsm", 12, **FOR_EVER),
+        share("small50-opsm", 4, fresh=4, **FOR_EVER),
         share("share50-truncate", 8, correction=CorrectionConfig()),
         share("share50-3-times", 8, max_times_sampled=3),
         share("share50-advantage", 8, priority="advantage", exponent=1.0),
@@ -101,6 +110,7 @@ ARMS = {
         Arm("stale16-bypass", lag=16, correction=BYPASS),
         Arm("stale16-bypass-wide", lag=16, correction=BYPASS, loss=WIDE),
         Arm("stale16-sequence", lag=16, correction=CorrectionConfig(level="sequence", clip_max=5.0)),
+        Arm("stale16-opsm", lag=16, correction=OPSM),
         Arm("stale16-off", lag=16, correction=CorrectionConfig(clip_min=1.0, clip_max=1.0)),
     )
 }
