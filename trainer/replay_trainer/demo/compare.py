@@ -1,7 +1,7 @@
 """`replay demo --compare`: one start, the same number of generated groups, with the pool and without it.
 
     without/    16 fresh groups a step, and no pool
-    with/       8 fresh groups a step, and up to 8 of the pool, whose priorities age
+    with/       8 fresh groups a step, and up to 8 of the pool, whose right answers keep their full weight
     compare.png
 
 Success is rare at the start, which is where the pool matters (docs/learning.md).

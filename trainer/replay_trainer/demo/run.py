@@ -49,7 +49,6 @@ forward_to = "replay"
 name = "replay"
 {pool}
 remover = "min_heap"
-max_staleness = 20
 seed = 0
 """
 
@@ -70,9 +69,14 @@ action = "truncate"
 clip_max = 2.0"""
 REPLACING_POOL = """sampler = "prioritized"
 max_size = 512
-max_times_sampled = 4"""
-SHARING_POOL = """sampler = { type = "prioritized", exponent = 0.6, half_life = 5 }
+max_times_sampled = 4
+max_staleness = 20"""
+SHARING_POOL = """sampler = { type = "prioritized", exponent = 0.6 }
 max_size = 256"""
+KEEP_RIGHT_ANSWERS = """objective = "bypass_reinforce"
+clip_min = 1.0
+clip_max = 1.0
+off_policy_mask_threshold = 0.1"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task
 SHARING = Variant(
     fresh=GROUPS_PER_STEP // 2,
     replay="replay_share = 0.5",
-    correction='objective = "bypass"',
+    correction=KEEP_RIGHT_ANSWERS,
     pool=SHARING_POOL,
     learning_rate=1e-4,
     priority="learnability",
