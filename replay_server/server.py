@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
@@ -63,7 +63,7 @@ class ReplayServer:
         security: SecuritySection | None = None,
         limits: LimitsSection | None = None,
     ) -> None:
-        section = {
+        section: dict[str, Any] = {
             "address": f"{host}:{port}",
             "max_bytes": max_bytes,
             "metrics_address": metrics_address,
@@ -72,7 +72,7 @@ class ReplayServer:
             "shared_memory": shared_memory,
         }
         config = Config(
-            server=ServerSection.model_validate(section),
+            server=ServerSection(**section),
             security=security or SecuritySection(),
             limits=limits or LimitsSection(),
             checkpoints=checkpoints or CheckpointsSection(),
@@ -221,7 +221,10 @@ class ReplayServer:
     async def _serve(
         self, storage: LmdbStorage | None, checkpoint: OpenCheckpoint | None, on_started: Callable[[], None]
     ) -> None:
-        section = self.config.server
+        section, checkpoints = self.config.server, self.config.checkpoints
+        # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.
+        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and self.config.checkpoint_dir is not None:
+            CheckpointDirectory(self.config.checkpoint_dir).check_writable()
         buffer = ReplayBuffer(
             self.config.tables,
             time.monotonic,
@@ -237,7 +240,7 @@ class ReplayServer:
         elif checkpoint is not None:
             checkpoint.load(buffer)
         if (directory := self.config.checkpoint_dir) is not None:
-            checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), self.config.checkpoints.keep)
+            checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
         try:
             if journal is not None:
                 await journal.durable()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +53,8 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     if isinstance(address, str) and address.startswith(RAY_SCHEME):
         return []
     given = address.split(",") if isinstance(address, str) else address
+    if not isinstance(given, Iterable) or any(not isinstance(one, str) for one in given):
+        raise ValueError(f"address must be a text such as 127.0.0.1:7400, or a list of these, not {address!r}")
     return [one.strip() for one in given]
 
 

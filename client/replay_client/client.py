@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -90,6 +90,7 @@ class ReplayClient:
     def _start(self, client: AsyncReplayClient) -> None:
         self._aio = client
         self._thread = LoopThread()
+        self._watches: set[AsyncGenerator[Policy]] = set()
 
     @property
     def address(self) -> str:
@@ -155,10 +156,12 @@ class ReplayClient:
     def watch_policy(self) -> Iterator[Policy]:
         """Yields the current policy, then every new one; see AsyncReplayClient.watch_policy."""
         watch = self._aio.watch_policy()
+        self._watches.add(watch)
         try:
             while True:
                 yield self._thread.run(anext(watch))
         finally:
+            self._watches.discard(watch)
             with suppress(ServerClosedError):  # closed with the client
                 self._thread.run(watch.aclose())
 
@@ -169,7 +172,14 @@ class ReplayClient:
 
     def close(self) -> None:
         """Closes the connection. Calls of other threads end with ServerClosedError. Closing twice is harmless."""
-        self._thread.close(self._aio.close())
+        self._thread.close(self._close())
+
+    async def _close(self) -> None:
+        await self._aio.close()
+        # An iterator of `watch_policy` that outlives the client can no longer end its watch on this loop.
+        for watch in list(self._watches):
+            with suppress(RuntimeError):  # a thread waits for it; that call is cancelled, which ends the watch
+                await watch.aclose()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a client cannot be pickled or copied; make one in each process")

@@ -269,7 +269,7 @@ class Patience:
         if self._end is None:
             self.start()
         if self.remaining() <= self._pause:
-            waited = "" if not self._timeout else f" (tried for {self._timeout:g} s)"
+            waited = "" if not self._timeout else f" (tried for {self._timeout:.3g} s)"
             raise ServerUnavailableError(
                 f"no replay server answers at {self._connection.address}{waited}: {error.details()}; is it running "
                 f"(`replay serve`), and is the address right?"

@@ -53,6 +53,10 @@ class Item:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
         # Check everything here, in the caller's thread: an error later, in the pipeline, would also fail other items.
         key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
+        if not isinstance(priorities, Mapping):
+            raise InvalidRequestError(
+                f'priorities must be numbers by table, such as {{"replay": 1.0}}, not {priorities!r}'
+            )
         try:
             "".join(priorities).encode()  # protobuf sends only text that UTF-8 can encode
             priorities = {table: float(priority) for table, priority in priorities.items()}

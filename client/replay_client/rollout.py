@@ -126,8 +126,9 @@ class RolloutGroup:
         for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):
             if (ids < 0).any():
                 raise ValueError(f"{name} holds {ids.min()}: token ids are not negative")
-        if not np.isfinite(self.advantages).all():
-            raise ValueError(f"advantages {self.advantages.tolist()} must be finite")
+        for name, values_G in (("rewards", self.rewards), ("advantages", self.advantages)):
+            if not np.isfinite(values_G).all():
+                raise ValueError(f"{name} {values_G.tolist()} must be finite")
         # A comparison with NaN, an unknown log-probability, is False.
         if (self.rollout_logprobs > MAX_LOGPROB).any():
             raise ValueError(

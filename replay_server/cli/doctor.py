@@ -102,7 +102,7 @@ def _shards(info: ServerInfo, by_shard: bool) -> Iterator[Finding]:
 
     for name, shard in shards_of(info):
         if shard is None:
-            remedy = "see whether it is being restarted (`replay shards status`); what it holds comes back with it"
+            remedy = "start it again, or see with `replay shards status` whether Ray does; the others go on meanwhile"
             yield Finding(f"shard {name}", Level.FAILURE, "does not answer", remedy)
         elif by_shard:
             for finding in diagnose(shard, version("replay-server"), time.time()):

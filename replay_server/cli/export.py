@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from replay_server.cli.connection import TableName, Timeout, ask, complete_table
 from replay_server.cli.output import AsJson, fail, print_json, say
 
 if TYPE_CHECKING:
-    from replay_server.cli.export_rows import Row
+    pass
 
 FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
 
@@ -63,11 +62,9 @@ def import_items(
     timeout: Timeout = 60.0,
 ) -> None:
     """Insert the items of a file that `replay export` wrote, under their keys. Items that are there stay."""
-    from replay_server.cli import export_files
-
     with connect(access, timeout) as client:
         try:
-            count = ask(lambda: _insert_all(client, export_files.read(file), table))
+            count = ask(lambda: _insert_all(client, file, table))
         except OSError as error:
             fail(error)
     if as_json:
@@ -76,11 +73,15 @@ def import_items(
         say(f"{count} items of {file} inserted")
 
 
-def _insert_all(client: Any, rows: Iterator[Row], table: str | None) -> int:
+def _insert_all(client: Any, file: Path, table: str | None) -> int:
+    from replay_server.cli import export_files
     from replay_server.cli.export_rows import insert
 
     count = 0
-    for row in rows:
-        insert(client, row, table)
+    for row in export_files.read(file):
+        try:
+            insert(client, row, table)
+        except ValueError as error:
+            raise ValueError(f"{file}, row {count + 1}: {error}") from None
         count += 1
     return count

@@ -142,7 +142,7 @@ def insert(client: ReplayClient, row: Row, table: str | None) -> None:
     missing = [name for name in ("key", "table", "priority", "policy_version", PAYLOAD) if row.get(name) is None]
     if missing:
         remedy = "; export it with payloads" if missing == [PAYLOAD] else ""
-        raise ValueError(f"a row has no {', '.join(missing)}{remedy}")
+        raise ValueError(f"there is no {', '.join(missing)}{remedy}")
     payload = row[PAYLOAD]
     client.insert(
         base64.b64decode(payload) if isinstance(payload, str) else payload,

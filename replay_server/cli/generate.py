@@ -18,8 +18,8 @@ from replay_server.cli.config_file import ConfigFile
 from replay_server.cli.connection import in_flags, with_access
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
-from replay_server.cli.model import check_model
-from replay_server.cli.output import fail, print_json, say
+from replay_server.cli.model import check_model, loading
+from replay_server.cli.output import fail, in_words, print_json, say
 from replay_server.cli.tracing import set_up_tracing
 
 if TYPE_CHECKING:
@@ -148,9 +148,10 @@ def generate(
             raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
         if base_url:
             args = {"base_url": base_url, "agreement": probe_tolerance, **args}
-        running_engine = load_engine(engine, model, args)
+        with loading(model):
+            running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(str(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
+        fail(in_flags(in_words(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
     report = Report(as_json)
     keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
     try:

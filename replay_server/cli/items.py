@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -83,7 +84,7 @@ def items(
         out.print(view)
     out.print(
         f"{len(found.items)} of {found.matching} items"
-        + (f"; for the next ones add --page {found.next_page}" if found.next_page else "")
+        + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
     )
 
 

@@ -29,7 +29,14 @@ def say(text: object) -> None:
 
 def complain(message: object) -> None:
     """Prints a line on standard error that says what is wrong."""
-    print(printable(f"replay: {message}"), file=sys.stderr)
+    print(printable(f"replay: {in_words(message)}"), file=sys.stderr)
+
+
+def in_words(error: object) -> str:
+    """What an error says, in one line; of an OSError the file and the reason, without the number of the error."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def fail(message: object) -> NoReturn:

@@ -12,8 +12,8 @@ import typer
 from replay_server.cli.connection import in_flags, with_access
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
-from replay_server.cli.model import check_model
-from replay_server.cli.output import complain, fail, say
+from replay_server.cli.model import check_model, loading
+from replay_server.cli.output import complain, fail, in_words, say
 from replay_server.cli.tracing import set_up_tracing
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ def train(
     transformers_logging.disable_progress_bar()
     try:
         training = config_from(options)
+    except ValueError as error:
+        message = _as_typed(str(error), options, given, access)
+        fail(message if config is None or message.startswith("--") else f"{config}: {message}")
+    try:
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:
@@ -81,11 +85,12 @@ def train(
 
             callbacks.append(StepSpans())
         with ReplayClient.from_env(timeout, **access) as client:
-            loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+            with loading(model):
+                loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
             trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
-        fail(_as_typed(str(error), options, given, access))
+        fail(_as_typed(in_words(error), options, given, access))
     except KeyboardInterrupt:
         complain("stopped; --resume continues from the last full state")
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import stat
 import time
@@ -70,6 +71,16 @@ class CheckpointDirectory:
                 f"two at its beginning"
             )
         return self.path / (name + SUFFIX)
+
+    def check_writable(self) -> None:
+        """Makes the folder. Raises ValueError if nothing can be written there: a server says so at its start."""
+        # It writes no file to try: on a full disk a server must still start, and say so when it is asked for one.
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"[checkpoints] dir {self.path} cannot be written: {error.strerror}") from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise ValueError(f"[checkpoints] dir {self.path} cannot be written: Permission denied")
 
     def list(self) -> list[Listed]:
         """All checkpoints, the newest first. Reads only their first and last bytes."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_server.tables import rate_limiters, selectors
 from replay_server.tables.columns import Columns
@@ -41,7 +42,21 @@ def parse_bytes(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
-class Model(BaseModel):
+class _OneLine(ModelMetaclass):
+    """Makes `TableConfig(...)` in Python fail as a configuration file does: with one line that names the remedy.
+
+    pydantic's own error has several lines. It is caught here and not in `__init__`, because pydantic calls an
+    `__init__` of ours for nested models too, and their errors would lose the place in the configuration.
+    """
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        try:
+            return super().__call__(*values, **named)
+        except ValidationError as error:
+            raise ValueError(f"{cls.__name__}: {explain(error)}") from None
+
+
+class Model(BaseModel, metaclass=_OneLine):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")

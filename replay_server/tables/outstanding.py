@@ -172,10 +172,10 @@ class OutstandingBatches:
 def check_sample(table: Table, request: SampleRequest) -> None:
     """Raises Refused for a request that can never be served."""
     config = table.config
+    if request.num_samples < 1:
+        raise invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
     if not 1 <= request.min_samples <= request.num_samples:
-        raise invalid(
-            f"min_samples {request.min_samples} and num_samples {request.num_samples} must be 1 <= min <= num"
-        )
+        raise invalid(f"min_samples must be from 1 to num_samples = {request.num_samples}, not {request.min_samples}")
     if request.distinct and request.min_samples > config.max_size:
         raise invalid(
             f"{request.min_samples} distinct samples of table {table.name!r} can never be there: its max_size is "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +211,12 @@ def test_what_cannot_travel_is_refused_at_once_and_stops_no_other_item(client, w
 def test_a_value_that_fits_nowhere_is_named(client, call, named):
     with pytest.raises(InvalidRequestError, match=named):
         call(client)
+
+
+@pytest.mark.parametrize("address", [None, 7400, [7400], ["127.0.0.1:7400", None]])
+def test_an_address_that_is_no_text_is_named(address):
+    with pytest.raises(ValueError, match=re.escape(f"or a list of these, not {address!r}")):
+        ReplayClient(address)
 
 
 def test_errors_name_the_value_and_the_remedy(client):

@@ -111,6 +111,7 @@ def test_another_format_version_is_refused_by_its_number():
         ({"prompt_ids": [1.0, 2.0]}, "prompt_ids must hold int32, not float64"),
         ({"completion_ids": [1, -2, 3]}, "completion_ids holds -2: token ids are not negative"),
         ({"advantages": [1.0, math.nan]}, r"advantages \[1.0, nan\] must be finite"),
+        ({"rewards": [1.0, math.inf]}, r"rewards \[1.0, inf\] must be finite"),
         ({"advantages": [math.inf, 0.0]}, "must be finite"),
         ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),

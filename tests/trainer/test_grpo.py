@@ -25,6 +25,7 @@ from replay_trainer.batching import to_batch
 from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.losses import LossConfig
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model, make_sample
@@ -714,6 +715,13 @@ def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> 
         config_from({"output_dir": tmp_path, "correction": "icepops"})
     with pytest.raises(ValueError, match=r"GRPOConfig: there is no 'learning_rte'; did you mean 'learning_rate'\?"):
         config_from({"output_dir": tmp_path, "learning_rte": 1})
+    for kind, misspelt, right in (
+        (GRPOConfig, "learning_rte", "learning_rate"),
+        (CorrectionConfig, "levl", "level"),
+        (LossConfig, "epsilonn", "epsilon"),
+    ):
+        with pytest.raises(TypeError, match=f"{kind.__name__}: there is no '{misspelt}'; did you mean '{right}'"):
+            kind(**{misspelt: 1})
 
 
 # ------------------------------------------------------------------------------------------------------ publication

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from replay_client.names import suggests_names, unknown_name
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
 from replay_trainer.replacement import OnEmpty
@@ -22,6 +22,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
     """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
@@ -328,9 +329,7 @@ def config_from(options: Mapping[str, Any]) -> GRPOConfig:
 def _from_options(kind: type[Any], options: Mapping[str, Any]) -> Any:
     names = [field.name for field in fields(kind)]
     if unknown := sorted(set(options) - set(names)):
-        near = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-        raise ValueError(f"{kind.__name__}: there is no {unknown[0]!r}; {hint}")
+        raise ValueError(f"{kind.__name__}: {unknown_name(unknown[0], names)}")
     try:
         return kind(**options)
     except TypeError as error:

@@ -34,6 +34,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from replay_client.names import suggests_names
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.config import LOG_RATIO_LIMIT
 from replay_trainer.correction.weights import at_least_float32
@@ -41,6 +42,7 @@ from replay_trainer.correction.weights import at_least_float32
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
 
 
+@suggests_names
 @dataclass(frozen=True)
 class LossConfig:
     """Which loss, and its constants; the module has the formulas.

@@ -11,8 +11,10 @@ from typing import Any, Literal
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.priorities import Priority, load_priority
+from replay_client.names import suggests_names
 
 
+@suggests_names
 @dataclass(frozen=True)
 class GeneratorConfig:
     """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""

@@ -233,6 +233,18 @@ def test_damaged_payloads_and_raw_bytes_are_shown_as_what_they_are(opened):
             assert "<b>raw</b>.." in tab.inner_text("pre")
 
 
+def test_groups_begin_with_the_table_that_holds_the_most_and_an_empty_one_says_so(opened):
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}), TableConfig(name="replay")]
+    with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
+        client.insert(make_group(), {"replay": 1.0})
+        with serving(Settings(access={"address": server.address})) as url:
+            tab = opened(url).go("groups")
+            tab.wait_for_selector(".space .row:not(.blank)")
+            assert tab.inner_text(".tabs [aria-current]").startswith("replay")
+            tab.click(".tabs >> text=rollouts")
+            tab.wait_for_selector(".space .row.none >> text=rollouts holds no group now")
+
+
 def test_a_hundred_thousand_items_scroll_to_the_last(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(app, "READING", 0.5)  # the test does not wait for the budget
     config = '[server]\nmax_bytes = "1GB"\n[[tables]]\nname = "pool"\nmax_size = 200000\n'

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -518,3 +520,16 @@ def test_a_closed_client_says_so(client):
     client.close()
     with pytest.raises(ReplayError, match="closed"):
         client.insert(group, {"any": 1.0})
+
+
+def test_an_iterator_of_the_policy_may_outlive_its_client(make_service):
+    addresses = make_service(count=2).addresses
+    code = (
+        "from replay_client import ReplayClient\n"
+        f"client = ReplayClient({addresses})\n"
+        "watch = iter(client.watch_policy())\n"
+        "print(next(watch).version)\n"
+        "client.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n", "")

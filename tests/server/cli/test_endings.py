@@ -139,12 +139,35 @@ def test_a_bad_option_of_generate_is_named_as_it_was_typed(option, words):
     assert result.stderr.startswith(f"replay: {words}")
 
 
+@pytest.mark.parametrize(
+    "command", ["train --output-dir out", "generate --engine transformers --prompts p --reward exact_match"]
+)
+def test_a_model_that_is_not_there_is_named_in_one_line(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "p").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    result = run_replay(*command.split(), "--model", "no-such-model")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+    words = "replay: --model no-such-model cannot be loaded; there is no folder of this name here: "
+    assert result.stderr.startswith(words)
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").touch()
+    model = make_model(0)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    result = run_replay("train", "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "file/out"))
+    assert (result.returncode, result.stderr) == (1, f"replay: {tmp_path}/file/out: Not a directory\n")
+
+
 def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text("learning_rte = 1e-4\n")
     result = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in result.stderr
+    assert result.stderr.startswith(f"replay: {file}: ")
     negative = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--steps", "-1")
     assert negative.stderr.startswith("replay: --steps must be at least 1, not -1")
 

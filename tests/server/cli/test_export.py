@@ -75,7 +75,10 @@ def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp
     assert (row["prompt"], row["completions"]) == ("1+1=", ["2", "2"])
     assert "payload" not in row
     refused = replay("import", str(file))
-    assert (refused.returncode, refused.stderr) == (1, "replay: a row has no payload; export it with payloads\n")
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        f"replay: {file}, row 1: there is no payload; export it with payloads\n",
+    )
 
 
 def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
@@ -102,7 +105,9 @@ def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_fil
     assert list(tmp_path.iterdir()) == []
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\nnot json\n")
-    assert "a row has no key, table, priority, policy_version, payload" in replay("import", str(bad)).stderr
+    assert (
+        f"{bad}, row 1: there is no key, table, priority, policy_version, payload" in replay("import", str(bad)).stderr
+    )
     bad.write_text("not json\n")
     assert f"{bad}:1: not JSON" in replay("import", str(bad)).stderr
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")

@@ -85,3 +85,13 @@ def test_a_signal_saves_and_ends_with_status_zero(tmp_path):
     assert checkpoint.name.startswith("auto-")
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
         assert client.server_info().items == 1
+
+
+def test_a_schedule_of_checkpoints_needs_a_folder_that_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "replay.toml"
+    schedule = f'[checkpoints]\ndir = "{tmp_path}/file/in"\nevery_minutes = 60\n'
+    path.write_text(f'[server]\naddress = "127.0.0.1:0"\n{schedule}[[tables]]\nname = "plain"\n')
+    refused = replay("serve", "--config", str(path))
+    line = f"replay: [checkpoints] dir {tmp_path}/file/in cannot be written: Not a directory\n"
+    assert (refused.returncode, refused.stderr) == (1, line)

@@ -1,6 +1,7 @@
 """The commands over several servers, and `replay shards` where there is no cluster."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,11 @@ def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     assert sum(shard["tables"]["pool"]["size"] for shard in shards.values()) == 20
     assert all(address in replay("tables", "--address", every, "--shards").stdout for address in addresses)
     assert f"{addresses[1]} pool" in replay("doctor", "--address", every, "--shards").stdout
+    # The mark of the next page is JSON here: the shell must hand it over as it is.
+    line = replay("items", "pool", "--limit", "3", "--address", every).stdout.splitlines()[-1]
+    mark = shlex.split(line.partition("add --page ")[2])
+    assert len(mark) == 1
+    assert replay("items", "pool", "--limit", "3", "--address", every, "--page", *mark).returncode == 0
     servers[1].stop(grace=0)
     done = replay("doctor", "--address", every)
     assert done.returncode == 1

@@ -385,8 +385,8 @@ def test_impossible_samples_are_refused_at_once():
     bench = Bench(queue(size=4), table("small", max_size=3))
     assert "can never be drawn" in refusal(bench.sample, 5).message
     assert "max_size is 3" in refusal(bench.sample, 4, "small").message
-    assert "1 <= min <= num" in refusal(bench.sample, 0).message
-    assert "1 <= min <= num" in refusal(bench.sample, 2, minimum=3).message
+    assert "at least 1 sample" in refusal(bench.sample, 0).message
+    assert "min_samples must be from 1 to num_samples = 2, not 3" in refusal(bench.sample, 2, minimum=3).message
 
 
 def test_a_table_can_be_changed_while_it_runs():

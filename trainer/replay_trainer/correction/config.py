@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from replay_client.names import suggests_names
+
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask", "none"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -19,6 +21,7 @@ LOG_RATIO_LIMIT = 20.0
 """Bound of the log-ratio of one token, in nats."""
 
 
+@suggests_names
 @dataclass(frozen=True)
 class Rejection:
     """Removes tokens or sequences from the loss whose divergence lies outside [low, high] (inclusive).
@@ -47,6 +50,7 @@ class Rejection:
             raise ValueError("Rejection() keeps everything: set low, high or both")
 
 
+@suggests_names
 @dataclass(frozen=True)
 class CorrectionConfig:
     """How `correct` computes weights, and which tokens it removes. PRESETS holds the settings of other projects.

@@ -31,7 +31,8 @@ export function open(main, [name], state) {
 
 export function update(main, state) {
   look = state.look;
-  if (!table && look.tables?.length) (table = look.tables[0].name), restart(main);
+  // The first table is often a queue, which is empty while the run is healthy: begin with the table that holds the most.
+  if (!table && look.tables?.length) (table = look.tables.reduce((a, b) => (b.size > a.size ? b : a)).name), restart(main);
   const stale = look.lists?.[table]?.id !== shown || (found && found.read < found.total);
   if (!held && stale && Date.now() - asked > 1000 * LIVE_SECONDS) restart(main, false);
   controls(main);
@@ -88,6 +89,8 @@ function draw() {
     last = Math.min(found.matching, Math.ceil((list.scrollTop + list.clientHeight) / tall) + 5);
   const rows = [];
   for (let i = first; i < last; i++) rows.push(rowOf(blocks.get(Math.floor(i / BLOCK))?.[i % BLOCK], i));
+  if (!found.matching) rows.push(h("div", { class: "row none blank", role: "row" }, h("span", { role: "cell" },
+    found.total ? "No group matches the filters." : `${visible(table)} holds no group now. A queue is empty whenever the trainer is the faster side.`)));
   const inner = h("div", { class: "space", role: "presentation" }, rows);
   inner.style.height = `${found.matching * tall}px`;
   if (list.firstElementChild) fill(list.firstElementChild, ...rows), (list.firstElementChild.style.height = inner.style.height);

@@ -41,7 +41,7 @@ function tell() {
   document.documentElement.dataset.level = level;
   fill(document.querySelector(".state"),
     h("a", { class: `pill ${level}`, href: "#/overview", title: verdict?.detail }, h("i", { "aria-hidden": "true" }),
-      lost ? "Page lost" : verdict?.headline ?? "Connecting"),
+      h("span", null, lost ? "Page lost" : verdict?.headline ?? "Connecting")),
     look && h("span", { class: "address" }, look.address));
   const gone = lost ? `The dashboard's process has not answered for ${duration((Date.now() - lost) / 1000)}. This page shows old numbers.`
     : look?.problem ? `The server has not answered for ${duration(look.time - look.problem_since)}: ${look.problem}. This page shows old numbers, and goes on by itself when the server answers.` : "";

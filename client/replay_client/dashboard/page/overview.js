@@ -91,7 +91,7 @@ const capacity = (table) => Math.min(table.config.max_size, table.config.rate_li
 function tableCard(table, look) {
   const { config } = table, list = look.lists[table.name];
   const facts = [config.rate_limiter.type.replaceAll("_", " "), `${config.sampler.type} sampling`,
-    config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `${config.max_times_sampled} times`}`
+    config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `at most ${config.max_times_sampled} times`}`
     : "used without limit",
     config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`,
       config.rate_limiter.max_size === null && (config.when_full === "evict" ? `evicts by ${config.remover.type}`
@@ -107,7 +107,7 @@ function tableCard(table, look) {
         h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img",
           "aria-label": `Inserts and samples a second of ${table.name}` }),
         h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")),
-          table.reserved > 0 && h("small", null, `${table.reserved} drawn and not taken`)),
+          table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
         limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
@@ -128,7 +128,7 @@ function waitOf(verb, wait, table) {
   const share = table[`${verb}_blocked_share`];
   if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" },
     `${verb === "insert" ? "Inserts" : "Samples"} waited ${percent(share)} of the last minute; none waits now.`) : null;
-  return h("p", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} to ${verb}, for ${duration(wait.seconds)}: `),
+  return h("p", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, for ${duration(wait.seconds)}: `),
     visible(wait.reason));
 }
 
@@ -137,8 +137,8 @@ function limiterOf({ limiter, size, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const enough = size >= limiter.min_size;
     return h("p", { class: "limiter" }, h("b", null, "Limiter "),
-      enough ? `open: ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
-      : `closed for samples: ${size} < min_size ${limiter.min_size}`);
+      enough ? `open: size ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
+      : `samples wait: size ${size} < min_size ${limiter.min_size}`);
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
   const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > LONG / 4) || (at < 0.02 && sampling.seconds > LONG / 4);
@@ -188,9 +188,10 @@ function permitsCard({ admission }) {
   const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired } = admission;
   return h("section", { class: "card permits", "aria-label": "Permits" },
     h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
-    facts([["to be had now", capacity], ["running", running], ["groups accepted", accepted], ["expired unused", expired, expired > 0]]),
+    facts([["available now", capacity], ["running", running], ["groups accepted", accepted], ["expired unused", expired, expired > 0]]),
     acquiring.count > 0 && h("p", { class: `waiting ${waitTone(acquiring)}` },
-      h("b", null, `${acquiring.count} for permits, for ${duration(acquiring.seconds)}: `), visible(acquiring.reason)));
+      h("b", null, `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, for ${duration(acquiring.seconds)}: `),
+      visible(acquiring.reason)));
 }
 
 function serverCard({ server, address }) {

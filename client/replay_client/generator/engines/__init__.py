@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from replay_client.names import suggests_names
+
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
 
 
+@suggests_names
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are drawn.

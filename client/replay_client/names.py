@@ -1,0 +1,37 @@
+"""Names of settings: an unknown one gets an error that suggests the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def unknown_name(name: str, known: Collection[str]) -> str:
+    """What to say of a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"there is no {name[:100]!r}; {hint}"
+
+
+def suggests_names(kind: type[T]) -> type[T]:
+    """Decorates a dataclass: its constructor raises TypeError for an unknown argument, and suggests the nearest name.
+
+    Python's own error names the wrong argument and no other.
+    """
+    construct = kind.__init__
+    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *values: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                raise TypeError(f"{kind.__name__}: {unknown_name(name, known)}")
+        construct(self, *values, **named)
+
+    kind.__init__ = __init__  # type: ignore[method-assign]
+    return kind

@@ -1,0 +1,39 @@
+"""Configuration in Python: what is wrong with it is one line, as for a file."""
+
+import re
+
+import pytest
+
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: TableConfig(name="a", samplr="fifo"), "TableConfig: there is no 'samplr'; did you mean 'sampler'?"),
+        (
+            lambda: TableConfig(name="a", rate_limiter={"type": "queue"}),
+            "TableConfig: rate_limiter: 'queue' needs max_size, for example { type = 'queue', max_size = 512 }",
+        ),
+        (
+            lambda: TableConfig(name="a", max_size=0),
+            "TableConfig: max_size: Input should be greater than or equal to 1, not 0",
+        ),
+        (
+            lambda: AdmissionConfig(groups_per_step=4),
+            "AdmissionConfig: max_staleness: Field required",
+        ),
+        (
+            lambda: ReplayServer([TableConfig(name="a", forward_to="b")], port=0),
+            "Config: table 'a' forwards to 'b', which does not exist; tables: a",
+        ),
+        (
+            lambda: ReplayServer([TableConfig(name="a")], port=99999),
+            "ServerSection: address: must be host:port, for example 127.0.0.1:7401, and the port at most 65535, "
+            "not '127.0.0.1:99999'",
+        ),
+    ],
+)
+def test_an_error_has_one_line_with_the_name_the_value_and_the_remedy(make, line):
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        make()
