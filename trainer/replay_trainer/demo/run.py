@@ -35,6 +35,9 @@ GROUP_SIZE = 8
 MARKER = "demo.json"
 
 SERVER_CONFIG = """\
+[server]
+max_bytes = "1GB"
+
 [admission]
 groups_per_step = {fresh}
 max_staleness = 2
