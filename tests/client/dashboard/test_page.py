@@ -133,8 +133,12 @@ def test_groups_are_filtered_by_notes_bars_and_text_and_sorted_by_column(opened,
     tab.click("text=Clear filters")
     tab.click(".histogram:has-text('mean reward') g.bin:last-child", force=True)
     tab.wait_for_selector(".histogram >> text=mean reward: ")
-    share = tab.inner_text(".count")
-    assert share.split(" of ")[0] != share.split(" of ")[1].split(" ")[0]
+
+    def is_a_part() -> bool:
+        found, _, all_groups = tab.inner_text(".count").partition(" of ")
+        return found != all_groups.split(" ")[0]
+
+    until(is_a_part)
     tab.click("text=Clear filters")
     tab.fill("input[type=search] >> nth=0", "wait, let me check")
     until(lambda: "of" in tab.inner_text(".count") and rows_of(tab))
@@ -149,11 +153,21 @@ def test_a_live_list_follows_and_a_held_one_stays(opened, page_url):
     until(lambda: rows_of(tab) and rows_of(tab)[0].split("\n")[0] != first)
     tab.keyboard.press("h")
     tab.wait_for_selector("button.hold >> text=Held")
+
+    def answers() -> int:
+        return tab.evaluate("performance.getEntriesByType('resource').length")
+
+    def is_quiet() -> bool:  # the question that was open when the list was held has been answered
+        before = answers()
+        tab.wait_for_timeout(2500)
+        return answers() == before
+
+    until(is_quiet)
     held = [row.split("\n")[0] for row in rows_of(tab)]
-    looks = tab.evaluate("performance.getEntriesByType('resource').length")
+    looks = answers()
     tab.wait_for_timeout(5000)
     assert [row.split("\n")[0] for row in rows_of(tab)] == held
-    assert tab.evaluate("performance.getEntriesByType('resource').length") == looks
+    assert answers() == looks
 
 
 def test_a_group_is_read_token_by_token(opened, page_url):
@@ -171,9 +185,8 @@ def test_a_group_is_read_token_by_token(opened, page_url):
     tab.wait_for_selector(".inspector >> text=log-prob")
     tab.select_option("label:has-text('Colour') select", label="ratio to old_logprobs")
     tab.wait_for_selector(".completion .t.r3, .completion .t.r4")
-    best, worst = (
-        tab.get_attribute(f".completion >> nth={row}", "data-row") for row in (0, -1)
-    )  # any other two may be the same
+    # The best and the worst differ; any other two may be the same.
+    best, worst = (tab.get_attribute(f".completion >> nth={row}", "data-row") for row in (0, -1))
     tab.select_option("label:has-text('Compare') select", label=best)
     tab.select_option("label:has-text('with') select", label=worst)
     tab.wait_for_selector(".difference .differs")
