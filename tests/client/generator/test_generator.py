@@ -36,7 +36,6 @@ from tests.client.generator.factories import (
     EOS,
     RecordingClient,
     ScriptedEngine,
-    make_model,
     make_prompts,
     make_version,
     recomputed,
@@ -654,11 +653,6 @@ async def test_a_damaged_probe_is_an_error_that_names_the_file(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------------------- with a model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 async def test_a_model_is_followed_through_versions_with_exact_logprobs(model: Path, tmp_path: Path) -> None:

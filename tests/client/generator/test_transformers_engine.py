@@ -14,11 +14,6 @@ from replay_client.generator.engines.transformers import TransformersEngine
 from tests.client.generator.factories import EOS, make_model, make_version, recomputed, scores
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
     engine = TransformersEngine(model, seed=0)

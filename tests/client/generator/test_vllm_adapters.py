@@ -11,24 +11,13 @@ import pytest_asyncio
 
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm import VLLMEngine
-from tests.client.generator.factories import make_adapter, make_model, recomputed, scores
+from tests.client.generator.factories import make_adapter, recomputed, scores
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 TOKENS = [3, 9, 4, 13, 5]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [make_adapter(model, folder / f"step-{step}", seed=step, rank=4 * step) for step in (1, 2)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

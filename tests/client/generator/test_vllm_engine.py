@@ -36,11 +36,6 @@ on_the_engines_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def version(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_version(model, tmp_path_factory.mktemp("versions") / "step-1")
 

@@ -17,6 +17,8 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -141,22 +143,22 @@ def examine(directory: Path, before: dict[int, object], expected: dict[int, obje
     return "the commit before" if earlier else "without one" if lost else "whole"
 
 
-def in_child(directory: Path, before: dict[int, object], expected: dict[int, object]) -> str:
+def in_child(outcome: Callable[[], str]) -> str:
     """The outcome in a process that may die of it."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            signal.alarm(30)
-            os.write(write, examine(directory, before, expected).encode())
+            signal.alarm(60)
+            os.write(write, outcome().encode())
         except BaseException:
-            os.write(write, b"broken: " + traceback.format_exc().encode()[-1000:])
+            os.write(write, b"broken: " + traceback.format_exc().encode()[-1500:])
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        outcome = pipe.read()
+        said = pipe.read()
     _, status = os.waitpid(child, 0)
-    return outcome if status == 0 else f"died of signal {os.WTERMSIG(status)}"
+    return said if status == 0 else f"broken: died of signal {os.WTERMSIG(status)}"
 
 
 def main(directory: Path, seconds: float) -> None:
@@ -186,7 +188,7 @@ def main(directory: Path, seconds: float) -> None:
         (copy / "data.mdb").write_bytes(damaged)
         for name in ("server.lock", "last-synced"):
             shutil.copy(whole / name, copy)
-        outcome = in_child(copy, before, expected)
+        outcome = in_child(partial(examine, copy, before, expected))
         if outcome in ("whole", "without one", "the commit before", "refused"):
             outcomes[f"{what}: {outcome}"] += 1
         else:

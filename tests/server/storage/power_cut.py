@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
-import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,7 @@ from replay_server.storage import chunks, records
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.roots import SyncMode
-from tests.server.storage.damage import commit, insert, open_buffer, payload_of
+from tests.server.storage.damage import commit, in_child, insert, open_buffer, payload_of
 
 PAGE, SECTOR = 4096, 512
 Pages = dict[int, bytes]
@@ -216,24 +214,6 @@ def examine(directory: Path, recording: Recording, moment: int, same_boot: bool)
     return outcome + (", without payloads" if bad else "")
 
 
-def in_child(directory: Path, recording: Recording, moment: int, same_boot: bool) -> str:
-    """The outcome in a process that may die of it."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            signal.alarm(60)
-            os.write(write, examine(directory, recording, moment, same_boot).encode())
-        except BaseException:
-            os.write(write, b"broken: " + traceback.format_exc().encode()[-1500:])
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        outcome = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return outcome if status == 0 else f"broken: died of signal {os.WTERMSIG(status)}"
-
-
 def main(directory: Path, seconds: float, seed: int) -> None:
     logging.disable()
     chunks.CHUNK_BYTES = 8000  # large payloads would make a large file, in which little else changes
@@ -255,7 +235,7 @@ def main(directory: Path, seconds: float, seed: int) -> None:
         shutil.copy(folder / "server.lock", copy)
         if recording.roots[moment]:
             (copy / "last-synced").write_bytes(recording.roots[moment])
-        outcome = in_child(copy, recording, moment, same_boot)
+        outcome = in_child(partial(examine, copy, recording, moment, same_boot))
         if outcome.startswith("broken"):
             broken.append(f"{recording.mode.name}, {how}, at write {moment}, same boot {same_boot}: {outcome}")
         else:
