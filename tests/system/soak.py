@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.answers import MAX_ANSWERS
 from replay_server.tables.known_keys import MAX_KNOWN_KEYS
 from replay_server.tables.taken_batches import MAX_TAKEN
+from tests.factories import until
 
 TOKEN = "soak-0123456789abcdef"
 CONFIG = """
@@ -76,6 +78,8 @@ GROWTH: dict[str, tuple[float, float]] = {
     "fds": (1.0, 8.0),
     "threads": (1.0, 2.0),
     "tasks": (1.1, 10.0),
+    "objects": (1.02, 20_000.0),
+    "used_mb": (1.05, 10.0),
     "disk_mb": (1.3, 20.0),
     "policy_ms": (2.0, 5.0),
     "insert_ms": (2.0, 5.0),
@@ -221,15 +225,15 @@ class Workload:
 
 
 class Server:
-    """`replay serve` as a process that also writes down how many asyncio tasks it has."""
+    """`replay serve` as a process that also writes down what it holds."""
 
     def __init__(self, folder: Path, data_dir: Path | None, shared_memory: bool) -> None:
         setting = f'data_dir = "{data_dir}"' if data_dir else ""
         where = '"/dev/shm"' if shared_memory else "false"
         (folder / "replay.toml").write_text(CONFIG.format(data_dir=setting, shared_memory=where))
-        self.data_dir, self._tasks = data_dir, folder / "tasks"
+        self.data_dir, self._notes = data_dir, folder / "notes.json"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.soak", "--serve", str(folder / "replay.toml"), str(self._tasks)],
+            [sys.executable, "-m", "tests.system.soak", "--serve", str(folder / "replay.toml"), str(self._notes)],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"REPLAY_TOKENS": f"admin:{TOKEN}"},
@@ -245,17 +249,41 @@ class Server:
             "memory_mb": (memory.rss - memory.shared) / 1e6,  # without what is mapped from files: that may go any time
             "fds": self._ps.num_fds(),
             "threads": self._ps.num_threads(),
-            "tasks": float(self._tasks.read_text() or 0) if self._tasks.exists() else 0.0,
+            **self._inside(),
             "disk_mb": disk / 1e6,
             "cpu": self._ps.cpu_percent(),
         }
+
+    def _inside(self) -> dict[str, float]:
+        until(self._notes.exists, "the server does not count")
+        found: dict[str, float] = json.loads(self._notes.read_text())
+        return found
 
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(30)
 
 
-def serve(config: str, tasks: str) -> None:
+class _Malloc(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012  # ctypes wants a list
+
+
+def held() -> dict[str, float]:
+    """Of this process: asyncio tasks, Python's blocks of memory, and MB that malloc has handed out."""
+    malloc = ctypes.CDLL(None).mallinfo2
+    malloc.restype = _Malloc
+    info = malloc()
+    return {
+        "tasks": float(len(asyncio.all_tasks())),
+        "objects": float(sys.getallocatedblocks()),
+        "used_mb": (info.uordblks + info.hblkhd) / 1e6,
+    }
+
+
+def serve(config: str, notes: str) -> None:
     """What `Server` runs: the command itself, with one more task that counts."""
     from replay_server import ReplayServer
     from replay_server import cli as command
@@ -265,8 +293,8 @@ def serve(config: str, tasks: str) -> None:
     async def counted(self: ReplayServer, *arguments: Callable[[], None]) -> None:
         async def count() -> None:
             while True:
-                Path(tasks + ".new").write_text(str(len(asyncio.all_tasks())))
-                Path(tasks + ".new").rename(tasks)
+                Path(notes + ".new").write_text(json.dumps(held()))
+                Path(notes + ".new").rename(notes)
                 await asyncio.sleep(1)
 
         counting = asyncio.create_task(count())

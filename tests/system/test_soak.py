@@ -11,7 +11,7 @@ def rows(name: str, values: list[float]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", GROWTH)
 def test_what_grows_is_named_and_what_is_level_is_not(name):
-    level = [200.0 + (n % 3) for n in range(90)]
+    level = [200_000.0 + (n % 3) for n in range(90)]
     assert growth(rows(name, level)) == []
     (problem,) = growth(rows(name, [value * 1.05**n for n, value in enumerate(level)]))
     assert problem.startswith(f"{name} grew from")
