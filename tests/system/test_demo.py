@@ -79,7 +79,7 @@ def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_bo
     }
     assert {name: {line["fresh/groups"] for line in each} for name, each in lines.items()} == {
         "without": {16},
-        "with": {8},
+        "with": {4},
     }
     assert "replay_share" in (out / "with" / "train.toml").read_text()
     assert "without  the pool: fresh reward" in said

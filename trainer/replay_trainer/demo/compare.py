@@ -1,7 +1,7 @@
 """`replay demo --compare`: one start, the same number of generated groups, with the pool and without it.
 
     without/    16 fresh groups a step, and no pool
-    with/       8 fresh groups a step, and up to 8 of the pool, whose right answers keep their full weight
+    with/       4 fresh groups a step, and up to 4 of the pool, with the loss that docs/learning.md recommends
     compare.png
 
 Success is rare at the start, which is where the pool matters (docs/learning.md).
@@ -32,8 +32,8 @@ from replay_trainer.summary import read_metrics
 RARE = 0.08
 """Solve rate at which the warm-up ends."""
 COMPARED_STEPS = 60
-"""Steps of the run without the pool. More would show more, and take longer than people wait: the other run has twice as
-many, and trains on twice as many groups in all."""
+"""Steps of the run without the pool. More would show more, and take longer than people wait: the other run has four
+times as many, and trains on twice as many groups in all."""
 VARIANTS: dict[str, Variant] = {"without": WITHOUT_POOL, "with": SHARING}
 SMOOTHED_GROUPS = 320
 """Fresh groups in each running mean of the reward."""

@@ -55,16 +55,16 @@ remover = "min_heap"
 seed = 0
 """
 
-TRAIN_CONFIG = f"""\
-groups_per_step = {GROUPS_PER_STEP}
-learning_rate = {{learning_rate:g}}
+TRAIN_CONFIG = """\
+groups_per_step = {groups}
+learning_rate = {learning_rate:g}
 weight_decay = 0.01
 max_grad_norm = 1.0
 loss_type = "dapo"
 sample_timeout = 120.0
-{{replay}}
+{replay}
 [correction]
-{{correction}}
+{correction}
 """
 
 TRUNCATE = """level = "token"
@@ -86,8 +86,10 @@ off_policy_mask_threshold = 0.1"""
 class Variant:
     """How a demo fills its training steps."""
 
+    groups: int = GROUPS_PER_STEP
+    """Groups of each step."""
     fresh: int = GROUPS_PER_STEP
-    """Groups that are generated for each step."""
+    """Those that are generated for it."""
     replay: str = ""
     """Lines of TRAIN_CONFIG about the pool."""
     correction: str = TRUNCATE
@@ -109,13 +111,16 @@ class Variant:
     @property
     def train_config(self) -> str:
         """The trainer's configuration, as TOML."""
-        return TRAIN_CONFIG.format(replay=self.replay, correction=self.correction, learning_rate=self.learning_rate)
+        return TRAIN_CONFIG.format(
+            groups=self.groups, replay=self.replay, correction=self.correction, learning_rate=self.learning_rate
+        )
 
 
 DEMO = Variant()
 WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
 SHARING = Variant(
-    fresh=GROUPS_PER_STEP // 2,
+    groups=8,
+    fresh=4,
     replay="replay_share = 0.5",
     correction=KEEP_RIGHT_ANSWERS,
     pool=SHARING_POOL,
@@ -362,8 +367,8 @@ def show_training(display: Display, client: ReplayClient, out: Path, steps: int,
         reward = sum(line["fresh/reward_mean"] for line in recent) / len(recent)
         display.show(
             "trainer",
-            f"step {last['step']}/{steps}, fresh reward {reward:.2f}, replaced "
-            f"{last['replay/groups_replaced']:.0f}/{GROUPS_PER_STEP}, staleness {last['fresh/staleness_mean']:.1f}",
+            f"step {last['step']}/{steps}, fresh reward {reward:.2f}, "
+            f"{last['replay/groups_replaced']:.0f} groups of the pool, staleness {last['fresh/staleness_mean']:.1f}",
             last["step"],
         )
 
