@@ -119,8 +119,8 @@ async def _read_rest(
                 more = await anext(requests, None)
         except TimeoutError:
             raise deadline(
-                f"{missing} of {total} payload bytes are missing and come too slowly: the next ones were waited for up "
-                f"to {stall:g} s (stall_timeout), and all of them as long as they take at {MIN_RATE} bytes a second"
+                f"{missing} of {total} payload bytes are missing and come too slowly: the server waits up to {stall:g} "
+                f"s (stall_timeout) for the next bytes, and expects {MIN_RATE} bytes a second on average"
             ) from None
         if more is None:
             return None

@@ -131,8 +131,8 @@ class GroupLeases:
         if late:
             applied = self._client.take(self.table, late).applied
             logger.warning(
-                "the leases of %d groups had ended before they were acknowledged: %d of them were in table %r again, "
-                "and are taken. The others were taken before, or somebody else has them",
+                "the leases of %d groups had ended before the trainer acknowledged them: it took %d of them out of "
+                "table %r again. The others are no longer there: another reader took them, or the server was restarted",
                 len(late),
                 applied,
                 self.table,
@@ -210,8 +210,8 @@ class GroupLeases:
             if ended and not self._stop.is_set():
                 self._ended.update(ended)
                 logger.warning(
-                    "the leases of %d batches have ended: the server was out of reach for %g s, or has lost its state. "
-                    "Their groups may be trained on again",
+                    "the leases of %d batches have ended: the server was out of reach for %g s, or was restarted "
+                    "without a data_dir. The trainer keeps their groups, and another reader may get them as well",
                     len(ended),
                     self.seconds,
                 )
