@@ -300,7 +300,7 @@ def test_a_server_that_goes_and_comes_back_is_followed(opened, tmp_path):
             tab = opened(url).go("overview")
             tab.wait_for_selector(".node.table >> text=1 of")
             server.kill()
-            tab.wait_for_selector("#banner >> text=The server does not answer")
+            tab.wait_for_selector("#banner >> text=The server has not answered")
             assert "The server does not answer" in tab.inner_text(".verdict h1")
             with server_process(tmp_path, address=address):
                 tab.wait_for_selector("#banner p", state="detached")
@@ -315,7 +315,7 @@ def test_the_page_says_when_its_own_process_is_gone(browser):
         with serving(Settings({"address": server.address})) as url:
             tab.goto(url)
             tab.wait_for_selector(".node.table")
-        tab.wait_for_selector("#banner >> text=dashboard's process does not answer")
+        tab.wait_for_selector("#banner >> text=dashboard's process has not answered")
         with serving(Settings({"address": server.address}), port=int(url.rpartition(":")[2])):
             tab.wait_for_selector("#banner p", state="detached")
         tab.close()
