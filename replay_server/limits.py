@@ -16,8 +16,9 @@ MAX_EXCLUDE = 1 << 14
 MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
-MAX_SHARE = 4096.0
 """Characters in the location of weights. Every watcher of the policy gets them."""
+MAX_SHARE = 4096.0
+"""How many times its groups_per_step a shard grants while others are away."""
 MAX_CHANGES = 1 << 16
 """Characters in the changes of one UpdateTable."""
 MAX_LEASE = 86_400.0

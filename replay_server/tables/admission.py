@@ -28,6 +28,9 @@ from replay_server.limits import MAX_ROWS
 from replay_server.tables.config import AdmissionConfig
 from replay_server.tables.waiting import Line, Pending
 
+_MOST_GROUPS = 1 << 50
+"""Groups of a whole run. Sums of them remain exact as floats, and fit into the fields of ServerInfo and of the disk."""
+
 
 @dataclass
 class Grant:
@@ -76,6 +79,11 @@ class Admission:
         return sum(grant.count for grant in self._grants.values())
 
     @property
+    def max_version(self) -> int:
+        """The last policy version for which the permits of the run can be counted."""
+        return _MOST_GROUPS // self.config.groups_per_step
+
+    @property
     def capacity(self) -> int:
         """How many permits could be granted now."""
         return self._bound - self.accepted - self.running
@@ -83,9 +91,8 @@ class Admission:
     @property
     def _bound(self) -> int:
         # A hundredth of a group more: a sum of fractions may lie below the whole number that it means.
-        return math.floor(
-            self._earlier + (self.config.max_staleness + 1) * self._share * self.config.groups_per_step + 0.01
-        )
+        ahead = (self.config.max_staleness + 1) * self._share * self.config.groups_per_step
+        return math.floor(min(self._earlier + ahead + 0.01, 2.0**62))
 
     def why_not(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""

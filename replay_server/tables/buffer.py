@@ -419,8 +419,9 @@ class ReplayBuffer:
 
         `share`: see Admission.set_version.
         """
-        if not 0 <= version <= MAX_VERSION:
-            raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
+        most = MAX_VERSION if self.admission is None else self.admission.max_version
+        if not 0 <= version <= most:
+            raise invalid(f"policy version {version}: must be from 0 to {most}")
         if version < self.policy.version and not rollback:
             raise invalid(
                 f"policy version {version} is below the current {self.policy.version}; pass rollback=True (--rollback) "

@@ -375,6 +375,19 @@ def test_a_negative_policy_version_is_refused(stub, client, version):
     assert code_of(lambda: stub.SetPolicyVersion(request)) is Code.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("share", [None, 4096.0])
+def test_a_policy_version_whose_permits_cannot_be_counted_is_refused(stub, client, share):
+    most = 2**50 // 100
+    for version in (2**62, 2**55, most + 1):
+        request = pb.SetPolicyVersionRequest(version=version, share=share)
+        assert code_of(lambda request=request: stub.SetPolicyVersion(request)) is Code.INVALID_ARGUMENT
+    assert client.server_info().policy.version == 0
+    for version in (1, most):
+        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, share=share))
+        assert client.server_info().policy.version == version
+        assert client.acquire_permits(2).count == 2
+
+
 @pytest.mark.parametrize("version", [-(2**63), -1, 2**63 - 1])
 def test_an_item_of_an_absurd_policy_version_is_refused(stub, client, version):
     (error,) = stub.Insert(insert_request(policy_versions=[version])).errors
