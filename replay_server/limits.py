@@ -18,7 +18,7 @@ MAX_SCOPE = 256
 MAX_WEIGHTS = 4096
 """Characters in the location of weights. Every watcher of the policy gets them."""
 MAX_SHARE = 4096.0
-"""How many times its groups_per_step a shard grants while others are away."""
+"""The largest factor by which a shard multiplies its groups_per_step while other shards are away."""
 MAX_CHANGES = 1 << 16
 """Characters in the changes of one UpdateTable."""
 MAX_LEASE = 86_400.0

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def unknown_name(name: str, known: Collection[str]) -> str:
-    """What to say of a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
+    """The error for a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     return f"there is no {name[:100]!r}; {hint}"

@@ -2,7 +2,7 @@
 
 How one batch travels over the stream:
 
-    client ──open, credit──▶ server     the client allows so many batches ahead
+    client ──open, credit──▶ server     how many batches the server may draw ahead
     client ◀──batch───────── server     drawn, and outstanding
     client ──take──────────▶ server     when the caller asks for the batch
     client ◀──taken───────── server     now it counts as sampled; or "revoked": an item in it became stale

@@ -33,7 +33,7 @@ def complain(message: object) -> None:
 
 
 def in_words(error: object) -> str:
-    """What an error says, in one line; of an OSError the file and the reason, without the number of the error."""
+    """The message of an error, in one line. For an OSError it names the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -272,7 +272,7 @@ class _Malloc(ctypes.Structure):
 
 
 def held() -> dict[str, float]:
-    """Of this process: asyncio tasks, Python's blocks of memory, and MB that malloc has handed out."""
+    """Counts this process's asyncio tasks, Python's blocks of memory, and the MB that malloc has handed out."""
     malloc = ctypes.CDLL(None).mallinfo2
     malloc.restype = _Malloc
     info = malloc()

@@ -87,9 +87,9 @@ class Variant:
     """How a demo fills its training steps."""
 
     groups: int = GROUPS_PER_STEP
-    """Groups of each step."""
+    """Groups on which each step trains."""
     fresh: int = GROUPS_PER_STEP
-    """Those that are generated for it."""
+    """Groups that the generator writes for each step; the pool gives the others."""
     replay: str = ""
     """Lines of TRAIN_CONFIG about the pool."""
     correction: str = TRUNCATE
