@@ -132,17 +132,18 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
         serving(groups_per_step=2, max_staleness=0, permit_ttl=0.2) as server,
     ):
         async with generating(server.address, engine, max_groups=3) as (generator, client, task):
-            # The server believes the first two dead, and lets the third begin.
+            # The server believes one of the first two dead, and lets the third begin.
             await async_until(lambda: engine.generating == 3)
+            await asyncio.sleep(0.3)  # by the generator's clock, too, all three permits have expired
             assert engine.hold is not None
             engine.hold.set()
             await task
             info = await client.server_info()
     assert generator.stats["groups"] == info.tables["rollouts"].size == 3
-    assert generator.stats["permits_expired"] >= 2
+    assert generator.stats["permits_expired"] == 3
     assert info.admission is not None
     assert (info.admission.accepted, info.admission.running) == (3, 0)
-    assert info.admission.expired >= 2
+    assert info.admission.expired >= 1
     assert sum("raise permit_ttl" in record.message for record in caplog.records) == 1
 
 
@@ -249,15 +250,13 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
             await async_until(lambda: generator.stats["groups"] > 5)
             getattr(server.process, way)()
             server.process.wait()
-            await asyncio.sleep(0.5)
+            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text)
             groups = generator.stats["groups"]
             assert not task.done()
             with server_process(tmp_path, config, address):
                 await async_until(lambda: generator.stats["groups"] > groups + 20)
+                await async_until(lambda: "the server was restarted: it holds " in caplog.text)
             assert not task.done()
-            said = "\n".join(caplog.messages)
-            assert "the server does not answer, and the generator tries again" in said
-            assert "the server was restarted: it holds " in said
 
 
 async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:
