@@ -1,5 +1,7 @@
 """A trainer that kills its own process in a phase of a step, for tests that resume it. It notes what each step drew.
 
+It is one process, or one of several ranks over gloo.
+
 Phases, in their order: sampled, backward, updated, writing, written, announced, acknowledged.
 """
 
@@ -11,10 +13,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from replay_client import ReplayClient
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, weights
@@ -25,13 +29,26 @@ PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "
 
 def kill_in_a_process(address: str, folder: Path, phase: str, step: int, **options: Any) -> None:
     """Trains in a process of its own until it kills itself."""
+    process = start(run, address, folder, phase, step, **options)
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL, (phase, process.exitcode)
+
+
+def start(function: Callable[..., Any], *arguments: Any, **options: Any) -> BaseProcess:
+    """A process that runs the function."""
     # A server that has imported torch makes each of the processes in no time.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    process = context.Process(target=run, args=(address, folder, phase, step), kwargs=options)
+    process = context.Process(target=function, args=arguments, kwargs=options)
     process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL, (phase, process.exitcode)
+    return process
+
+
+def run_rank(rank: int, size: int, meeting: Path, *arguments: Any, **options: Any) -> None:
+    """`run` as one of `size` ranks, which find each other through the file `meeting`."""
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    run(*arguments, **options)
+    distributed.destroy_process_group()
 
 
 def run(
@@ -54,7 +71,7 @@ def run(
 def trained(folder: Path) -> list[int]:
     """The keys that the resulting weights are trained on: of each step, those of its last attempt."""
     lines = [json.loads(line) for line in (folder / "drawn.jsonl").read_text().splitlines()]
-    last = {line["step"]: line["keys"] for line in lines}
+    last = {(line["step"], line["rank"]): line["keys"] for line in lines}
     return sorted(key for keys in last.values() for key in keys)
 
 
@@ -70,8 +87,9 @@ def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
             if 0 < last < step:
                 threading.Event().wait()  # the process dies beside the loop
             taken = draw(step)
+            keys = [sample.info.key for sample in taken.samples]
             with path.open("a") as file:
-                file.write(json.dumps({"step": step, "keys": [sample.info.key for sample in taken.samples]}) + "\n")
+                file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
             return taken
 
         source.next = next_groups  # type: ignore[method-assign]
