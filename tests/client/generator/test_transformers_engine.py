@@ -134,6 +134,7 @@ async def finished_while_loading(
         tasks.append(asyncio.create_task(engine.generate(*request)))
         await asyncio.sleep(0.02)
         if len(tasks) == len(requests) // 2:
+            await tasks[0]  # at the latest now the engine has begun
             await engine.load_weights(str(weights), 1)
     return await asyncio.gather(*tasks)
 
@@ -171,7 +172,8 @@ async def test_a_completion_that_is_under_way_goes_on_with_new_weights(
 ) -> None:
     version, sampling = make_version(model, tmp_path / "step-1"), SamplingConfig(temperature=0.7, max_tokens=60, seed=3)
     task = asyncio.create_task(engine.generate([5, 6], sampling, 32))
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0)
+    await engine.generate([3], SamplingConfig(max_tokens=1), 1)  # comes last, so the other is under way
     await engine.load_weights(str(version), 1)
     completions = await task
     assert any(len(set(completion.policy_versions)) == 2 for completion in completions)

@@ -124,7 +124,7 @@ async def test_completions_under_way_go_on_with_new_weights_exact_for_every_toke
     sampling = SamplingConfig(temperature=0.7, max_tokens=58)
     prompts = [[3, 9, 4 + number] for number in range(8)]
     tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
-    await asyncio.sleep(0.15)
+    await engine.generate([3], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
     await engine.load_weights(str(version), 1)
     groups = await asyncio.gather(*tasks)
     spanning = [
@@ -148,7 +148,7 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
     engine: VLLMEngine, version: Path, tmp_path: Path
 ) -> None:
     task = asyncio.create_task(engine.generate([3, 9], SamplingConfig(max_tokens=60, seed=2), 32))
-    await asyncio.sleep(0.1)
+    await engine.generate([3], SamplingConfig(max_tokens=1), 1)  # comes last, so the other is under way
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(Exception, match="collective_rpc"):
         await engine.load_weights(str(tmp_path), 1)

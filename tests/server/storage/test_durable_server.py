@@ -160,24 +160,24 @@ def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, ca
 
 
 def test_permits_from_before_a_restart_expire_in_their_time(tmp_path):
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=5.0)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
     with serving(tmp_path, admission=admission) as client:
         assert client.server_info().admission.running == 1
-        client.acquire_permits(1, timeout=5.0)
+        client.acquire_permits(1, timeout=60.0)
         assert client.server_info().admission.expired == 1
 
 
 def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(tmp_path, monkeypatch):
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=1.5)
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=5.0)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
     wall_offset = records.wall_offset
     monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
     monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
     with serving(tmp_path, admission=admission) as client:
-        client.acquire_permits(1, timeout=5.0)
+        client.acquire_permits(1, timeout=60.0)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
     def failing(self, delta, new, gone):
         if new and failures:
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             raise failures.pop()
         commit(self, delta, new, gone)
 
@@ -261,7 +261,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
     monkeypatch.setattr(LmdbStorage, "commit", failing)
     with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
         first = pool.submit(insert, client, 1)
-        assert begun.wait(10)
+        assert begun.wait(60)
         other = pool.submit(insert, client, 2 if second == "another" else 1)
         info = client.server_info().tables["pool"]
         while info.inserts + info.duplicates < 2:
@@ -270,7 +270,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
         go_on.set()
         for future in (first, other):
             with pytest.raises(StorageError, match="could not be written"):
-                future.result(10)
+                future.result(60)
         assert keys_in(client, "pool") == []
         client.insert(b"x", {"pool": 1.0}, key=1)
         assert keys_in(client, "pool") == [1]
