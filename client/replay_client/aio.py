@@ -39,7 +39,7 @@ from replay_client.records import (
 from replay_client.requests import column, leases_of, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler, OnLease, ignore
-from replay_client.single_batches import SingleBatches, joined
+from replay_client.single_batches import SingleBatches
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
@@ -310,7 +310,7 @@ class AsyncReplayClient:
         request = message_of(pb.GetRequest, keys=list(keys))
 
         async def attempt(rpc_timeout: float | None) -> list[StoredItem]:
-            first, payloads = await joined(self._connection.payloads.Get(request, timeout=rpc_timeout))
+            first, payloads = await self._connection.payloads.Get(request, timeout=rpc_timeout)
             return stored_items_of(first, payloads)
 
         return await self._connection.call(attempt, self._connection.seconds(timeout))

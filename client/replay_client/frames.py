@@ -1,13 +1,11 @@
-"""Frames: packs items into messages, and finds payloads in them. replay.proto states the conventions."""
+"""Frames: packs items into messages. replay.proto states the conventions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import grpc
-
-from replay_client.errors import InvalidRequestError, error_of
+from replay_client.errors import InvalidRequestError
 from replay_client.records import Buffer
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
@@ -130,28 +128,3 @@ class EvictedItems(dict[int, tuple[str, ...]]):
             self[row.key] = (*self.pop(row.key, ()), row.table)
         while len(self) > self.MOST:
             del self[next(iter(self))]
-
-
-def missing_bytes(sizes: Iterable[int], chunks: Iterable[Buffer]) -> int:
-    """The number of payload bytes that a response still lacks. Raises ReplayError if more came than announced."""
-    missing = sum(sizes) - sum(map(len, chunks))
-    if missing < 0:
-        raise error_of(
-            grpc.StatusCode.UNKNOWN, f"the server sent {-missing} payload bytes more than payload_sizes says"
-        )
-    return missing
-
-
-def split_rows(sizes: Iterable[int], chunks: Iterable[Buffer]) -> list[Buffer]:
-    """The payload of each row: a view if one chunk holds all of it, otherwise a joined copy."""
-    payloads: list[Buffer] = []
-    more, chunk = iter(chunks), memoryview(b"")
-    for size in sizes:
-        parts = []
-        while size:
-            chunk = chunk or memoryview(next(more))
-            parts.append(chunk[:size])
-            chunk = chunk[size:]
-            size -= len(parts[-1])
-        payloads.append(parts[0] if len(parts) == 1 else b"".join(parts))
-    return payloads

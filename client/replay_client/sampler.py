@@ -19,7 +19,6 @@ import grpc
 
 from replay_client.connection import Connection, Patience
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError
-from replay_client.frames import missing_bytes, split_rows
 from replay_client.records import Sample, samples_of
 from replay_client.shared_memory import SharedSamples
 from replay_client.streams import end_stream, read_message
@@ -160,11 +159,7 @@ class AsyncSampler:
             if message.taken or message.revoked:
                 assert asked in (message.taken, message.revoked)
                 return bool(message.taken)
-            chunks = list(payloads)
-            while missing_bytes(message.payload_sizes, chunks):
-                chunks += (await self._read()).payloads
-            rows = split_rows(message.payload_sizes, chunks)
-            self._ready.append((message.batch, samples_of(message, rows, leased=self._request.lease > 0)))
+            self._ready.append((message.batch, samples_of(message, payloads, leased=self._request.lease > 0)))
             if not asked:
                 return True
 

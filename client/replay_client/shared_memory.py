@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from replay_client.errors import ReplayError
+from replay_client.errors import ReplayError, ServerUnavailableError
+from replay_client.rows import Rows
 from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame
-from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader, Segment, is_large, take_frame
+from replay_protos.shared_memory import BYTES_PER_FRAME, MIN_SHARED, FrameWriter, RingReader, Segment, is_large, pass_on
 
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
@@ -308,14 +309,20 @@ class SharedSamples:
         return getattr(self._call, name)
 
     async def read(self) -> Any:
-        frame = await self._call.read()
-        if frame is grpc.aio.EOF:
+        """The next batch, with one payload for each row, or another message. EOF: the stream has ended."""
+        if (frame := await self._call.read()) is grpc.aio.EOF:
             return frame
-        if self._reader is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
-            self._reader = RingReader(segment)
-            with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
-                await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
-        return take_frame(frame, self._reader_of)
+        head, rows = frame.head, Rows(frame.head.payload_sizes)
+        while True:
+            if self._reader is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
+                self._reader = RingReader(segment)
+                with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
+                    await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
+            pass_on(frame, self._reader_of, rows.add)
+            if not rows.missing:
+                return Frame(head, rows.payloads)
+            if (frame := await self._call.read()) is grpc.aio.EOF:
+                return frame
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
         return self._reader if self._reader is not None and self._reader.ring_id == ring_id else None
@@ -332,21 +339,24 @@ class SharedResponse:
         self._method = method
         self._shared = shared
 
-    async def __call__(self, request: Any, timeout: float | None) -> AsyncIterator[Frame[Any]]:
-        """The frames of the response to a SampleRequest or GetRequest."""
-        shared, large = self._shared, False
+    async def __call__(self, request: Any, timeout: float | None) -> Frame[Any]:
+        """The response to a SampleRequest or GetRequest: its first message, and one payload for each row."""
+        shared = self._shared
         ring = await shared.idle_ring() if shared.large_responses else None
         request.ring = 0 if ring is None else ring.ring_id
         rings = {} if ring is None else {ring.ring_id: ring}
-        complete = False
+        head, rows, complete = None, Rows(()), False
         try:
             async for frame in self._method(request, timeout=timeout):
-                taken = take_frame(frame, rings.get)
-                large = large or is_large(taken)
-                yield taken
+                if head is None:
+                    head, rows = frame.head, Rows(frame.head.payload_sizes)
+                pass_on(frame, rings.get, rows.add)
             complete = True
         finally:
             if ring is not None:
                 # If the response was not read to its end, the server may still write to its ring.
                 shared.give_back(ring, reusable=complete)
-        shared.large_responses = large
+        if head is None or rows.missing:
+            raise ServerUnavailableError("the server ended the answer in the middle")
+        shared.large_responses = rows.nbytes >= MIN_SHARED
+        return Frame(head, rows.payloads)

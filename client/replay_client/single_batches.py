@@ -7,12 +7,9 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 from replay_client.connection import TAKE_SECONDS, Connection, Patience
-from replay_client.errors import ServerUnavailableError
-from replay_client.frames import missing_bytes, split_rows
-from replay_client.records import Buffer, Sample, samples_of
+from replay_client.records import Sample, samples_of
 from replay_protos import replay_pb2 as pb
 
 MOST_UNTAKEN = 16
@@ -42,7 +39,7 @@ class SingleBatches:
         async def attempt(rpc_timeout: float | None) -> tuple[int, list[Sample]]:
             if seconds is not None:  # the server waits for what is left of the timeout, and not for all of it again
                 request.timeout = patience.remaining()
-            first, payloads = await joined(self._connection.payloads.Sample(request, timeout=rpc_timeout))
+            first, payloads = await self._connection.payloads.Sample(request, timeout=rpc_timeout)
             return first.batch, samples_of(first, payloads, leased)
 
         while True:
@@ -60,14 +57,3 @@ class SingleBatches:
             while len(self._untaken) > MOST_UNTAKEN:
                 del self._untaken[next(iter(self._untaken))]
             raise
-
-
-async def joined(call: Any) -> tuple[Any, list[Buffer]]:
-    """The first message of a response, and the payload of each of its rows."""
-    first, chunks = None, []
-    async for head, payloads in call:
-        first = head if first is None else first
-        chunks += payloads
-    if first is None or missing_bytes(first.payload_sizes, chunks):
-        raise ServerUnavailableError("the server ended the answer in the middle")
-    return first, split_rows(first.payload_sizes, chunks)

@@ -200,22 +200,33 @@ class RingReader:
 
         Raises ValueError if no writer can have put them there.
         """
+        if sum(rows) != size:
+            rows = (size,)
+        copies: list[bytes] = []
+        self.lend(
+            position,
+            size,
+            lambda lent: copies.extend(bytes(lent[start:end]) for start, end in pairwise(accumulate(rows, initial=0))),
+        )
+        return copies
+
+    def lend(self, position: int, size: int, copy: Callable[[memoryview], None]) -> None:
+        """Lets `copy` copy the `size` bytes, and frees them then. The view that it gets is not valid any longer.
+
+        Raises ValueError if no writer can have put them there.
+        """
         place = position % self.capacity if self.capacity else 0
         if not 0 < size <= self.capacity - place or not self._end <= position <= self._end + 2 * self.capacity:
             raise ValueError(
                 f"{size} bytes at {position} are not in a ring of {self.capacity} bytes read to {self._end}"
             )
-        if sum(rows) != size:
-            rows = (size,)
-        bounds = pairwise(accumulate(rows, initial=place))
-        copies = [bytes(self._bytes[start:end]) for start, end in bounds]
+        copy(self._bytes[place : place + size])
         self._end = position + size
         # On processors that reorder memory accesses: all copies are read before the writer may overwrite them.
         with _fence:
             pass
         with _fence:
             self._freed[0] = self._end
-        return copies
 
 
 def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | memoryview]:
@@ -234,6 +245,12 @@ _PAUSE = 0.001
 """Seconds between two looks at a full ring."""
 _PATIENCE = 0.1
 """Seconds without progress of the reader after which payloads go into messages until it has made room."""
+
+
+ReaderOf = Callable[[int], RingReader | None]
+"""The ring with an id; None: there is none."""
+Keep = Callable[[memoryview], bytes | memoryview]
+"""Makes bytes that may stay out of bytes that come: `bytes` copies them, `memoryview` relies on them."""
 
 
 def is_large(frame: Frame[Any]) -> bool:
@@ -291,7 +308,7 @@ class FrameWriter:
         return None
 
 
-def take_frame(frame: Frame[M], reader_of: Callable[[int], RingReader | None]) -> Frame[M]:
+def take_frame(frame: Frame[M], reader_of: ReaderOf) -> Frame[M]:
     """The frame with its payload bytes, copied out of the ring if they are in one: a chunk for each row, if possible.
 
     Raises LookupError if there is no ring of its id, and ValueError if no writer can have put the bytes there.
@@ -300,7 +317,23 @@ def take_frame(frame: Frame[M], reader_of: Callable[[int], RingReader | None]) -
     head: Any = frame.head
     if not head.HasField("shared"):
         return frame
-    shared = head.shared
-    if (reader := reader_of(shared.ring)) is None:
-        raise LookupError(f"ring {shared.ring} is not one of this stream's")
-    return Frame(frame.head, reader.take(shared.position, shared.size, head.payload_sizes))
+    return Frame(frame.head, _reader(head, reader_of).take(head.shared.position, head.shared.size, head.payload_sizes))
+
+
+def pass_on(frame: Frame[Any], reader_of: ReaderOf, add: Callable[[bytes | memoryview, Keep], None]) -> None:
+    """Gives the payload bytes of the frame to `add`, with what makes them last: those of a ring must be copied.
+
+    Raises as `take_frame`.
+    """
+    head = frame.head
+    if not head.HasField("shared"):
+        for chunk in frame.payloads:
+            add(chunk, memoryview)
+        return
+    _reader(head, reader_of).lend(head.shared.position, head.shared.size, lambda lent: add(lent, bytes))
+
+
+def _reader(head: Any, reader_of: ReaderOf) -> RingReader:
+    if (reader := reader_of(head.shared.ring)) is None:
+        raise LookupError(f"ring {head.shared.ring} is not one of this stream's")
+    return reader

@@ -90,6 +90,21 @@ def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, f
     until(lambda: shared_bytes(server) == 0, "a ring is still counted")
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["ring", "grpc"])
+def test_items_above_the_size_of_a_frame_come_out_whole_beside_small_ones(server, shared):
+    sent = [random.randbytes(size) for size in (9 * MB + 1, 0, 17, 5 * MB, 100_000, 100_000, 4 * MB, 4 * MB + 1)]
+    with ReplayClient(server.address, timeout=60.0, shared_memory=shared) as client:
+        with client.writer() as writer:
+            keys = [writer.insert(payload, {"pool": 1.0}) for payload in sent]
+        whole = dict(zip(keys, sent, strict=True))
+        for _ in range(2):  # the second response of each kind finds a ring
+            assert [bytes(item.payload) for item in client.get(keys)] == sent
+            assert {sample.info.key: bytes(sample.payload) for sample in client.sample("pool", len(sent))} == whole
+        with client.sampler("pool", len(sent)) as batches:
+            for _ in range(2):
+                assert {sample.info.key: bytes(sample.payload) for sample in next(batches)} == whole
+
+
 def test_writers_that_follow_each_other_share_a_ring(server, client):
     payload = random.randbytes(MB)
     rings = set()
