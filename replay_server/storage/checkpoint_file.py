@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -81,7 +82,7 @@ class CheckpointWriter:
         self._frame(HEAD, [msgpack.packb([CHECKPOINT_FORMAT, name, created])])
 
     def payloads(self, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]) -> None:
-        self._frame(PAYLOADS, [_table(keys, sizes), *(part for payload in payloads for part in payload)])
+        self._frame(PAYLOADS, [_table(keys, sizes), *chain.from_iterable(payloads)])
 
     def item_columns(self, records: ItemRecords) -> None:
         counts = np.array([len(records), records.rows.size], "<u8")
@@ -234,7 +235,7 @@ def read_contents(path: Path) -> Contents:
             raise DamagedCheckpoint("its end is missing")
     state.items = _last_records(records)
     places = Places.join(all_places)
-    places = places.select(_last_of_each(places.keys))
+    places = places.select(_is_last(places.keys))
     places = places.select(np.isin(places.keys, state.items.items["key"], assume_unique=True))
     found, total = places.keys.size, int(places.sizes.sum())
     if not len(state.items) == found == summary.items or total != summary.bytes:
@@ -242,25 +243,25 @@ def read_contents(path: Path) -> Contents:
     return Contents(summary, state, places)
 
 
-def _last_of_each(keys: npt.NDArray[np.uint64]) -> IntArray:
-    """Where each of `keys` stands last, by ascending key."""
-    order: IntArray = np.argsort(keys, kind="stable")
+def _is_last(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """For each of `keys` (n,): whether the same key does not come again after it."""
+    order = np.argsort(keys, kind="stable")
     ordered = keys[order]
-    is_last = np.append(ordered[1:] != ordered[:-1], True)[: order.size]
-    return np.asarray(order[is_last])
+    last = np.ones(keys.size, dtype=np.bool_)
+    last[order[:-1]] = ordered[1:] != ordered[:-1]
+    return last
 
 
 def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> ItemRecords:
-    """The last record of each item, by ascending key, without those that were removed after it."""
+    """The last record of each item, in the order of `parts`, without those that were removed after it."""
+    # Not by key: items stand in the file as they lie in memory, and keys are random.
     joined = join_items(part for part in parts if isinstance(part, ItemRecords))
-    keys, places, number = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
+    keys, is_record = [np.empty(0, np.uint64)], [np.empty(0, np.bool_)]
     for part in parts:
-        is_records = isinstance(part, ItemRecords)
+        of_items = isinstance(part, ItemRecords)
         keys.append(part.items["key"] if isinstance(part, ItemRecords) else part)
-        places.append(number + np.arange(len(part)) if is_records else np.full(len(part), -1))
-        number += len(part) if is_records else 0
-    last = np.concatenate(places)[_last_of_each(np.concatenate(keys))]
-    return joined.select(last[last >= 0])
+        is_record.append(np.full(len(part), of_items))
+    return joined.select(_is_last(np.concatenate(keys))[np.concatenate(is_record)])
 
 
 def read_payloads(path: Path, places: Places) -> Iterator[tuple[list[int], list[Payload]]]:

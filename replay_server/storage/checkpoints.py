@@ -55,7 +55,7 @@ class OpenCheckpoint:
             for keys, payloads in read_payloads(self.path, self.contents.places):
                 buffer.storage.put(keys, payloads)
                 write()
-        restore(buffer, self.contents.state)
+            restore(buffer, self.contents.state)
         log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
 
 

@@ -56,7 +56,7 @@ class Columns:
         self._row = np.zeros(0, dtype=np.int64)
         """Working memory of `last_rows`."""
         self._guess = np.zeros(0, dtype=np.int32)
-        """By hash of a key: the slot of the key of this hash that was added last."""
+        """By hash of a key: the slot of the key of this hash that was added last; -1: there was none."""
         self._shift = _BITS
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Columns:
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        wrong = np.flatnonzero((self.key[slots] != keys) | (self.order[slots] == 0))
+        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.order[slots] == 0)))
         slots[wrong] = self._look_up(keys[wrong])
         return slots
 
@@ -128,6 +128,6 @@ class Columns:
                 setattr(self, name, grown)
         self._free.extend(range(new - 1, old - 1, -1))
         self._shift = _BITS - 1 - new.bit_length()  # four places for each slot
-        self._guess = np.zeros(4 * new, dtype=np.int32)
+        self._guess = np.full(4 * new, -1, dtype=np.int32)
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots

@@ -78,7 +78,7 @@ class MemoryStorage:
         self._payloads.update(zip(keys, payloads, strict=True))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        return [self._payloads[key] for key in keys]
+        return list(map(self._payloads.__getitem__, keys))
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         return _MemoryReader(self.get(keys, sizes))
