@@ -88,13 +88,15 @@ def train(
             with loading(model):
                 loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
-            trainer.train()
+            steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
         fail(_as_typed(in_words(error), options, given, access))
     except KeyboardInterrupt:
         complain("stopped; --resume continues from the last full state")
         raise
     if not quiet and trainer.ranks.is_first:
+        if steps_made == 0:
+            say("nothing was trained, for the run has all its steps already: --steps makes it longer")
         _sum_up(output_dir)
 
 

@@ -154,6 +154,9 @@ def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generat
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(1, 61))
         assert client.policy().version == 60
+        nothing = train(server.address, 60, "--resume")
+        assert nothing.wait(timeout=120) == 0, nothing.output()
+        assert "nothing was trained, for the run has all its steps already: --steps makes it longer" in nothing.output()
 
 
 @pytest.mark.timeout(240)

@@ -107,8 +107,8 @@ class GRPOTrainer:
         )
         self.alarms = Alarms()
 
-    def train(self) -> None:
-        """Train up to `max_steps`.
+    def train(self) -> int:
+        """Train up to `max_steps`. Returns the number of steps it made: 0 if a resumed run had them all.
 
         Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before an update that
         is not finite, RuntimeError if more groups than max_bad_share cannot be trained on or a version cannot be
@@ -174,6 +174,7 @@ class GRPOTrainer:
             self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
+        return max(0, config.max_steps - version)
 
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""
