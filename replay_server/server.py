@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from replay_protos.memory import keep_freed_memory
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
 from replay_server.rpc.auth import Authorizer, warn_of_open_address, warn_of_open_metrics
@@ -180,6 +181,7 @@ class ReplayServer:
 
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serves on the running event loop until `request_stop`. Calls `on_started` when clients can connect."""
+        keep_freed_memory()
         asyncio.get_running_loop().set_default_executor(started_threads(_THREADS, "replay-disk"))
         checkpoint = None
         if self._restore is not None:

@@ -9,7 +9,11 @@ import numpy as np
 
 from replay_client.errors import error_of
 from replay_client.records import Buffer
+from replay_protos.memory import keep_freed_memory
 from replay_protos.shared_memory import Keep
+
+_LARGE = 128 << 10
+"""Bytes of a response whose memory malloc may give back to the system, as soon as it is freed."""
 
 
 class Rows:
@@ -28,6 +32,8 @@ class Rows:
         """The payload bytes that have not come."""
         self.payloads: list[Buffer] = []
         """One for each row; complete when nothing is missing."""
+        if self.nbytes >= _LARGE:
+            keep_freed_memory()
         self.add(b"", memoryview)  # the empty rows at the start
 
     def add(self, data: Buffer, keep: Keep) -> None:
