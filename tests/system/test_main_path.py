@@ -60,7 +60,7 @@ def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
         assert batch.advantages_B[row].item() == pytest.approx(float(advantage))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, monkeypatch, model_folder, generate):
     pytest.importorskip("vllm", reason="the set-up installs vLLM unless ENGINE=transformers")
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=60.0) as client:
@@ -72,7 +72,7 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
             max_tokens_per_micro_batch=64,
             max_steps=STEPS,
             learning_rate=1e-3,
-            sample_timeout=200.0,
+            sample_timeout=300.0,
         )
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -166,6 +166,6 @@ def test_killing_the_server_ends_generator_and_trainer_with_a_clear_error(tmp_pa
         until(lambda: steps_done(tmp_path / "train") >= 2, seconds=90, pause=0.1)
         server.kill()
         for command in (generator, trainer):
-            assert command.wait(timeout=30) == 1
+            assert command.wait(timeout=120) == 1
             assert f"no replay server answers at {server.address} (tried for 5 s)" in command.output()
             assert "Traceback" not in command.output()

@@ -12,6 +12,7 @@ again when it comes back. Its rows then begin the next batch that is drawn in th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -114,7 +115,7 @@ class Drawer:
             if rows == draw.rows or (last_look and rows >= max(1, draw.least)):
                 counts = self._share_out(draw, weights, rows)
                 self._expect(draw, weights, counts)
-                drawn = await self._draw_parts(draw, weights, counts, seconds)
+                drawn = await self._draw_parts_or_give_back(draw, weights, counts, seconds)
                 if len(drawn) >= rows:
                     return drawn
                 await self.give_back(drawn)  # somebody else was faster, or a shard went away
@@ -226,6 +227,18 @@ class Drawer:
     def _share_out(self, draw: Draw, weights: dict[Shard, Weight], rows: int) -> list[int]:
         self._turn += 1
         return share_out(list(weights.values()), rows, distinct=draw.distinct, first=self._turn, rng=self._rng)
+
+    async def _draw_parts_or_give_back(
+        self, draw: Draw, weights: dict[Shard, Weight], counts: list[int], lease: float
+    ) -> list[Sample]:
+        """The parts. A caller that is cancelled meanwhile leaves none of them leased."""
+        drawing = asyncio.create_task(self._draw_parts(draw, weights, counts, lease))
+        try:
+            return await asyncio.shield(drawing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ReplayError):
+                await self.give_back(await drawing)
+            raise
 
     async def _draw_parts(
         self, draw: Draw, weights: dict[Shard, Weight], counts: list[int], lease: float

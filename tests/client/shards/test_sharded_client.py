@@ -211,6 +211,31 @@ def test_a_sampler_puts_batches_together_and_gives_back_what_it_drew_ahead(clien
     assert set(got) < keys
 
 
+async def test_a_draw_that_is_given_up_gives_back_what_the_shards_gave_it(service, monkeypatch):
+    async with AsyncReplayClient(service.addresses) as client:
+        for _ in range(6):
+            await client.insert(b"", {"queue": 1.0})
+        given, go_on = asyncio.Event(), asyncio.Event()
+        for shard in client._fleet.shards:
+
+            async def slow(*arguments, sample=shard.client.sample, **options):
+                samples = await sample(*arguments, **options)
+                given.set()
+                await go_on.wait()
+                return samples
+
+            monkeypatch.setattr(shard.client, "sample", slow)
+        draw = asyncio.create_task(client.sample("queue", 6))
+        await given.wait()
+        draw.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await draw
+        info = (await client.server_info()).tables["queue"]
+        assert (info.size, info.reserved, info.samples) == (6, 0, 0)
+
+
 def test_a_sampler_hands_out_no_batch_that_became_stale_meanwhile(client):
     for i in range(8):
         client.insert(b"", {"fresh": 1.0}, policy_version=0 if i < 4 else 5)
