@@ -21,8 +21,10 @@ from replay_server.tables.columns import FloatArray, IntArray
 
 S = TypeVar("S", np.float64, np.complex128)
 
-_LOOP_BELOW = 24
+_LOOP_BELOW = 16
 """Below this many leaves a plain loop over one path after the other beats numpy's cost a call."""
+_DENSE = 4
+"""A level with at most this many nodes for each leaf that is set is computed as a whole: that reads it in order."""
 
 
 class Tree(Generic[S]):
@@ -62,10 +64,12 @@ class Tree(Generic[S]):
         """Goes up from all leaves at once."""
         nodes, level, width = self._nodes, leaves, self.capacity
         nodes[level] = values
-        while width > leaves.size:
+        siblings = nodes.reshape(-1, 2)
+        while width > _DENSE * leaves.size:
             width >>= 1
             level = level >> 1
-            nodes[level] = self._combine(nodes[2 * level], nodes[2 * level + 1])
+            children = siblings.take(level, axis=0)
+            nodes[level] = self._combine(children[:, 0], children[:, 1])
         self._recompute_above(width)
 
     def _recompute_above(self, width: int) -> None:
@@ -73,7 +77,7 @@ class Tree(Generic[S]):
         while width > 1:
             children = self._nodes[width : 2 * width]
             width >>= 1
-            self._nodes[width : 2 * width] = self._combine(children[0::2], children[1::2])
+            self._combine(children[0::2], children[1::2], out=self._nodes[width : 2 * width])
 
     def _grow(self, needed: int) -> None:
         old = self._nodes[self.capacity :]
