@@ -24,15 +24,13 @@ from replay_client.errors import (
     ShardDrainingError,
     error_of,
 )
-from replay_client.frames import EvictedItems, Item, pack_items
+from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_items
 from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_client.shared_memory import SharedInserts
 from replay_client.streams import end_stream
 
-_SEND_AHEAD = 1024
-"""The most items that one round packs into messages."""
 _WORTH_A_MESSAGE = 1 << 18
 """Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them."""
 _LINGER = 0.002
@@ -235,7 +233,7 @@ class Pipeline:
         with self._lock:
             items = []
             if not worth or self._worth_sending():
-                items = [self._unsent.popleft() for _ in range(min(len(self._unsent), _SEND_AHEAD))]
+                items = [self._unsent.popleft() for _ in range(min(len(self._unsent), ROWS_PER_MESSAGE))]
             self._unsent_bytes -= sum(item.nbytes for item in items)
             self._unacknowledged.extend(items)
             self._awake = bool(items)
