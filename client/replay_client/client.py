@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -12,7 +11,7 @@ from replay_client.access import TLS
 from replay_client.aio import WRITER_BYTES, AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
-from replay_client.loop_thread import LoopThread, wait_for
+from replay_client.loop_thread import LoopThread, Wake
 from replay_client.records import Buffer, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.sampler import AsyncSampler, OnLease, ignore
@@ -232,21 +231,19 @@ class Writer:
         self._thread.check()
         item = self._writer.item(group, priorities, policy_version, permits)
         if not self._pipeline.offer(item):
-            room = threading.Event()
+            room = Wake()
             while not self._pipeline.offer(item, room.set):
-                wait_for(room, None)
-                room.clear()
+                room.wait(None)
         return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
         # This thread waits, and not the loop: that saves a hand-over.
         self._thread.check()
-        seconds, drained = self._pipeline.seconds(timeout), threading.Event()
+        seconds, drained = self._pipeline.seconds(timeout), Wake()
         while not self._pipeline.drained(drained.set):
-            if not wait_for(drained, seconds):
+            if not drained.wait(seconds):
                 raise DeadlineExceededError(self._pipeline.waiting())
-            drained.clear()
 
     def close(self) -> None:
         """Stops without waiting. The server may or may not have what it has not acknowledged."""

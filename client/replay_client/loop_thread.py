@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from replay_client import forks
@@ -27,6 +29,28 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+class Wake:
+    """Lets one thread wait until another one sets it. The wait clears it. It costs a quarter of a `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        with suppress(RuntimeError):  # it is set already
+            self._lock.release()
+
+    def wait(self, seconds: float | None) -> bool:
+        """False: it was not set within `seconds`. A signal can end the wait."""
+        # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and
+        # looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while not self._lock.acquire(timeout=max(0.0, min(end - time.monotonic(), 1.0))):
+            if time.monotonic() >= end:
+                return False
+        return True
+
+
 class _Call(Generic[T]):
     """A coroutine that runs on a loop while the calling thread waits for it.
 
@@ -40,17 +64,13 @@ class _Call(Generic[T]):
         self._value: T
         self._error: BaseException | None = None
         self._began = False
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._ended = Wake()
         loop.call_soon_threadsafe(self._start)
 
     def result(self) -> T:
         """Waits for the result of the coroutine. An interrupt of this wait cancels the coroutine."""
         try:
-            # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then,
-            # and looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
-            while not self._running.acquire(timeout=1.0):
-                pass
+            self._ended.wait(None)
         except BaseException:
             self._loop.call_soon_threadsafe(self._cancel)
             raise
@@ -78,25 +98,14 @@ class _Call(Generic[T]):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
         finally:
-            self._running.release()
+            self._ended.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if self._began:
             return
         self._work.close()
         self._error = asyncio.CancelledError()  # before it began
-        self._running.release()
-
-
-def wait_for(event: threading.Event, seconds: float | None) -> bool:
-    """As `event.wait(seconds)`, for a wait that a signal must be able to end: see `_Call.result`."""
-    end = None if seconds is None else time.monotonic() + seconds
-    while not event.is_set():
-        left = 1.0 if end is None else end - time.monotonic()
-        if left <= 0:
-            return False
-        event.wait(min(left, 1.0))
-    return True
+        self._ended.set()
 
 
 class LoopThread:

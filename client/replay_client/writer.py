@@ -116,8 +116,9 @@ class Pipeline:
                 self._raise()
                 return True
             self._drained.append(when_drained)
-            hurry = bool(self._unsent)
-        if hurry:
+            wake = not self._awake and bool(self._unsent)
+            self._awake = self._awake or wake
+        if wake:
             self._loop.call_soon_threadsafe(self._start)
         return False
 
@@ -164,10 +165,12 @@ class Pipeline:
         """Whether to send what is unsent now, and not with the next acknowledgement.
 
         A message costs both sides as much as ten small items. Small items therefore wait for each other while the
-        server has work of this writer. An item that comes when the server has none is sent at once.
+        server has work of this writer. An item that comes when the server has none, or when somebody waits for all
+        items, is sent at once.
         """
         return (
             not self._unacknowledged
+            or bool(self._drained)
             or self._unsent_bytes >= _WORTH_A_MESSAGE
             or 2 * len(self._unsent) >= self._max_in_flight
         )

@@ -1,11 +1,13 @@
 """ReplayClient has every method of AsyncReplayClient, with its signature and docstring."""
 
 import inspect
+import threading
 import typing
 
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.loop_thread import Wake
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncReplayClient, inspect.isfunction) if not name.startswith("_")]
 WRAPPED = [name for name in METHODS if inspect.iscoroutinefunction(getattr(AsyncReplayClient, name))]
@@ -32,3 +34,16 @@ def test_a_blocking_method_has_the_docstring_and_result_of_its_origin(name):
 def test_constructors_take_the_same():
     for name in ("__init__", "from_env"):
         assert inspect.signature(getattr(ReplayClient, name)) == inspect.signature(getattr(AsyncReplayClient, name))
+
+
+def test_a_wake_that_is_set_twice_wakes_once():
+    wake = Wake()
+    assert not wake.wait(0.0)
+    wake.set()  # several shards may each set the wake of one flush
+    wake.set()
+    assert wake.wait(60.0)
+    assert not wake.wait(0.01)
+    later = threading.Timer(0.01, wake.set)
+    later.start()
+    assert wake.wait(None)
+    later.join()
