@@ -27,12 +27,11 @@ class Rows:
         self._sizes = sizes
         self._gap = memoryview(b"")
         """Where the bytes go that the last of `payloads` still lacks."""
-        self.nbytes = sum(sizes)
-        self.missing = self.nbytes
+        self.missing = sum(sizes)
         """The payload bytes that have not come."""
         self.payloads: list[Buffer] = []
         """One for each row; complete when nothing is missing."""
-        if self.nbytes >= _LARGE:
+        if self.missing >= _LARGE:
             keep_freed_memory()
         self.add(b"", memoryview)  # the empty rows at the start
 

@@ -21,7 +21,7 @@ from replay_client.rows import Rows
 from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame
-from replay_protos.shared_memory import BYTES_PER_FRAME, MIN_SHARED, FrameWriter, RingReader, Segment, is_large, pass_on
+from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader, Segment, is_large, pass_on
 
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
@@ -273,7 +273,7 @@ class SharedInserts:
         return BYTES_PER_MESSAGE if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
-        if self._writer is None and is_large(frame):
+        if self._writer is None and is_large(frame.payloads):
             self._writer = self._shared.idle_writer() or await self._new_writer()
         await self._call.write(frame if self._writer is None else await self._writer.place(frame))
 
@@ -314,7 +314,11 @@ class SharedSamples:
             return frame
         head, rows = frame.head, Rows(frame.head.payload_sizes)
         while True:
-            if self._reader is None and is_large(frame) and (segment := await self._ring.segment()) is not None:
+            if (
+                self._reader is None
+                and is_large(frame.payloads)
+                and (segment := await self._ring.segment()) is not None
+            ):
                 self._reader = RingReader(segment)
                 with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
                     await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
@@ -358,5 +362,5 @@ class SharedResponse:
                 shared.give_back(ring, reusable=complete)
         if head is None or rows.missing:
             raise ServerUnavailableError("the server ended the answer in the middle")
-        shared.large_responses = rows.nbytes >= MIN_SHARED
+        shared.large_responses = is_large(rows.payloads)
         return Frame(head, rows.payloads)

@@ -253,9 +253,9 @@ Keep = Callable[[memoryview], bytes | memoryview]
 """Makes bytes that may stay out of bytes that come: `bytes` copies them, `memoryview` relies on them."""
 
 
-def is_large(frame: Frame[Any]) -> bool:
-    """Whether the payloads of the frame are better off in a ring."""
-    return sum(map(len, frame.payloads)) >= MIN_SHARED
+def is_large(payloads: Iterable[bytes | memoryview]) -> bool:
+    """Whether the payloads of a message are better off in a ring."""
+    return sum(map(len, payloads)) >= MIN_SHARED
 
 
 class FrameWriter:

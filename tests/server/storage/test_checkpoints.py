@@ -110,6 +110,7 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
         workers = [threading.Thread(target=work)]
         for worker in workers:
             worker.start()
+        until(lambda: client.server_info().tables["second"].inserts > 2000)
         names = [client.checkpoint(f"under-load-{n}") for n in range(4)]
         stop.set()
         for worker in workers:
