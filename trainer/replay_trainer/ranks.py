@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 T = TypeVar("T")
+
+_LAST_EXCHANGE = 0.3
+"""Seconds that the threads of the process group get to free what the last exchange used: they need milliseconds."""
 
 
 class Ranks:
@@ -28,7 +32,6 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             distributed.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
-            # The threads of the group must end before the process, or the process sometimes ends with SIGABRT.
             atexit.register(_leave_group)
         self.size = distributed.get_world_size() if distributed.is_initialized() else 1
         self.index = distributed.get_rank() if distributed.is_initialized() else 0
@@ -120,5 +123,12 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def _leave_group() -> None:
+    """Leaves the process group at the end of the process.
+
+    A thread of gloo frees the tensors of the last exchange, and needs Python's lock for it. Where Python is shutting
+    down by then, torch ends the process with SIGABRT. The threads of a group that `fully_shard` uses live on after
+    the group was left, so this waits a moment for them.
+    """
     if distributed.is_initialized():
         distributed.destroy_process_group()
+        time.sleep(_LAST_EXCHANGE)
