@@ -19,8 +19,8 @@ _LARGE = 128 << 10
 class Rows:
     """The payloads of one response. No byte is copied twice.
 
-    A row that lies in one message is what `keep` makes of it. A row of several messages gets its whole memory when its
-    first bytes come, and each message is copied straight to its place in it.
+    `keep` turns a row that lies in one message into its payload. For a row of several messages, this allocates all of
+    its memory when the first bytes come, and copies each message straight to its place.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -211,7 +211,7 @@ class RingReader:
         return copies
 
     def lend(self, position: int, size: int, copy: Callable[[memoryview], None]) -> None:
-        """Lets `copy` copy the `size` bytes, and frees them then. The view that it gets is not valid any longer.
+        """Calls `copy` with a view of the `size` bytes, and frees them. The view must not be used after the call.
 
         Raises ValueError if no writer can have put them there.
         """
@@ -250,11 +250,11 @@ _PATIENCE = 0.1
 ReaderOf = Callable[[int], RingReader | None]
 """The ring with an id; None: there is none."""
 Keep = Callable[[memoryview], bytes | memoryview]
-"""Makes bytes that may stay out of bytes that come: `bytes` copies them, `memoryview` relies on them."""
+"""Turns received bytes into a payload. `bytes` copies them; `memoryview` does not, so they must stay as they are."""
 
 
 def is_large(payloads: Iterable[bytes | memoryview]) -> bool:
-    """Whether the payloads of a message are better off in a ring."""
+    """Whether a ring carries these payloads at less cost than a message does."""
     return sum(map(len, payloads)) >= MIN_SHARED
 
 
