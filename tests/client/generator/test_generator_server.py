@@ -238,7 +238,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
 async def test_a_server_that_is_restarted_finds_the_generator_going_on(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.server._SECONDS_PER_LOOK", 0.2)
+    monkeypatch.setattr("replay_client.generator.server._SECONDS_PER_LOOK", 1.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -250,12 +250,12 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
             await async_until(lambda: generator.stats["groups"] > 5)
             getattr(server.process, way)()
             server.process.wait()
-            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text)
+            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
             groups = generator.stats["groups"]
             assert not task.done()
             with server_process(tmp_path, config, address):
-                await async_until(lambda: generator.stats["groups"] > groups + 20)
-                await async_until(lambda: "the server was restarted: it holds " in caplog.text)
+                await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
+                await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
             assert not task.done()
 
 
