@@ -108,8 +108,13 @@ class RolloutGroup:
                 raise ValueError(f"finish_reasons has {len(self.finish_reasons)} entries, not G = {group_size}")
         for name in ("policy_version", "policy_version_end"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+            if value is None and name == "policy_version_end":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise ValueError(f"{name} must be an integer, not {value!r}")
+        for name in ("sampling", "meta"):
+            if not isinstance(value := getattr(self, name), dict):
+                raise ValueError(f"{name} must be a dict, not {value!r}")
         for name, array in self.extras.items():
             self.extras[name] = np.asarray(array)
             if self.extras[name].dtype.name not in _DTYPES:
@@ -121,6 +126,8 @@ class RolloutGroup:
             self._check_values()
 
     def _check_values(self) -> None:
+        if not isinstance(self.prompt_id, str):
+            raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
         if self.prompt_ids.size == 0:
             raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
         for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):

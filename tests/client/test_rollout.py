@@ -115,6 +115,11 @@ def test_another_format_version_is_refused_by_its_number():
         ({"advantages": [math.inf, 0.0]}, "must be finite"),
         ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),
+        ({"policy_version": None}, "policy_version must be an integer, not None"),
+        ({"policy_version_end": True}, "policy_version_end must be an integer, not True"),
+        ({"prompt_id": 7}, "prompt_id must be a string, not 7"),
+        ({"meta": 3}, "meta must be a dict, not 3"),
+        ({"sampling": ["top_p"]}, "sampling must be a dict"),
         ({"extras": {"names": np.array(["a"])}}, "dtype <U1"),
     ],
 )
@@ -143,6 +148,14 @@ def test_what_no_trainer_can_use_is_refused_when_made_and_still_decodes():
         group_from_completions(**valid, advantages=[math.nan, 0.0])
     group.advantages[0] = math.nan  # as somebody else's writer may store it: tools must be able to show it
     assert RolloutGroup.decode(group.encode()) == group
+
+
+def test_a_header_with_a_version_or_facts_of_another_type_is_refused_when_decoding():
+    encoded = make_group(version=3).encode()
+    for right, wrong in ((b"policy_version\x03", b"policy_version\xc0"), (b"meta\x80", b"meta\xc0")):
+        assert encoded.count(right) == 1
+        with pytest.raises(ValueError, match=r"damaged rollout group: .* must be"):
+            RolloutGroup.decode(encoded.replace(right, wrong))
 
 
 def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():
