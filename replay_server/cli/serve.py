@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -68,6 +69,7 @@ def serve(
         # Each connection takes a file descriptor; the soft limit is often 1024.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        gc.disable()  # until the server has started: a start with data makes as many objects as there are items
         asyncio.run(_run(server))
     except ValidationError as error:
         fail(explain(error))
@@ -85,6 +87,8 @@ async def _run(server: ReplayServer) -> None:
 
 def _announce(server: ReplayServer) -> None:
     """Programs wait for these lines: they mean that the addresses answer."""
+    gc.freeze()  # the collector would walk through all that was loaded, three times
+    gc.enable()
     say(f"listening on {server.address}")
     if server.metrics_address is not None:
         say(f"metrics at http://{server.metrics_address}/metrics")

@@ -125,7 +125,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     loaded = dict(zip(columns[0], map(Item, *columns[1:]), strict=True))
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
-    load_items(buffer, loaded)
+    load_items(buffer, loaded, int(items["nbytes"].sum()), keys[holders == 0].tolist())
 
 
 @contextmanager

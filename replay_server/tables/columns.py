@@ -86,8 +86,8 @@ class Columns:
 
     def add(self, keys: Sequence[int]) -> IntArray:
         """Give each of `keys` a slot, and return the slots (n,). The caller fills the other columns."""
-        while len(self._free) < len(keys):
-            self._grow()
+        if len(self._free) < len(keys):
+            self._grow(len(keys) - len(self._free))
         chosen = self._free[-len(keys) :]
         del self._free[-len(keys) :]
         self.slots.update(zip(keys, chosen, strict=True))
@@ -118,9 +118,10 @@ class Columns:
         slots = self.occupied()
         return slots[np.argsort(self.order[slots], kind="stable")]
 
-    def _grow(self) -> None:
+    def _grow(self, least: int) -> None:
+        """Adds `least` free slots or more."""
         old = self.key.size
-        new = max(64, 2 * old)
+        new = max(64, 1 << (old + max(least, old) - 1).bit_length())
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray) and column is not self._guess:
                 grown = np.zeros(new, dtype=column.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from replay_server.errors import Refused
 from replay_server.tables.buffer import Policy, ReplayBuffer
@@ -18,12 +18,11 @@ def load_policy(buffer: ReplayBuffer, policy: Policy) -> None:
         table.set_policy_version(policy.version)
 
 
-def load_items(buffer: ReplayBuffer, loaded: Mapping[int, Item]) -> None:
-    """Restores items whose rows are in their tables already. Items without any row are deleted."""
+def load_items(buffer: ReplayBuffer, loaded: Mapping[int, Item], nbytes: int, unheld: Sequence[int]) -> None:
+    """Restores items of `nbytes` in all, whose rows are in their tables already. Those without any row are deleted."""
     items = buffer.items
     items.update(loaded)
-    items.bytes += sum([item.nbytes for item in loaded.values()])
-    unheld = [key for key, item in loaded.items() if item.holders == 0]
+    items.bytes += nbytes
     items.hold(unheld)
     buffer.left(unheld)
 
