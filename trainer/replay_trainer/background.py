@@ -69,7 +69,7 @@ class BackgroundTask:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, function: Callable[[], None]) -> None:
+    def start(self, function: Callable[[], object]) -> None:
         """Run the function. The one before must have ended: call `wait` first."""
         assert self._thread is None or not self._thread.is_alive()
         # Not a daemon: an interpreter that ends by itself finishes the write first.
@@ -87,7 +87,7 @@ class BackgroundTask:
         error, self._error = self._error, None
         return error
 
-    def _run(self, function: Callable[[], None]) -> None:
+    def _run(self, function: Callable[[], object]) -> None:
         try:
             function()
         except Exception as error:

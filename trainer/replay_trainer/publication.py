@@ -2,6 +2,7 @@
 
 training loop      probe, copy to the host | next step ...                                 | probe, copy (waits)
 its thread                                 | write, announce, acknowledge groups, clean up |
+of other ranks                             | write their rows of a full state (fsdp)       |
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from replay_trainer.config import GRPOConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.output_lock import OutputLock
+from replay_trainer.rank_files import RankFiles, put_rows, take_rows
 from replay_trainer.ranks import Ranks
-from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank
+from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank, whole_optimizer_state
 from replay_trainer.weights import (
     damaged,
     load_state,
@@ -48,6 +50,7 @@ from replay_trainer.weights import (
 logger = logging.getLogger(__name__)
 
 _WHOLE = StateDictOptions(full_state_dict=True)
+_SHARDED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
 
@@ -84,17 +87,20 @@ class Publication:
         self._last_saved = -config.save_every
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
+        self._rank_files = RankFiles(ranks, self.output_dir) if sharded else None
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
 
         Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
-        it or if the server follows another run, ValueError if it admits fewer groups a step than this run takes, or if
-        the full state is damaged.
+        it, if the server follows another run, or if a rank does not see the output_dir of the first, ValueError if the
+        server admits fewer groups a step than this run takes, or if the full state is damaged.
         """
         if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
             raise RuntimeError(why)
         try:
+            if self._rank_files is not None and (why := self._rank_files.why_not_shared()):
+                raise RuntimeError(why)
             return self._start()
         except BaseException:
             self.lock.release()
@@ -127,9 +133,12 @@ class Publication:
                 f"empty the server with `replay reset --all` and `replay policy set 0 --rollback`"
             )
         self.ranks.wait()  # the first rank now changes files that the others have just read
+        if self.ranks.is_first and self._rank_files is not None:
+            self._rank_files.remove_leftovers()
         if folders:
-            if why := self.ranks.from_first(why_damaged(folders[-1]) if self.ranks.is_first else ""):
-                raise ValueError(why)
+            for why in self.ranks.all(why_damaged(folders[-1], self.ranks.index, self.ranks.size)):
+                if why:
+                    raise ValueError(why)
             self._load(folders[-1])
         else:
             torch.manual_seed(self.config.seed + self.ranks.index)
@@ -158,12 +167,15 @@ class Publication:
                 {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()},
                 options=StateDictOptions(full_state_dict=True),
             )
-        if state["optimizer"] is not None:
+        if (optimizer := state["optimizer"]) is not None:
+            if "rows" in state:
+                put_rows(optimizer, folder, **state["rows"])
             if self.sharded:
-                own = optimizer_state_of_rank(state["optimizer"], self.policy)
+                own = optimizer_state_of_rank(optimizer, self.policy)
                 set_optimizer_state_dict(self.policy, self.optimizer, own)
             else:
-                set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=_GATHERED)
+                whole = whole_optimizer_state(optimizer)
+                set_optimizer_state_dict(self.policy, self.optimizer, whole, options=_GATHERED)
         if self.ranks.index < len(state["random"]):
             torch.set_rng_state(state["random"][self.ranks.index])
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
@@ -194,7 +206,7 @@ class Publication:
         full = version == config.max_steps or version - self._last_saved >= config.save_every
         probe = self._probe()
         weights = self._weights()
-        state = self._state() if full else None
+        state, rows = self._state() if full else (None, None)
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
         if state is not None:
             state["groups"] = groups.state_dict()
@@ -204,7 +216,9 @@ class Publication:
                 # Not in the background: it belongs to this version. The server chooses the name: it then removes this
                 # checkpoint itself when it has enough newer ones.
                 checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
-            self._task.start(partial(self._write, version, probe, weights, state, checkpoint, groups))
+            self._task.start(partial(self._write, version, probe, weights, state, rows, checkpoint, groups))
+        elif rows is not None:
+            self._task.start(partial(self._write_rows, version, rows))
         if full:
             self._last_saved = version
         if not config.publish_in_background:
@@ -213,8 +227,8 @@ class Publication:
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for one."""
         error = self._task.take_error()
-        reason = self.ranks.from_first(f"{type(error).__name__}: {error}" if error is not None else "")
-        if reason:
+        reasons = self.ranks.all(f"{type(error).__name__}: {error}" if error is not None else "")
+        if reason := next(filter(None, reasons), ""):
             raise RuntimeError(
                 f"a version could not be published: {reason}. The run stops here, because its generators would stay at "
                 f"the version before. Mend the cause, and continue with resume=True"
@@ -239,12 +253,11 @@ class Publication:
         probe: dict[str, list[Any]],
         weights: dict[str, Tensor],
         state: dict[str, Any] | None,
+        rows: dict[str, Tensor] | None,
         checkpoint: str,
         groups: TrainedGroups,
     ) -> None:
-        """Write one version and announce it; on a thread, so without any collective operation."""
-        self._weights_copy.wait()
-        self._state_copy.wait()
+        """Write one version and announce it; on a thread, so without any collective operation of the loop's group."""
         write = partial(
             publish_weights,
             self.adapter or self.policy.model,
@@ -254,16 +267,26 @@ class Publication:
             probe=probe,
             weights=weights,
         )
-        if self.weights_dir == self.output_dir:
-            folder = write(self.output_dir, state=state, server_checkpoint=checkpoint)
-        else:
-            folder = write(self.weights_dir)
-        self.client.set_policy_version(version, weights=str(folder))
-        if self.weights_dir != self.output_dir and state is not None:
-            # After the announcement: the generators need not wait for the disk.
-            write(self.output_dir, state=state, server_checkpoint=checkpoint)
+        apart = self.weights_dir != self.output_dir
+        try:
+            self._weights_copy.wait()
+            if apart:
+                # Before the state: the generators need not wait for the disk.
+                self.client.set_policy_version(version, weights=str(write(self.weights_dir)))
+        finally:
+            # After an error too: the other ranks wait for this one.
+            parts = self._write_rows(version, rows)
+        if state is not None or not apart:
+            folder = write(self.output_dir, state=state, server_checkpoint=checkpoint, parts=parts)
+        if not apart:
+            self.client.set_policy_version(version, weights=str(folder))
         # Last: a trainer that is killed before this resumes from the state, which names its groups.
         self.leases.acknowledge(groups)
+
+    def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
+        """What RankFiles.write returns; nothing if there are no rows."""
+        self._state_copy.wait()
+        return self._rank_files.write(version, rows) if self._rank_files is not None and rows is not None else {}
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""
@@ -277,28 +300,35 @@ class Publication:
         copied: dict[str, Tensor] = self._weights_copy.take(weights)
         return copied
 
-    def _state(self) -> dict[str, Any]:
-        """The state that a resume needs besides weights and version. The learning rate follows from the step."""
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """The state that a resume needs besides weights and version; of it, with sharded weights, this rank's rows.
+
+        The learning rate follows from the step.
+        """
         on_gpu = self.ranks.device.type == "cuda"
-        optimizer = None
+        optimizer, rows, sharding = None, None, {}
         # Before the first update there is no state, and torch would make a step to create one.
         if self.optimizer.state:
-            optimizer = get_optimizer_state_dict(
-                self.policy, self.optimizer, options=_GATHERED if self.sharded else _WHOLE
-            )
-            if not self.sharded and self.ranks.is_first:
-                optimizer = self._state_copy.take(optimizer)
+            options = _SHARDED if self.sharded else _WHOLE
+            optimizer = get_optimizer_state_dict(self.policy, self.optimizer, options=options)
+            if self.sharded:
+                optimizer, rows, shapes = take_rows(optimizer)
+                sharding["rows"] = {"ranks": self.ranks.size, "shapes": shapes}
+            if self.sharded or self.ranks.is_first:
+                optimizer, rows = self._state_copy.take([optimizer, rows])
         adapter = {}
         if self.adapter is not None and self.ranks.is_first:
             adapter["adapter"] = {
                 name: tensor.detach().cpu().clone() for name, tensor in self.adapter.tensors().items()
             }
-        return {
+        state = {
             **adapter,
+            **sharding,
             "optimizer": optimizer,
             "random": self.ranks.all(torch.get_rng_state()),
             "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),
         }
+        return state, rows
 
     @torch.no_grad()
     def _probe(self) -> dict[str, list[Any]]:

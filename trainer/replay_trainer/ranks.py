@@ -6,6 +6,7 @@ With one process every operation here is the identity, and torch.distributed is 
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -35,11 +36,19 @@ class Ranks:
             atexit.register(_leave_group)
         self.size = distributed.get_world_size() if distributed.is_initialized() else 1
         self.index = distributed.get_rank() if distributed.is_initialized() else 0
+        self._group: Any = None
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and announces versions for all ranks."""
         return self.index == 0
+
+    def apart(self) -> Ranks:
+        """The same ranks over connections of their own, for exchanges on another thread. Every rank calls this."""
+        ranks = copy.copy(self)
+        if self.size > 1:
+            ranks._group = distributed.new_group(backend="gloo")
+        return ranks
 
     def share(self, count: int, name: str) -> int:
         """This rank's part of `count`. Raises ValueError unless all parts are equal."""
@@ -61,7 +70,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
+        distributed.all_gather_object(values, value, group=self._group)
         return values
 
     def from_first(self, value: T) -> T:
@@ -75,7 +84,7 @@ class Ranks:
     def wait(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:
-            distributed.barrier()
+            distributed.barrier(group=self._group)
 
     def copy_from_first(self, module: nn.Module) -> None:
         """Copy the weights of `module` from the first rank to all."""

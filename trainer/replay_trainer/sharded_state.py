@@ -15,9 +15,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from replay_trainer.rank_files import StoredRows
+
 
 def read_rows(stored: Any, like: Tensor) -> Tensor:
-    """This rank's rows of `stored`, a tensor or a slice of a file that has the full shape of `like`."""
+    """This rank's rows of `stored`: a tensor, a slice of a file, or StoredRows, with the full shape of `like`."""
     if not isinstance(like, DTensor):
         return torch.as_tensor(stored[:])
     local = like.to_local()
@@ -69,8 +71,18 @@ def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[st
     return state | {"state": parts}
 
 
+def whole_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A full state of the optimizer with all rows of each tensor."""
+    parts = {
+        name: {entry: value[:] if isinstance(value, StoredRows) else value for entry, value in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    return state | {"state": parts}
+
+
 def _part(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+    stored = isinstance(value, Tensor | StoredRows) and value.shape == parameter.shape
+    if not (stored and isinstance(parameter, DTensor)):
         return value.clone() if isinstance(value, Tensor) else value  # the number of steps
     own = read_rows(value, parameter).clone().to(parameter.to_local().device)
     return DTensor.from_local(

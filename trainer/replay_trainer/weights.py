@@ -3,6 +3,7 @@
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
+                 optimizer/    with sharded weights, of a full state: each rank's rows of the optimizer's state
                  manifest.json version, files with their sizes, the server's checkpoint, of a full state the checksums
                                of its files; written last, so a folder with a manifest is complete, and a trainer
                                wrote it
@@ -18,7 +19,8 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from transformers.utils import logging
 
 PROBE_LENGTH = 16
 """Tokens in the probe sequence."""
+RANKS_FOLDER = "optimizer"
+"""A folder of its own: engines load every safetensors file beside the config as weights."""
 _FOLDER = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 _STATE = "trainer.pt"
@@ -46,12 +50,14 @@ def publish_weights(
     weights: dict[str, Any] | None = None,
     state: dict[str, Any] | None = None,
     server_checkpoint: str = "",
+    parts: Mapping[str, tuple[Path, str]] | None = None,
 ) -> Path:
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
     `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
     the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `state` makes
-    the folder a full state; the newest full state is never removed. Raises FileExistsError if the folder exists.
+    the folder a full state; the newest full state is never removed. `parts`: files of a full state to move into the
+    folder, by their names in it, each with its checksum. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -69,22 +75,30 @@ def publish_weights(
     (unfinished / _STATE).unlink(missing_ok=True)
     if state is not None:
         torch.save(state, unfinished / _STATE)
+    shutil.rmtree(unfinished / RANKS_FOLDER, ignore_errors=True)
+    parts = parts or {}
+    for name, (path, _) in parts.items():
+        (unfinished / name).parent.mkdir(exist_ok=True)
+        path.rename(unfinished / name)
     (unfinished / _MANIFEST).unlink(missing_ok=True)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     manifest = {
         "version": version,
-        "files": {str(path.relative_to(unfinished)): path.stat().st_size for path in files},
+        "files": sizes,
         "server_checkpoint": server_checkpoint,
     }
     if state is not None:
-        manifest["checksums"] = {str(path.relative_to(unfinished)): _checksum(path) for path in files}
+        manifest["checksums"] = {
+            name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
+        }
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     if state is not None:
         for path in [*unfinished.rglob("*"), unfinished]:
-            _to_disk(path)
+            to_disk(path)
     unfinished.rename(folder)
     if state is not None:
-        _to_disk(folder.parent)
+        to_disk(folder.parent)
     kept = {*published(directory)[-keep:], *saved(directory)[-1:]}
     for old in published(directory):
         if old not in kept:
@@ -110,11 +124,15 @@ def damaged(directory: Path) -> list[Path]:
     return [folder for folder in published(directory) if not _are_there(folder, _files(folder))]
 
 
-def why_damaged(folder: Path) -> str:
-    """Which file of a full state has other bytes than were written, and what to do; empty: none. Reads every byte."""
+def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
+    """Which file of a full state has other bytes than were written, and what to do; empty: none.
+
+    Reads every byte of the files that this rank checks: every `ranks`-th one.
+    """
     # A state of an older trainer has no checksums.
-    for name, checksum in _manifest(folder).get("checksums", {}).items():
-        if _checksum(folder / name) != checksum:
+    checksums = _manifest(folder).get("checksums", {})
+    for name, checksum in list(checksums.items())[rank::ranks]:
+        if checksum_of(folder / name) != checksum:
             return (
                 f"{folder / name} is damaged: its bytes are not what was written. Put a copy of that file in its "
                 f"place, or move {folder.name} out of its folder to resume from the full state before it"
@@ -170,6 +188,24 @@ def remove(folder: Path) -> None:
             path.rmdir()
 
 
+def checksum_of(path: Path) -> str:
+    """Of the bytes of a file, as the manifest has it."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def to_disk(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
@@ -181,14 +217,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _files(folder: Path) -> dict[str, int]:
     """The files of the manifest, relative to the folder, with their sizes in bytes."""
     return dict(_manifest(folder)["files"])
-
-
-def _checksum(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    return hasher.hexdigest()
 
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
@@ -205,12 +233,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
-
-
-def _to_disk(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
