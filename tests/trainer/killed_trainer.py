@@ -2,7 +2,8 @@
 
 It is one process, or one of several ranks over gloo.
 
-Phases, in their order: sampled, backward, updated, writing, written, announced, acknowledged.
+Phases, in their order: sampled, backward, updated, writing, written, announced, acknowledged. With fsdp also "rows",
+while a rank writes its rows of the optimizer's state. In "full" it cannot write them, and lives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import distributed
 
 from replay_client import ReplayClient
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, weights
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, rank_files, weights
 from tests.trainer.factories import make_model
 
 PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "acknowledged")
@@ -47,7 +48,11 @@ def start(function: Callable[..., Any], *arguments: Any, **options: Any) -> Base
 def run_rank(rank: int, size: int, meeting: Path, *arguments: Any, **options: Any) -> None:
     """`run` as one of `size` ranks, which find each other through the file `meeting`."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    run(*arguments, **options)
+    try:
+        run(*arguments, **options)
+    except RuntimeError as error:
+        meeting.with_name(f"error-{rank}").write_text(str(error))
+        raise
     distributed.destroy_process_group()
 
 
@@ -61,7 +66,7 @@ def run(
     config = GRPOConfig(output_dir=folder / "run", **(few | quiet | options))
     with ReplayClient(address) as client:
         trainer = GRPOTrainer(make_model(), client, config, callbacks=callbacks)
-        _note_draws(trainer, folder / "drawn.jsonl", step)
+        _note_draws(trainer, folder / "drawn.jsonl", 0 if phase == "full" else step)
         if phase:
             _die(trainer, phase, step)
         trainer.train()
@@ -121,6 +126,10 @@ def _die(trainer: Any, phase: str, step: int) -> None:
     def half_written(state: Any, path: Path) -> None:
         Path(path).write_bytes(b"half of a state")
 
+    def refuse(rows: Any, path: Path) -> None:
+        half_written(rows, path)
+        raise OSError(28, "No space left on device")
+
     trainer._train_on = begin
     # What runs beside the loop knows the version that it writes; the loop may be further.
     if phase == "backward":
@@ -131,6 +140,11 @@ def _die(trainer: Any, phase: str, step: int) -> None:
         save = torch.save
         weights.torch.save = lambda state, path: (  # type: ignore[assignment]
             dying(half_written, lambda *_: True)(state, path) if f"step-{step}." in str(path) else save(state, path)
+        )
+    elif phase in ("rows", "full"):
+        save_file, fail = rank_files.save_file, refuse if phase == "full" else dying(half_written, lambda *_: True)
+        rank_files.save_file = lambda rows, path: (
+            fail(rows, path) if f"step-{step}." in path.name else save_file(rows, path)
         )
     elif phase == "written":
         publication.publish_weights = dying(publication.publish_weights, lambda *_, version, **__: version == step)

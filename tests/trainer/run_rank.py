@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils._pytree import tree_leaves
 
 from replay_client import Sample
-from replay_trainer import Callback, GRPOTrainer, StepReport, publication, sharded_state
+from replay_trainer import Callback, GRPOTrainer, StepReport, background, publication, rank_files, sharded_state
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
 from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample
@@ -63,20 +64,38 @@ def with_adapter(folder: Path) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def count_reads(folder: Path) -> None:
-    """Writes to read-RANK.json the bytes of each read of a resume, and how many the whole tensor has."""
-    read, reads = sharded_state.read_rows, list[tuple[int, int]]()
+def count_bytes(folder: Path) -> None:
+    """Writes to bytes-RANK.json what this rank reads at a resume, and what it copies for each full state.
 
-    def counted(stored: Any, like: torch.Tensor) -> torch.Tensor:
+    {"read": [[bytes, bytes of the whole tensor], ...], "files": files of rows it opens, "copied": [bytes, ...]}
+    """
+    counts: dict[str, list[Any]] = {"read": [], "files": [], "copied": []}
+    read, take, open_file = sharded_state.read_rows, background.HostCopy.take, rank_files.safe_open
+
+    def note(name: str, value: Any) -> None:
+        counts[name].append(value)
+        (folder / f"bytes-{os.environ['RANK']}.json").write_text(json.dumps(counts))
+
+    def counted_read(stored: Any, like: torch.Tensor) -> torch.Tensor:
         own = read(stored, like)
-        reads.append((own.nbytes, like.numel() * like.element_size()))
-        (folder / f"read-{os.environ['RANK']}.json").write_text(json.dumps(reads))
+        note("read", (own.nbytes, like.numel() * like.element_size()))
         return own
+
+    def counted_take(self: background.HostCopy, tree: Any) -> Any:
+        copied = take(self, tree)
+        note("copied", sum(leaf.nbytes for leaf in tree_leaves(copied) if isinstance(leaf, torch.Tensor)))
+        return copied
+
+    def noted_open(path: Path, framework: str) -> Any:
+        note("files", path.name)
+        return open_file(path, framework)
 
     def load_nothing(*_: Any) -> None:
         raise AssertionError("this rank has loaded a whole model")
 
-    sharded_state.read_rows = counted
+    sharded_state.read_rows = counted_read
+    background.HostCopy.take = counted_take  # type: ignore[method-assign]
+    rank_files.safe_open = noted_open
     publication.load_weights = load_nothing  # type: ignore[assignment]
 
 
@@ -84,8 +103,8 @@ def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
     die, tied, lora = options.pop("die", None), options.pop("tied", False), options.pop("lora", False)
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
-    if options.pop("count_reads", False):
-        count_reads(folder)
+    if options.pop("count_bytes", False):
+        count_bytes(folder)
     config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     (stored,) = make_batches(1, seed=9, groups=pool_size)

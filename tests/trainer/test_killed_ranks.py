@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
+from replay_trainer.weights import saved
 from tests.factories import ServerProcess, server_process
 from tests.trainer.killed_trainer import run_rank, start, trained
 from tests.trainer.test_killed import CONFIG, check_used_up, insert, until_gone
@@ -60,6 +61,7 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0] * RANKS
+    assert list(folder.glob("run/*.tmp")) == []  # what the killed run left
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,8 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
         # The other rank may still write the state of step 1.
         (1, "backward", 2, {}),
         (0, "updated", 2, {"fsdp": True}),
+        # The first rank waits for the file of the second.
+        (1, "rows", 2, {"fsdp": True}),
         # The other rank gives back groups that the state contains.
         (0, "written", 2, {}),
         (0, "announced", 3, {"save_every": 2, "fsdp": True}),
@@ -83,6 +87,28 @@ def test_ranks_of_which_one_is_killed_lose_no_group_and_train_on_none_twice(
         resume_ranks(server.address, tmp_path, **options)
         assert trained(tmp_path) == sorted(keys)
         check_used_up(client, keys, len(keys))
+
+
+@pytest.mark.parametrize(("rank", "memory"), [(0, False), (1, True)])
+def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
+    server: ServerProcess, tmp_path: Path, rank: int, memory: bool
+) -> None:
+    options: dict[str, Any] = {"fsdp": True} | ({"weights_dir": tmp_path / "memory"} if memory else {})
+    with ReplayClient(server.address) as client:
+        keys = insert(client)
+        processes = start_ranks(server.address, tmp_path, "stopped", {rank: ("full", 2)}, **options)
+        for process in processes:
+            process.join(300)
+        assert [process.exitcode for process in processes] == [1] * RANKS
+        for each in range(RANKS):
+            error = (tmp_path / f"error-{each}").read_text()
+            assert f"rank {rank} could not write its part of the full state: OSError: [Errno 28] No space" in error
+        assert saved(tmp_path / "run")[-1].name == "step-1"
+        assert client.policy().version == (2 if memory else 1)
+        until_gone(client)
+        resume_ranks(server.address, tmp_path, **options)
+        assert saved(tmp_path / "run")[-1].name == "step-4"
+        assert trained(tmp_path) == sorted(keys)
 
 
 def test_ranks_that_are_all_killed_lose_no_group_and_train_on_none_twice(server: ServerProcess, tmp_path: Path) -> None:

@@ -122,20 +122,34 @@ def test_replacements_differ_between_the_ranks_of_a_step(tmp_path: Path) -> None
     assert line["train/zero_variance_fraction"] == 0
 
 
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True}
+def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
     whole = run(tmp_path / "whole", 1, **options)
+    counting = {"resume": True, "count_bytes": True}
     run(tmp_path / "parts", 2, **options | {"max_steps": 1})
-    run(tmp_path / "parts", 1, **options | {"max_steps": 2, "resume": True})
-    assert_same(run(tmp_path / "parts", 2, **options | {"resume": True, "count_reads": True}), whole)
-    assert [line["step"] for line in metrics(tmp_path / "parts")] == [1, 2, 3]
-    # Weights and two tensors of AdamW for each: a rank reads its half of every one.
-    reads = [json.loads((tmp_path / f"parts/read-{rank}.json").read_text()) for rank in range(2)]
-    assert len(reads[0]) == len(reads[1]) == 3 * len(whole)
-    for (first, full), (second, same) in zip(*reads, strict=True):
-        assert full == same == first + second
-        assert abs(first - second) <= full // 2
-    assert sum(own for own, _ in reads[0]) < 0.51 * sum(full for _, full in reads[0])
+    run(tmp_path / "parts", 2, **options | counting | {"max_steps": 2})
+    of_parts = bytes_of_ranks(tmp_path / "parts")
+    run(tmp_path / "parts", 1, **options | {"max_steps": 3, "resume": True})
+    assert_same(run(tmp_path / "parts", 2, **options | counting), whole)
+    of_whole = bytes_of_ranks(tmp_path / "parts")
+    assert [line["step"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4]
+    for ranks in (of_parts, of_whole):
+        # Weights and two tensors of AdamW for each: a rank reads its half of every one.
+        reads = [rank["read"] for rank in ranks]
+        assert len(reads[0]) == len(reads[1]) == 3 * len(whole)
+        for (first, full), (second, same) in zip(*reads, strict=True):
+            assert full == same == first + second
+            assert abs(first - second) <= full // 2
+        assert sum(own for own, _ in reads[0]) < 0.51 * sum(full for _, full in reads[0])
+    everything = sum(full for _, full in of_parts[0]["read"])
+    for index, rank in enumerate(of_parts):
+        assert rank["files"] == [f"rank-{index}-of-2.safetensors"]  # its own alone
+        assert 0.3 * everything < rank["copied"][0] < 0.35 * everything  # half of the two tensors of AdamW
+    assert [rank["files"] for rank in of_whole] == [[], []]  # the state of one rank is in one file
+
+
+def bytes_of_ranks(folder: Path) -> list[dict[str, list[Any]]]:
+    return [json.loads((folder / f"bytes-{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:

@@ -40,15 +40,16 @@ class RankFiles:
         if self._ranks.is_first:
             path.touch()
         self._ranks.wait()
-        sees = self._ranks.all(path.exists())
+        seen = self._ranks.all((path.exists(), str(self._output_dir)))
         if self._ranks.is_first:
             path.unlink()
-        if all(sees):
-            return ""
-        return (
-            f"rank {sees.index(False)} does not see what the first rank writes to {self._output_dir}: with fsdp each "
-            f"rank writes a part of a full state, so output_dir must be a folder that all ranks share"
-        )
+        for rank, (sees, folder) in enumerate(seen):
+            if not sees:
+                return (
+                    f"rank {rank} does not see in {folder} what the first rank writes to {seen[0][1]}: with fsdp each "
+                    f"rank writes a part of a full state, so output_dir must be a folder that all ranks share"
+                )
+        return ""
 
     def remove_leftovers(self) -> None:
         """Remove what killed runs left. The first rank calls it, and no rank writes meanwhile."""
