@@ -93,6 +93,9 @@ class LimitsSection(Model):
     max_unfinished_bytes: Bytes = 2 << 30
     """The most bytes of items that have not arrived completely. One connection may use half of it. More items wait.
     It must be at least `max_payload_bytes`, or the largest item would never fit."""
+    max_unread_bytes: Bytes = 2 << 30
+    """The most bytes that gRPC may hold of messages that have not arrived completely, or that wait to be read. Beyond
+    it the server cuts the connections that hold most. Linux only."""
     max_waiting_bytes: Bytes = 4 << 30
     """The most bytes of complete items that wait for their table. One connection may use half of it. The server refuses
     more."""

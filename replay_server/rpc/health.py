@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
 from replay_server.rpc.open_calls import Context
+from replay_server.rpc.unread import Unread
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 REFLECTION: str = reflection.SERVICE_NAME
@@ -81,12 +82,14 @@ class Health:
         return _STATUS(status=_STATUS.NOT_SERVING if self._draining.is_set() else _STATUS.SERVING)
 
 
-def add_health(server: grpc.aio.Server) -> Health:
+def add_health(server: grpc.aio.Server, unread: Unread) -> Health:
     """Registers health checking and reflection."""
     health = Health()
     handlers = {
-        name: grpc.stream_stream_rpc_method_handler(getattr(health, name), _parse_request, _STATUS.SerializeToString)
-        for name in ("Check", "Watch")
+        name: grpc.stream_stream_rpc_method_handler(
+            unread.of_stream(method, many=True), unread.sized(_parse_request), _STATUS.SerializeToString
+        )
+        for name, method in (("Check", health.Check), ("Watch", health.Watch))
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, handlers),))
     reflection.enable_server_reflection((SERVICE, HEALTH, REFLECTION), server)

@@ -39,7 +39,7 @@ class MemoryGuard:
             self._why = self._find()
             if self._why and now - self._trimmed_at >= _TRIM_EVERY:
                 self._trimmed_at = now
-                _give_back_freed()
+                give_back_freed()
                 self._why = self._find()
             if bool(before) != bool(self._why):
                 log.warning("%s", self._why or "there is memory again: inserts are accepted")
@@ -58,7 +58,7 @@ class MemoryGuard:
         return None
 
 
-def _give_back_freed() -> None:
+def give_back_freed() -> None:
     """Without this the C library keeps the memory of items that have left, and the guard would stay as it is."""
     if sys.platform == "linux":
         try:
