@@ -117,6 +117,13 @@ async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLL
     assert first[0].token_ids != first[1].token_ids
 
 
+async def under_way(engine: VLLMEngine) -> None:
+    """Returns when the requests of tasks that were created before have some tokens."""
+    # A call that is awaited begins before a task does: the tasks begin during the first one, so the second comes last.
+    for _ in range(2):
+        await engine.generate([3], SamplingConfig(max_tokens=2), 1)
+
+
 @on_the_engines_loop
 async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
     engine: VLLMEngine, model: Path, version: Path
@@ -124,7 +131,7 @@ async def test_completions_under_way_go_on_with_new_weights_exact_for_every_toke
     sampling = SamplingConfig(temperature=0.7, max_tokens=58)
     prompts = [[3, 9, 4 + number] for number in range(8)]
     tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
-    await engine.generate([3], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
+    await under_way(engine)
     await engine.load_weights(str(version), 1)
     groups = await asyncio.gather(*tasks)
     spanning = [
@@ -148,7 +155,7 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
     engine: VLLMEngine, version: Path, tmp_path: Path
 ) -> None:
     task = asyncio.create_task(engine.generate([3, 9], SamplingConfig(max_tokens=60, seed=2), 32))
-    await engine.generate([3], SamplingConfig(max_tokens=1), 1)  # comes last, so the other is under way
+    await under_way(engine)
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(Exception, match="collective_rpc"):
         await engine.load_weights(str(tmp_path), 1)

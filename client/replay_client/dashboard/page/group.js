@@ -72,7 +72,7 @@ const damaged = () => h("section", { class: "card", "aria-label": "Payload" },
 
 const promptOf = (group) => h("section", { class: "card prompt", "aria-label": "Prompt" },
   h("h2", null, "Prompt", h("small", null, plural(group.prompt.total, "token"))),
-  h("div", { class: "text" }, tokens(group.prompt, null, -1)), rest(group.prompt, -1));
+  h("div", { class: "text", tabindex: 0 }, tokens(group.prompt, null, -1)), rest(group.prompt, -1));
 
 // ------------------------------------------------------------------------------------------------ tools
 
@@ -129,7 +129,7 @@ function completions(group) {
         each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
         each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
           each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),
-      h("div", { class: "text" }, each.tokens ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
+      h("div", { class: "text", tabindex: 0 }, each.tokens ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
         rest(each.window, each.index))),
     sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) },
       `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
@@ -214,7 +214,7 @@ function difference(group) {
   return h("section", { class: "difference", "aria-label": "Differences" }, both.map((each, side) => h("article", { class: "card" },
     h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
       h("small", null, `${plural(only[side].size, "token")} that #${both[1 - side].index} does not have${cut ? ", of those shown" : ""}`)),
-      h("div", { class: `text side${side}` }, tokens(each.window, group, each.index, only[side])))));
+      h("div", { class: `text side${side}`, tabindex: 0 }, tokens(each.window, group, each.index, only[side])))));
 }
 
 export function keyPressed(event) {
