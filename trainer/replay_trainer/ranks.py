@@ -61,7 +61,7 @@ class Ranks:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(tensor)
+        distributed.all_reduce(tensor, group=self._group)
         total: list[float] = tensor.tolist()
         return total
 
@@ -78,7 +78,7 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
-        distributed.broadcast_object_list(values, src=0)
+        distributed.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Ranks:
         """Copy the weights of `module` from the first rank to all."""
         if self.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
-                distributed.broadcast(tensor.data, src=0)
+                distributed.broadcast(tensor.data, src=0, group=self._group)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum over the ranks the gradients of parameters that every rank holds in full."""
@@ -101,7 +101,7 @@ class Ranks:
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                pending.append(distributed.all_reduce(parameter.grad, async_op=True))
+                pending.append(distributed.all_reduce(parameter.grad, group=self._group, async_op=True))
         for work in pending:
             work.wait()
 
