@@ -182,7 +182,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Places:
-    """Where in the file the payloads of items lie: columns (n,)."""
+    """Where in the file the payloads of items lie, in the order of the file: columns (n,)."""
 
     keys: npt.NDArray[np.uint64]
     starts: npt.NDArray[np.int64]
@@ -196,7 +196,7 @@ class Places:
             np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)]),
         )
 
-    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Places:
+    def select(self, chosen: npt.NDArray[np.bool_]) -> Places:
         return Places(self.keys[chosen], self.starts[chosen], self.sizes[chosen])
 
 
@@ -270,7 +270,7 @@ def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> Item
 
 
 def read_payloads(path: Path, places: Places) -> Iterator[tuple[list[int], list[Payload]]]:
-    """The payloads that lie there, some MB at a time, in the order of the file."""
+    """The payloads that lie there, some MB at a time. `places` must be in the order of the file."""
     ends = places.starts + places.sizes
     with path.open("rb") as file:
         at = 0
