@@ -41,7 +41,7 @@ Sized = tuple[Any, int]
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """What one connection has brought, and what the server has got of it."""
+    """Counts what the kernel has handed to gRPC for one connection, and what gRPC has handed to the server."""
 
     peer: str
     """gRPC's name."""
@@ -51,7 +51,7 @@ class Connection:
     calls: int = 0
     began: float = field(default_factory=time.monotonic)
     inode: int = 0
-    """Of its socket; 0: not found yet."""
+    """The inode of its socket; 0: no look has found the socket yet."""
     descriptor: int = -1
     look: int = 0
     """The last look at which it was there."""
@@ -158,7 +158,7 @@ class Unread:
             await asyncio.sleep(pause)
             held = await self.look(port)
             pause = max(SECONDS_PER_LOOK, 50 * self._cost)
-            if held > self.limit and await asyncio.to_thread(self._is_true):
+            if held > self.limit and await asyncio.to_thread(self._memory_exceeds_limit):
                 self._cut(held)
 
     async def look(self, port: int) -> int:
@@ -218,8 +218,8 @@ class Unread:
         connection.inode = inode
         return connection
 
-    def _is_true(self) -> bool:
-        """Whether the process has that much memory beside its payloads: a doubtful estimate must cut nobody."""
+    def _memory_exceeds_limit(self) -> bool:
+        """Whether the process holds more than `limit` beside its payloads. The estimate alone may be too high."""
         if private_bytes() - self._kept() <= self.limit:
             return False
         give_back_freed()

@@ -61,7 +61,7 @@ class ThreadRanks:
         return self.all(value)[0]
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """What each rank returns."""
+        """Calls `function` as each rank; the results in the order of ranks."""
 
         def run_rank(index: int) -> Any:
             self._index.value = index
@@ -180,7 +180,7 @@ def as_two_ranks_write_it(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What a run trains that nothing interrupts."""
+    """The weights after a run without an interruption."""
     folder = tmp_path_factory.mktemp("whole")
     weights: dict[str, torch.Tensor] = train(FakeClient(make_batches(3)), folder, **OPTIONS).state_dict()
     return weights

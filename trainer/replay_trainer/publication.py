@@ -284,7 +284,7 @@ class Publication:
         self.leases.acknowledge(groups)
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
-        """What RankFiles.write returns; nothing if there are no rows."""
+        """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""
         self._state_copy.wait()
         return self._rank_files.write(version, rows) if self._rank_files is not None and rows is not None else {}
 

@@ -189,7 +189,7 @@ def remove(folder: Path) -> None:
 
 
 def checksum_of(path: Path) -> str:
-    """Of the bytes of a file, as the manifest has it."""
+    """The checksum of a file, in the form that the manifest has."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

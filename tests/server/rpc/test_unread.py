@@ -1,4 +1,4 @@
-"""What gRPC itself holds for all clients together: halves of messages, and messages that nobody has read yet."""
+"""Unread: the server bounds the half and unread messages that gRPC holds for all clients together."""
 
 import os
 import socket
