@@ -381,7 +381,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.consumed))
+                watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
