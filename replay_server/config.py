@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from replay_server.errors import listed_tables
 from replay_server.tables.config import (
     AdmissionConfig,
     Bytes,
@@ -19,7 +20,6 @@ from replay_server.tables.config import (
     admitted_table,
     explain,
 )
-from replay_server.tables.reasons import listed_tables
 
 
 class ServerSection(Model):

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from replay_server.errors import Refused, closed, deadline, invalid, not_found, try_again
+from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.answers import Answers
 from replay_server.tables.batches import InsertBatch, SampleRequest
@@ -35,10 +35,16 @@ from replay_server.tables.insert_rules import (
 )
 from replay_server.tables.items import Items, Watcher
 from replay_server.tables.known_keys import KnownKeys
-from replay_server.tables.lines import Lines, PendingInsert, PendingSample, any_insert_waits, insertable_at_once
+from replay_server.tables.lines import (
+    Lines,
+    PendingInsert,
+    PendingSample,
+    any_insert_waits,
+    insertable_at_once,
+    silence,
+)
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
-from replay_server.tables.reasons import listed_tables, silence
 from replay_server.tables.table import Table
 
 log = logging.getLogger("replay_server")

@@ -256,15 +256,15 @@ class Table:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
         if batch.epoch != self.epoch:
             return []
-        columns, keys = self.columns, batch.keys.tolist()
-        n, back = len(batch), batch.keys[batch.consumed].tolist()
+        columns, n = self.columns, len(batch)
+        back: list[int] = batch.keys[batch.consumed].tolist()
         self.outstanding -= n
         self.limiter.samples -= n
         self.limiter.deletes -= len(back)
         self.counters.samples -= n
         self.counters.consumed -= len(back)
         if batch.scope:
-            self.scopes.give_back(batch.scope, keys)
+            self.scopes.give_back(batch.scope, batch.keys.tolist())
         if back:
             self._show(columns.return_rows(back))
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
