@@ -16,7 +16,7 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
 )
-from replay_client.rollout import RolloutGroup, group_from_completions
+from replay_client.rollout import RolloutGroup, group_from_completions, group_from_rows
 from replay_client.shards import ShardedInfo
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "StoredItem",
     "TableInfo",
     "group_from_completions",
+    "group_from_rows",
 ]
