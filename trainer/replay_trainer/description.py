@@ -34,7 +34,7 @@ class GroupFacts:
         group = sample.group
         return cls(
             rewards=tuple(group.rewards.tolist()),
-            lengths=tuple(group.completion_lengths.tolist()),
+            lengths=tuple(group.sampled_lengths.tolist()),
             truncated=(group.finish_reasons or ()).count("length"),
             staleness=sample.info.staleness,
             age=sample.info.age,
