@@ -106,8 +106,9 @@ def trained_advantages(group: RolloutGroup) -> FloatArray:
 
 def _of_trained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
     ends_G = np.cumsum(group.completion_lengths)
+    trained_T = group.trained_mask
     trained_G = [
-        length > 0 and (group.loss_mask is None or bool(group.loss_mask[end - length : end].any()))
+        bool(trained_T[end - length : end].any())
         for end, length in zip(ends_G.tolist(), group.completion_lengths.tolist(), strict=True)
     ]
     return np.where(trained_G, advantages_G, np.float32(0)).astype(np.float32)

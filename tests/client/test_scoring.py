@@ -97,6 +97,10 @@ def group_of(rewards, advantages=None, **fields):
             {None: False, "group": False},
         ),
         (group_of([1.0, 0.5, 0.0], completions=[[], [6], []]), {None: False, "group": False}),
+        (
+            group_of([1.0, 0.0], completions=[[5], [6]], logprobs=math.nan, context_lengths=[1, 1]),
+            {None: False, "group": False},
+        ),
     ],
     ids=[
         "rewards that differ",
@@ -110,6 +114,7 @@ def group_of(rewards, advantages=None, **fields):
         "every token masked",
         "the only completion that is trained on is average",
         "the only completion with tokens is average",
+        "nothing but contexts",
     ],
 )
 def test_a_group_carries_a_gradient_if_what_is_trained_on_has_an_advantage(group, carries):
