@@ -61,6 +61,8 @@ def make_trainer(
     callbacks: list[Any] | None = None,
     eval_dataset: Dataset | None = None,
     rollout_func: Any = None,
+    environment_factory: Any = None,
+    tokenizer: Any = None,
     **settings: Any,
 ) -> Any:
     """A trainer of four groups of four a step, without vLLM."""
@@ -79,7 +81,7 @@ def make_trainer(
         "disable_tqdm": True,
         "gradient_checkpointing": False,
     }
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     model: Any = make_model(vocabulary=len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     if settings.get("beta"):  # TRL loads the reference model by its name
@@ -94,6 +96,7 @@ def make_trainer(
         processing_class=tokenizer,
         callbacks=callbacks,
         rollout_func=rollout_func,
+        environment_factory=environment_factory,
     )
 
 
