@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainerCallback
 
 from replay_trainer.demo.task import make_tokenizer, problems
 from replay_trainer.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
@@ -49,6 +50,17 @@ class RecordingTrainer(ReplayGRPOTrainer):
     def _report(self, step: GenerationStep) -> None:
         super()._report(step)
         self.recorded.append(step)
+
+
+class At(TrainerCallback):  # type: ignore[misc]
+    """Calls something at the end of a step."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.action()
 
 
 def make_trainer(

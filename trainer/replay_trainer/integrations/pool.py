@@ -124,10 +124,8 @@ class GroupPool:
         """Insert groups with their `group_priority`. Returns how many the table took; 0 while the server is away."""
         taken = 0
         for group in groups:
-            priorities = {self.table: group_priority(group.rewards, group.advantages)}
-            insert = partial(self.client.insert, group, priorities)
             try:
-                if self._call(lambda insert=insert: insert(timeout=self._limit()), DeadlineExceededError) is None:
+                if self._call(partial(self._insert, group), DeadlineExceededError) is None:
                     break
                 taken += 1
             except (StaleItemError, TableFullError) as error:
@@ -136,6 +134,10 @@ class GroupPool:
                     logger.warning("%s refused a group; this is the only warning: %s", self.table, error)
                 self._warned = True
         return taken
+
+    def _insert(self, group: RolloutGroup) -> int:
+        priorities = {self.table: group_priority(group.rewards, group.advantages)}
+        return self.client.insert(group, priorities, timeout=self._limit())
 
     def _usable(self, sample: Sample) -> bool:
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
@@ -150,12 +152,13 @@ class GroupPool:
 
         `silence`: further errors that mean so, for calls that wait for nothing but an answer.
         """
+        errors: tuple[type[ReplayError], ...] = (*_AWAY, *silence)
         patience = math.inf if self.timeout is None else self.timeout
         deadline = time.monotonic() + (patience if self.problem is None else 0.0)
         while True:
             try:
                 result = attempt()
-            except (*_AWAY, *silence) as error:
+            except errors as error:
                 if time.monotonic() < deadline:
                     time.sleep(_PAUSE)
                     continue

@@ -64,7 +64,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._vocabulary = self.model.config.get_text_config().vocab_size
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
         self._groups_span_ranks = bool(rows % self.num_generations)
-        self._fingerprint = fingerprint(self.reward_func_names, [*self.reward_funcs, type(self)._calculate_rewards])
+        scorers = [*self.reward_funcs]
+        if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:
+            scorers.append(type(self)._calculate_rewards)
+        self._fingerprint = fingerprint(self.reward_func_names, scorers)
         self._warned_of_rewards = False
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
@@ -339,7 +342,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             source = old if step.fresh_logprobs is None else step.fresh_logprobs
             assert source is not None
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(source, fresh.completion_ids, strict=True)]
-        masks = fresh.tool_mask or [None] * len(logprobs)
+        masks: list[Any] = fresh.tool_mask or [None] * len(logprobs)
         rows = list(map(FreshRow, fresh.prompt_ids, fresh.completion_ids, masks, logprobs))
         return list(gather_object(rows)) if self._groups_span_ranks else rows
 
@@ -353,11 +356,12 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 continue
             members = rows[g * step.size - first :][: step.size]
             rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
+            masks: list[Any] = [row.mask for row in members]
             yield group_from_rows(
                 prompts=[row.prompt_ids for row in members],
                 completions=[row.completion_ids for row in members],
                 logprobs=[row.logprobs for row in members],
-                loss_masks=None if members[0].mask is None else [row.mask for row in members],
+                loss_masks=None if any(mask is None for mask in masks) else masks,
                 rewards=rewards,
                 advantages=group_advantages(rewards, "none" if self.scale_rewards == "none" else "group"),
                 policy_version=step.version,

@@ -12,7 +12,7 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
-_DEEPEST = 6
+_DEEPEST = 8
 """Levels of functions within functions that count."""
 
 
@@ -34,16 +34,15 @@ def _describe(value: Any, levels: int) -> Any:
     if isinstance(value, CodeType):
         return [value.co_code.hex(), value.co_names, _describe(value.co_consts, levels - 1)]
     if isinstance(value, partial):
-        parts = (value.func, value.args, sorted(value.keywords.items()))
-        return [_describe(each, levels - 1) for each in parts]
+        return _describe((value.func, value.args, sorted(value.keywords.items())), levels - 1)
     if isinstance(value, type):
         functions = sorted((name, each) for name, each in vars(value).items() if hasattr(each, "__code__"))
         return [value.__qualname__, *(_describe(each, levels - 1) for _, each in functions)]
     if (code := getattr(value, "__code__", None)) is None:
         return [type(value).__qualname__, _describe(vars(type(value)).get("__call__"), levels - 1)]
     made_with = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-    parts = (code, made_with, value.__defaults__, sorted((value.__kwdefaults__ or {}).items()))
-    return [_describe(each, levels - 1) for each in parts]
+    defaults = (value.__defaults__, sorted((value.__kwdefaults__ or {}).items()))
+    return _describe((code, made_with, defaults), levels - 1)
 
 
 def _filled(cell: Any) -> bool:
