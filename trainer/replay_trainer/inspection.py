@@ -113,12 +113,12 @@ def why_unusable(sample: Sample, vocabulary: int | None = None) -> str:
         group = sample.group
     except ValueError as error:
         return str(error)
-    if group.prompt_ids.size == 0:
+    if not group.prompt_lengths.all():
         return "prompt_ids is empty, so nothing predicts the first token"
     if group.num_tokens == 0:
         return "all its completions are empty"
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
-        least, most = int(ids.min()), int(ids.max())
+        least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
         if least < 0:
             return f"{name} holds the token {least}"
         if vocabulary is not None and most >= vocabulary:

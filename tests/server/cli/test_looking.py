@@ -16,6 +16,7 @@ import threading
 import numpy as np
 import pytest
 
+from replay_client import group_from_rows
 from replay_trainer.demo.task import make_tokenizer
 from tests.factories import make_group, server_process, until
 from tests.server.cli.conftest import run_replay
@@ -135,6 +136,26 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
     assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
     assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
     assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+
+
+def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    group = group_from_rows(
+        prompts=[tokenizer(text).input_ids for text in ("1+1=", "1+23=")],
+        completions=[tokenizer("2").input_ids, tokenizer("24").input_ids],
+        logprobs=[[-1.0], [-2.0, np.nan]],
+        rewards=[1, 0],
+        advantages=[1, -1],
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
+    assert "prompt: 2 tokens\n1+\n" in shown
+    assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
+    assert "after 3 tokens of its own context:\n23=\nit wrote:\n24\n" in shown
+    last = document(replay("show", str(key), "--tokens", "--json"))["group"]["completions"][1]
+    assert last["context"] == {"tokens": 3, "ids": group.completion_ids[3:6].tolist()}
+    assert (last["ids"], last["logprobs"]) == (group.completion_ids[6:].tolist(), [-2.0, None])
 
 
 def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):
