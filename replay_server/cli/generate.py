@@ -90,7 +90,9 @@ def generate(
     priority: Annotated[
         str, typer.Option(help="Of each group: advantage (TRL's score), learnability (p(1-p)), or module:function.")
     ] = "advantage",
-    drop_zero_variance: Annotated[bool, typer.Option(help="Do not insert groups whose rewards are all equal.")] = False,
+    drop_zero_variance: Annotated[
+        bool, typer.Option(help="Do not insert groups that carry no gradient: all rewards are equal.")
+    ] = False,
     on_prompt_error: Annotated[
         str, typer.Option(help="When a prompt or a reward fails: raise, or skip the prompt.")
     ] = "raise",
@@ -112,7 +114,7 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
-    from replay_client.scoring import is_zero_variance
+    from replay_client.scoring import carries_gradient
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
@@ -153,7 +155,7 @@ def generate(
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
         fail(in_flags(in_words(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
     report = Report(as_json)
-    keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
+    keep = carries_gradient if drop_zero_variance else None
     try:
         stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
     except (ReplayError, ValueError, OSError, ImportError) as error:

@@ -585,6 +585,24 @@ def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
     assert advantages == pytest.approx([a / (s + offset) for a, s in zip(centred, deviation, strict=True)], rel=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["replace", "dynamic", "none"])
+@pytest.mark.parametrize(("scale", "without"), [(None, 0.0), ("group", 1.0)], ids=["as they are", "computed anew"])
+def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(
+    tmp_path: Path, rule: str, scale: str | None, without: float
+) -> None:
+    batch = [make_sample(make_group(rewards=[1.0], completions=[[5, 6]]), key=key) for key in range(3)]
+    for sample in batch:
+        sample.group.advantages = np.ones(1, np.float32)
+        sample.payload = sample.group.encode()
+    client = FakeClient([batch], pool=[make_sample(make_group(rewards=[1.0, 0.0]), key=9)])
+    options: dict[str, Any] = {"zero_variance": rule, "scale_rewards": scale}
+    make_trainer(client, tmp_path, max_steps=1, groups_per_step=3, **options).train()
+    (line,) = lines(tmp_path)
+    assert line["fresh/zero_variance_fraction"] == without
+    assert line["replay/groups_zero_variance"] == 3 * without * (10 if rule == "dynamic" else 1)
+    assert (line["train/grad_norm"] > 0) == (without == 0 or rule == "replace")
+
+
 def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:
     group = make_group(rewards=[1.0, 0.0])
     group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() + math.log(4.0)  # a ratio of 1/4

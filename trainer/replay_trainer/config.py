@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from replay_client.names import suggests_names, unknown_name
+from replay_client.scoring import Scale
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
 from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
-"""What happens to groups whose rewards are all equal: they give no gradient.
+"""What happens to groups that carry no gradient, because all their rewards are equal.
 replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
 draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
-ScaleRewards = Literal["group", "batch", "none"]
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 
@@ -113,7 +113,7 @@ class GRPOConfig:
     beta: float = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
     is to the base model without it, which needs no copy."""
-    scale_rewards: ScaleRewards | None = None
+    scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups."""
     max_completion_length: int | None = None
@@ -288,7 +288,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_empty": get_args(OnEmpty),
     "lr_scheduler_type": get_args(Schedule),
     "loss_type": get_args(LossType),
-    "scale_rewards": (*get_args(ScaleRewards), None),
+    "scale_rewards": (*get_args(Scale), None),
 }
 
 

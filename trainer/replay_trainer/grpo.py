@@ -104,6 +104,7 @@ class GRPOTrainer:
             config.sample_timeout,
             config.max_replay_staleness,
             inspector=self.inspector,
+            scale=config.scale_rewards,
         )
         self.alarms = Alarms()
 
@@ -196,9 +197,9 @@ class GRPOTrainer:
         run, start = ranks.from_first(secrets.token_hex(8)), config.replay_start_step
         source: GroupSource
         if config.zero_variance == "none":
-            source = KeepingSource(batches)
+            source = KeepingSource(batches, config.scale_rewards)
         elif config.zero_variance == "dynamic":
-            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches)
+            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches, config.scale_rewards)
         else:
             source = ReplacingSource(batches, self.replacer, ranks, run, start)
         if self.replayed_per_rank:
@@ -364,8 +365,8 @@ class GRPOTrainer:
         config = self.config
         drifts = group_drifts(batch, old_BT)
         part = RankPart(
-            fresh=[GroupFacts.of(sample) for sample in taken.fresh],
-            trained=[GroupFacts.of(sample) for sample in taken.samples],
+            fresh=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from replay_client.dashboard.tokens import TokenText
 from replay_client.rollout import MAGIC, RolloutGroup
+from replay_client.scoring import carries_gradient
 
 COLUMNS = (
     *("reward_mean", "reward_std", "reward_max", "completions", "length_mean", "logprob_mean"),
@@ -55,7 +56,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
     answers = {ids.tobytes() for ids in group.completions()}
     notes = {
-        "no variance": len(rewards) > 1 and float(np.ptp(rewards)) <= 1e-6,
+        "no variance": bool(np.isfinite(rewards).all()) and not carries_gradient(group),
         "all cut off": bool(reasons) and set(reasons) == {"length"},
         "identical answers": len(rewards) > 1 and len(answers) == 1,
         "no log-probs": known.size == 0 and logprobs.size > 0,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import carries_gradient
 
 _RECENT_GROUPS = 64  # rates and means of GeneratorStats cover this many groups
 
@@ -80,6 +80,7 @@ class _Inserted:
     """An inserted group, until the next line."""
 
     rewards_G: npt.NDArray[np.float32]
+    carries_gradient: bool
     lengths_G: npt.NDArray[np.int32]
     finish_reasons: tuple[str, ...]
     by_function: Mapping[str, npt.NDArray[np.float32]]
@@ -125,6 +126,7 @@ class GeneratorMetrics:
         self._groups.append(
             _Inserted(
                 group.rewards,
+                carries_gradient(group),
                 group.completion_lengths,
                 group.finish_reasons or (),
                 by_function,
@@ -161,7 +163,7 @@ class GeneratorMetrics:
                 f"reward/{name}": _mean(np.concatenate([group.by_function[name] for group in groups])) for name in names
             },
             "solve_rate": _mean(rewards >= self.solved_reward),
-            "zero_variance_share": _mean([is_zero_variance(group.rewards_G) for group in groups]),
+            "zero_variance_share": _mean([not group.carries_gradient for group in groups]),
             "completion_tokens_mean": _mean(lengths),
             "completion_tokens_max": int(lengths.max()) if groups else None,
             "truncated_share": _mean([reason == "length" for reason in reasons]),

@@ -18,7 +18,7 @@ from replay_client.errors import (
     StaleItemError,
     TableFullError,
 )
-from replay_client.scoring import group_priority, is_zero_variance
+from replay_client.scoring import carries_gradient, group_priority
 from replay_trainer.replacement import OnEmpty
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class GroupPool:
 
     def _usable(self, sample: Sample) -> bool:
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
-        return fresh_enough and not is_zero_variance(sample.group.rewards)
+        return fresh_enough and carries_gradient(sample.group)
 
     def _call(self, attempt: Callable[[], T]) -> T:
         """The result of `attempt`. A server that went away has _PATIENCE seconds to come back."""

@@ -17,7 +17,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.utils.types import Sample
 
 from replay_client import ReplayClient, RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, is_zero_variance
+from replay_client.scoring import carries_gradient, group_advantages
 from replay_trainer.integrations.pool import GroupPool
 
 NOT_STORED = ("multimodal_inputs", "rollout_top_p_token_ids", "rollout_routed_experts", "teacher_log_probs")
@@ -55,7 +55,7 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
     """
     version = pool.advance(rollout_id)
     groups = [_stored(samples, version, reward_key) for samples in output.samples]
-    zero_variance = [place for place, group in enumerate(groups) if is_zero_variance(group.rewards)]
+    zero_variance = [place for place, group in enumerate(groups) if not carries_gradient(group)]
     size = max((group.group_size for group in groups), default=0)
     places = [place for place in zero_variance if groups[place].group_size == size]
     drawn = pool.draw(

@@ -22,7 +22,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import carries_gradient
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.weights import publish_weights, remove
 
@@ -143,7 +143,7 @@ class ServerRollouts:
             time.sleep(_PAUSE)
             return []
         self._last_sample = time.monotonic()
-        zero_variance = is_zero_variance(sample.group.rewards)
+        zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._pool is not None:
             size = sample.group.group_size

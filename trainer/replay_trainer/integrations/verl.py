@@ -23,7 +23,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from replay_client import ReplayClient, RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, is_zero_variance
+from replay_client.scoring import carries_gradient, group_advantages
 from replay_trainer.integrations.pool import GroupPool
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
@@ -57,7 +57,7 @@ class _WithPool:
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
         keys, groups = self._read(batch, version)
-        zero_variance = [name for name, group in groups.items() if is_zero_variance(group.rewards)]
+        zero_variance = [name for name, group in groups.items() if not carries_gradient(group)]
         # Groups in which a session failed are smaller, and stay.
         size = max((group.group_size for group in groups.values()), default=0)
         places = [name for name in zero_variance if groups[name].group_size == size]
