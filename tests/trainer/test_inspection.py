@@ -16,7 +16,7 @@ from replay_client import Sample
 from replay_client.errors import TableNotFoundError
 from replay_client.rollout import RolloutGroup
 from replay_trainer import GRPOConfig, GRPOTrainer, TableEvaluation
-from replay_trainer.inspection import Inspector, why_unusable
+from replay_trainer.inspection import Inspector, Limits, why_unusable
 from replay_trainer.ranks import Ranks
 from tests.trainer.factories import FakeClient, make_batches, make_group, make_model, make_sample
 
@@ -43,6 +43,16 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
     "a prompt beyond the vocabulary": (lambda: changed(prompt_ids=[3, 900]), "prompt_ids holds the token 900"),
     "a negative token": (lambda: changed(completion_ids=[5, -1, 7]), "completion_ids holds the token -1"),
     "a NaN advantage": (lambda: changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
+    "an advantage beyond float32's squares": (
+        lambda: changed(advantages=[1e30, 0.0]),
+        "advantages holds 1e+30, beyond ±1e+09",
+    ),
+    "a reward that is too large": (lambda: changed(rewards=[0.0, -3e38]), "rewards holds -3e+38, beyond ±1e+09"),
+    "sampling that is almost greedy": (
+        lambda: changed(sampling={"temperature": 1e-30}),
+        "sampled at temperature 1e-30, not from 0.001 to 1000",
+    ),
+    "sampling that is too hot": (lambda: changed(sampling={"temperature": 1e30}), "sampled at temperature 1e+30"),
     "an infinite advantage": (lambda: changed(advantages=[0.0, math.inf]), "advantages holds inf"),
     "a NaN reward": (lambda: changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
     "foreign bytes": (foreign, "not a rollout group: 11 bytes that begin with b'not of o'"),
@@ -60,12 +70,12 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_trained_on_is_told_with_its_reason(name: str) -> None:
     make, words = BAD[name]
-    assert words in why_unusable(make(), vocabulary=16)
+    assert words in why_unusable(make(), Limits(vocabulary=16))
 
 
 def test_what_can_be_trained_on_has_no_reason() -> None:
     group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
-    assert why_unusable(make_sample(group), vocabulary=16) == ""
+    assert why_unusable(make_sample(group), Limits(vocabulary=16)) == ""
     assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
 
 
@@ -107,7 +117,7 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()
-    inspector = Inspector(client, Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(client, Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     assert inspector.usable([foreign()], "rollouts") == []
     assert inspector.end_draws() == 1
     client.pool = [foreign()]
@@ -151,7 +161,7 @@ def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tm
 
 
 def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
-    inspector = Inspector(FakeClient(), Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(FakeClient(), Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     good = make_sample(make_group())
     caplog.set_level(logging.ERROR)
 
