@@ -135,8 +135,8 @@ def gradients(workload: Workload, path: str) -> None:
                 correction=PRESETS["off"](),
             )
             batch = to_batch([sample.group for sample in client.samples], trainer.device)
-            old_BT = trainer._logprobs(batch) + offsets_of(*batch.mask_BT.shape).to(trainer.device)
-            _, loss, _ = trainer._backward(batch, old_BT)
+            old_BT = trainer.passes.logprobs(batch) + offsets_of(*batch.mask_BT.shape).to(trainer.device)
+            _, loss, _ = trainer.passes.backward(batch, old_BT)
             named = trainer.model.named_parameters()
             results[loss_type] = {
                 "loss": loss,

@@ -27,6 +27,12 @@ _MAX_HEADER = 4 * 2**20
 """The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
 MAX_LOGPROB = 1e-4
 """Largest log-probability in nats. It is above 0 because engines round."""
+MAX_VALUE = 1e9
+"""Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
+must fit into float32, which ends at 3e38."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""A trainer divides logits by the temperature. Below, the rounding of logits is larger than what they say; above, all
+tokens are equally likely."""
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -153,6 +159,17 @@ class RolloutGroup:
         for name, values_G in (("rewards", self.rewards), ("advantages", self.advantages)):
             if not np.isfinite(values_G).all():
                 raise ValueError(f"{name} {values_G.tolist()} must be finite")
+            if (largest := float(np.abs(values_G).max())) > MAX_VALUE:
+                raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
+        temperature = self.sampling.get("temperature", 1.0)
+        # 0 is greedy decoding: no trainer can use it, and an evaluation can.
+        if isinstance(temperature, int | float) and not (
+            temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+        ):
+            raise ValueError(
+                f"sampling has the temperature {temperature:g}, not one from {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g} (0: greedy)"
+            )
         # A comparison with NaN, an unknown log-probability, is False.
         if (self.rollout_logprobs > MAX_LOGPROB).any():
             raise ValueError(

@@ -123,6 +123,11 @@ def test_another_format_version_is_refused_by_its_number():
         ({"advantages": [1.0, math.nan]}, r"advantages \[1.0, nan\] must be finite"),
         ({"rewards": [1.0, math.inf]}, r"rewards \[1.0, inf\] must be finite"),
         ({"advantages": [math.inf, 0.0]}, "must be finite"),
+        ({"advantages": [1.0, -1e30]}, r"advantages holds 1e\+30: no trainer can use a value beyond ±1e\+09"),
+        ({"rewards": [3e38, 0.0]}, r"rewards holds 3e\+38: no trainer"),
+        ({"sampling": {"temperature": 1e-30}}, r"temperature 1e-30, not one from 0.001 to 1000 \(0: greedy\)"),
+        ({"sampling": {"temperature": 1e30}}, r"temperature 1e\+30"),
+        ({"sampling": {"temperature": math.nan}}, "temperature nan"),
         ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),
         ({"policy_version": None}, "policy_version must be an integer, not None"),
@@ -217,6 +222,7 @@ def test_any_prompts_come_back_as_they_were(prompts, length):
 
 
 def test_what_no_trainer_can_use_is_refused_when_made_and_still_decodes():
+    RolloutGroup.decode(make_group(sampling={"temperature": 0}).encode())  # greedy, for an evaluation
     valid = {"prompt_ids": [1], "completions": [[2, 3], []], "logprobs": [[-0.5, math.nan], []], "rewards": [1, 0]}
     group = group_from_completions(**valid, advantages=[1.0, -1.0])
     with pytest.raises(ValueError, match="completions must hold int32, not float64"):

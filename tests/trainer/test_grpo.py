@@ -408,21 +408,6 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
     assert client.version == 1
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
-    batches = make_batches(2)
-    broken = make_group(rewards=[1.0, 0.0])
-    broken.advantages[0] = 3e38  # its gradient leaves the range of float32
-    batches[1] = [make_sample(broken)]
-    trainer = make_trainer(FakeClient(batches), tmp_path)
-    with pytest.raises(
-        FloatingPointError, match=r"step 2: loss .*, gradient norm (inf|nan).*published\s+weights are intact"
-    ):
-        trainer.train()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-1")
-    assert_same_weights(loaded, trainer.model, atol=0, rtol=0)
-    assert len(lines(tmp_path)) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -57,9 +57,12 @@ class GRPOConfig:
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
     max_bad_share: float = 0.1
-    """Groups that cannot be trained on (token ids beyond the vocabulary, NaN advantages, bytes that do not decode) are
-    left out, deleted and counted (train/groups_skipped). The run stops if they are more than this share of the last 100
-    groups; 0: at the first one."""
+    """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
+    finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
+    than this share of the last 100 groups; 0: at the first one."""
+    max_group_tokens: int | None = None
+    """The most tokens of a group, prompt and completions together; a larger one cannot be trained on. None: no limit
+    but the model's, where it has an embedding for each position, and memory."""
     replay_share: float = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
@@ -257,6 +260,7 @@ _LEAST: dict[str, float] = {
     "lease": 1.0,
     "max_dynamic_batches": 1,
     "max_bad_share": 0.0,
+    "max_group_tokens": 1,
     "replay_share": 0.0,
     "replay_start_step": 0,
     "replay_max_drift": 0.0,

@@ -199,12 +199,13 @@ class Publication:
         A full state contains the groups of all steps so far, and not those that are `left` for later steps.
 
         Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
-        the version before. Raises RuntimeError on every rank if that one failed.
+        the version before. Raises RuntimeError on every rank if that one failed, and FloatingPointError if the weights
+        compute numbers that are not finite: nothing is written or announced then.
         """
         config = self.config
         self.finish()
+        probe = self.probe()
         full = version == config.max_steps or version - self._last_saved >= config.save_every
-        probe = self._probe()
         weights = self._weights()
         state, rows = self._state() if full else (None, None)
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
@@ -331,11 +332,25 @@ class Publication:
         return state, rows
 
     @torch.no_grad()
-    def _probe(self) -> dict[str, list[Any]]:
+    def probe(self) -> dict[str, list[Any]]:
         """{"token_ids": [P], "logprobs": [P - 1]}: the log-probability of each token after the ones before it.
 
-        In nats, at temperature 1, computed in the dtype of the model.
+        In nats, at temperature 1, computed in the dtype of the model. Every rank calls it. Raises FloatingPointError on
+        every rank if one of the numbers is not finite: these weights are of no use.
         """
         token_ids = probe_tokens(self.policy.model, self.tokenizer)
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))
+        if not all(self.ranks.all(bool(logprobs_BT.isfinite().all()))):
+            raise FloatingPointError(self._why_unsound())
         return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
+
+    def _why_unsound(self) -> str:
+        versions, states = self._published(), saved(self.output_dir)
+        if not states:
+            return "the model computes log-probabilities that are not finite before any step: its weights are damaged"
+        last = max(versions, key=version_of)
+        return (
+            f"the weights compute log-probabilities that are not finite, so they are not published. The last good "
+            f"version is {version_of(last)}, in {last}. Continue with resume=True from {states[-1]}, and a lower "
+            f"learning_rate (now {self.config.learning_rate:g})"
+        )

@@ -42,15 +42,18 @@ class Replacement:
         """The groups of `samples`."""
         return [sample.group for sample in self.samples]
 
-    def without(self, drifted: Sequence[int]) -> Replacement:
-        """The same without these of `samples`, which count as groups_drifted."""
-        kept = [i for i in range(len(self.samples)) if i not in drifted]
+    def without(self, left_out: Sequence[int]) -> Replacement:
+        """The same without these of `samples`."""
+        kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
             samples=[self.samples[i] for i in kept],
             replaced=[kept.index(i) for i in self.replaced if i in kept],
-            counts=self.counts | {"groups_drifted": len(drifted)},
         )
+
+    def counting(self, **counts: int) -> Replacement:
+        """The same with these `counts`."""
+        return replace(self, counts=self.counts | {f"groups_{name}": count for name, count in counts.items()})
 
     @property
     def stats(self) -> dict[str, float]:
