@@ -47,6 +47,10 @@ class ServerCollector(Collector):
 def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     about = {"version": info.version, "storage": info.storage, "server_id": str(info.server_id)}
     yield InfoMetricFamily("replay_server", "Version, storage, and an id that is new at each start.", about)
+    on_disk = info.storage != "memory"
+    if on_disk:
+        yield CounterMetricFamily("replay_commits", "Commits to the disk since the start.", value=info.commits)
+        yield CounterMetricFamily("replay_damaged", "Items lost because their bytes were damaged.", value=info.damaged)
     gauges: dict[str, tuple[str, float | None]] = {
         "replay_uptime_seconds": ("Since the start.", info.uptime),
         "replay_items": ("Payloads held.", info.items),
@@ -56,7 +60,11 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
         "replay_disk_available_bytes": ("Space that the disk of data_dir has left.", info.disk_available or None),
         "replay_fell_back": (
             "1: the start found damage on the disk, and went back to an older state.",
-            None if info.storage == "memory" else float(bool(info.fell_back)),
+            float(bool(info.fell_back)) if on_disk else None,
+        ),
+        "replay_commit_failing": (
+            "1: the server cannot write to data_dir, and refuses inserts.",
+            float(bool(info.commit_error)) if on_disk else None,
         ),
         "replay_insert_streams": ("Open streams of inserts.", info.insert_streams),
         "replay_sample_streams": ("Open streams of samples.", info.sample_streams),

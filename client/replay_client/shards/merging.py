@@ -76,14 +76,15 @@ def merge_admissions(parts: Sequence[AdmissionInfo]) -> AdmissionInfo | None:
     counts = ("groups_per_step", "accepted", "running", "capacity", "expired")
     merged = AdmissionInfo(**{name: sum(getattr(part, name) for part in parts) for name in counts})
     merged.max_staleness = max(part.max_staleness for part in parts)
+    merged.table = parts[0].table
     merged.acquiring.CopyFrom(_waiting([part.acquiring for part in parts]))
     return merged
 
 
 _SUMS = (
     *("size", "bytes", "reserved", "inserts", "samples", "consumed", "deleted", "evicted", "evicted_unsampled"),
-    *("stale", "stale_refused", "duplicates", "forwarded", "forward_refused", "inserts_per_second"),
-    "samples_per_second",
+    *("evicted_on_arrival", "stale", "stale_refused", "duplicates", "forwarded", "forward_refused"),
+    *("inserts_per_second", "samples_per_second"),
 )
 _MEANS = ("insert_blocked_share", "sample_blocked_share")
 _QUANTILES = ("age", "staleness", "priority", "effective_priority")
