@@ -16,7 +16,7 @@ from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.cli.documents import server_document
-from replay_server.telemetry.prometheus import server_metrics, table_metrics
+from replay_server.telemetry.prometheus import client_metrics, server_metrics, table_metrics
 
 SEES_FOR_ITSELF = "Prometheus has it from elsewhere"
 TOO_LONG = "the alert says that it is so, and the log and `replay doctor` say why"
@@ -31,6 +31,14 @@ NO_METRIC = {
     "Waiting.reason": TOO_LONG,
     "TableInfo.inserts_per_second": f"{SEES_FOR_ITSELF}: rate(replay_table_inserts_total)",
     "TableInfo.samples_per_second": f"{SEES_FOR_ITSELF}: rate(replay_table_samples_total)",
+    "TableInfo.inserted": "replay_silent_seconds says whether somebody is gone, and the counter has the rate",
+    "TableInfo.sampled": "replay_silent_seconds says whether somebody is gone, and the counter has the rate",
+    "Silence.table": TOO_LONG,
+    "Silence.usual": TOO_LONG,
+    "Silence.reason": TOO_LONG,
+    "ClientInfo.name": "each new process would begin a new series",
+    "ClientInfo.age": "each new process would begin a new series",
+    "ClientInfo.ended": "each new process would begin a new series",
     "TableInfo.limiter": "where a limiter stands says nothing without its settings; waits have metrics",
     "TableInfo.effective_priority": "of the priorities as they were given there is a metric",
 }
@@ -47,7 +55,7 @@ def filled(message: Message, start: int = 1) -> Message:
         elif field.message_type is not None:
             filled(getattr(message, field.name), 10 * number)
         elif field.cpp_type == field.CPPTYPE_STRING:
-            setattr(message, field.name, field.name)
+            setattr(message, field.name, {"side": "trainer", "role": "trainer"}.get(field.name, field.name))
         elif field.cpp_type == field.CPPTYPE_BOOL:
             setattr(message, field.name, True)
         else:
@@ -91,6 +99,7 @@ def exposition(info: pb.ServerInfo) -> bytes:
     class Given(Collector):
         def collect(self):
             yield from server_metrics(info)
+            yield from client_metrics(info)
             yield from table_metrics(info)
 
     registry = CollectorRegistry()

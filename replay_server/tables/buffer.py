@@ -36,6 +36,7 @@ from replay_server.tables.insert_rules import (
 from replay_server.tables.items import Items, Watcher
 from replay_server.tables.known_keys import KnownKeys
 from replay_server.tables.lines import Lines, PendingInsert, PendingSample, any_insert_waits, insertable_at_once
+from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
 from replay_server.tables.reasons import listed_tables, silence
@@ -72,7 +73,7 @@ class ReplayBuffer:
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.known_keys = KnownKeys()
-        self.policy = Policy(set_at=clock())
+        self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
@@ -428,6 +429,7 @@ class ReplayBuffer:
                 f"if the trainer really went back"
             )
         self.policy = Policy(version, weights, self.clock())
+        self.versions.beat(self.policy.set_at)
         for table in self.tables.values():
             table.set_policy_version(version)
             table.drop_stale(version)

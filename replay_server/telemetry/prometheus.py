@@ -40,6 +40,7 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         info = self._ask()
         yield from server_metrics(info)
+        yield from client_metrics(info)
         yield from table_metrics(info)
         yield from latency_metrics(self._latencies)
 
@@ -70,6 +71,8 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
         "replay_sample_streams": ("Open streams of samples.", info.sample_streams),
         "replay_policy_version": ("Finished updates of the trainer.", info.policy.version),
         "replay_policy_age_seconds": ("Since the policy version was set.", info.policy.age),
+        "replay_policy_usual_seconds": ("Usually between two versions, where it is known.", info.policy.usual or None),
+        "replay_long_wait_seconds": ("From which on a wait is long: three usual steps.", info.long_wait),
     }
     if info.HasField("admission"):
         admission = info.admission
@@ -92,6 +95,22 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     for name, (text, value) in gauges.items():
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
+
+
+def client_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
+    silent = GaugeMetricFamily(
+        "replay_silent_seconds",
+        "Since when a side of the run is gone: three usual intervals without a sign, and it did not say that it ends. "
+        "0: it is there, or unknown.",
+        labels=["side"],
+    )
+    for side in ("trainer", "generators"):
+        silent.add_metric([side], max((each.age for each in info.silences if each.side == side), default=0.0))
+    yield silent
+    there = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
+    for role in ("trainer", "generator"):
+        there.add_metric([role], sum(role in each.role and each.open > 0 for each in info.clients))
+    yield there
 
 
 def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
