@@ -51,6 +51,9 @@ class EndlessClient:
     def policy(self) -> Policy:
         return Policy(0, "", 0.0)
 
+    def leave(self) -> None:
+        """Nobody looks at this server."""
+
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
         pass
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_server.cli.config_file import ConfigFile
-from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.connection import as_worker, in_flags
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model, loading
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from replay_client.generator.group_maker import PromptSource
 
 
-@with_access
+@as_worker
 def generate(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.connection import as_worker, in_flags
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model, loading
@@ -23,7 +23,7 @@ EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 
 
-@with_access
+@as_worker
 def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],

@@ -99,6 +99,9 @@ class FakeClient:
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
         self.version, self.weights = version, weights
 
+    def leave(self) -> None:
+        """Nobody looks at this server."""
+
     def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
         self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")
         return self.checkpoints[-1]

@@ -179,6 +179,7 @@ class GRPOTrainer:
             self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
+        self.client.leave()
         return max(0, config.max_steps - version)
 
     def decode(self, token_ids: Any) -> str:

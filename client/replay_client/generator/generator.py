@@ -130,6 +130,8 @@ class RolloutGenerator:
             if file is not None:
                 self._see_policy()
                 file.write(self._metrics.line())
+        if self._failure is None:
+            await self._server.leave()
 
     def stop(self) -> None:
         """Start no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient, diagnosis
-from replay_client.dashboard import app, health
+from replay_client import ReplayClient
+from replay_client.dashboard import app
 from replay_client.dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
+from replay_server.rpc import silences
 from tests.client.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.client.dashboard.load import HOSTILE, make_tokenizer
 from tests.factories import make_group, server_process
@@ -94,8 +95,8 @@ def test_several_servers_are_one_run_with_a_row_for_each(opened):
 
 
 def test_it_says_first_what_blocks_the_run_and_then_that_it_goes_on(opened, monkeypatch):
-    for module in (diagnosis, health):
-        monkeypatch.setattr(module, "LONG_WAIT", 1.0)
+    for name in ("LONG_WAIT", "FIRST_STEPS"):
+        monkeypatch.setattr(silences, name, 1.0)
     queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 2})
     with ReplayServer(tables=[queue], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
         writer = client.writer()

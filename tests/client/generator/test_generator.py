@@ -417,6 +417,22 @@ async def test_permits_are_given_back_when_the_engine_fails() -> None:
     assert not client.leases
 
 
+@pytest.mark.parametrize("ending", ["prompts run out", "stop", "failure"])
+async def test_a_generator_says_that_it_ends_unless_it_failed(ending: str) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, *_: Any) -> Any:
+            raise RuntimeError("the engine died")
+
+    client, engine = RecordingClient(), Broken() if ending == "failure" else ScriptedEngine()
+    generator = make_generator(client, engine, max_groups=3 if ending == "prompts run out" else None)
+    task = await running(generator)
+    if ending == "stop":
+        await client.inserted(1)
+        generator.stop()
+    await asyncio.wait([task], timeout=60)
+    assert (task.exception() is None) == client.left == (ending != "failure")
+
+
 async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest() -> None:
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=60.0)

@@ -34,7 +34,7 @@ def test_a_healthy_server_has_no_finding(tmp_path):
         client.insert(make_group(), {"pool": 1.0})
         findings = findings_of(server, "--strict")
         assert {found["level"] for found in findings} == {"ok"}
-        assert {"access", "connection", "payloads", "version", "clock", "memory", "policy", "pool"} == {
+        assert {"access", "connection", "payloads", "version", "clock", "memory", "policy", "clients", "pool"} == {
             found["check"] for found in findings
         }
 
