@@ -175,6 +175,9 @@ class RolloutGenerator:
         stats["reloads"] = policy.reloads
         stats["probe_max_difference"] = policy.difference
         stats["groups_under_way"] = len(self._groups)
+        # Only the engine that has servers counts them.
+        stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
+        stats["servers_away"] = getattr(self._engine, "servers_away", 0)
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room for it and a permit."""

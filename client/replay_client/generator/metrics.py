@@ -56,6 +56,10 @@ class GeneratorStats(TypedDict):
     """How often no permit came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
+    servers_lost: int
+    """How often a vLLM server went away; 0 with other engines than vllm-server."""
+    servers_away: int
+    """vLLM servers that are away now."""
 
 
 def _no_stats() -> GeneratorStats:
