@@ -99,8 +99,14 @@ def generate(
     when_full: Annotated[
         str, typer.Option(help="When a full table refuses a group: wait, or drop the group.")
     ] = "wait",
-    reward_threads: Annotated[int, typer.Option(help="Groups that reward functions score at the same time.")] = 1,
+    reward_threads: Annotated[
+        int | None,
+        typer.Option(help="Groups that reward functions score at the same time. [1; 8 for those that are thread_safe]"),
+    ] = None,
     reward_timeout: Annotated[float, typer.Option(help="Most seconds for one reward function and one group.")] = 300.0,
+    stale_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for newer weights when the server refuses all groups as too old.")
+    ] = 600.0,
     metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between those lines.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
@@ -139,6 +145,7 @@ def generate(
             when_full=when_full,  # type: ignore[arg-type]
             reward_threads=reward_threads,
             reward_timeout=reward_timeout,
+            stale_timeout=stale_timeout,
             metrics_path=metrics,
             metrics_interval=metrics_interval,
         )

@@ -5,12 +5,14 @@ from replay_client.generator.generator import RolloutGenerator, run_generator
 from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.policy_follower import WeightsMismatchError, WeightsNotAllowedError, WeightsNotFoundError
 from replay_client.generator.prompts import PromptError
+from replay_client.generator.stale import StaleWeightsError
 
 __all__ = [
     "GeneratorConfig",
     "GeneratorStats",
     "PromptError",
     "RolloutGenerator",
+    "StaleWeightsError",
     "WeightsMismatchError",
     "WeightsNotAllowedError",
     "WeightsNotFoundError",

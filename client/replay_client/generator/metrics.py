@@ -46,6 +46,8 @@ class GeneratorStats(TypedDict):
     """Groups that the caller's `keep` rejected."""
     stale_refused: int
     """Groups that were too old when they arrived."""
+    stale_seconds: float
+    """For which generation was held, because all groups would have been too old."""
     full_refused: int
     """Inserts that a table with `when_full = "reject"` had no room for."""
     server_refused: int
@@ -56,11 +58,15 @@ class GeneratorStats(TypedDict):
     """How often no permit came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
+    servers_lost: int
+    """How often a vLLM server went away; 0 with other engines than vllm-server."""
+    servers_away: int
+    """vLLM servers that are away now."""
 
 
 def _no_stats() -> GeneratorStats:
     stats: Any = dict.fromkeys(GeneratorStats.__annotations__, 0)
-    stats.update(tokens_per_second=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
+    stats.update(tokens_per_second=0.0, stale_seconds=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
     result: GeneratorStats = stats
     return result
 

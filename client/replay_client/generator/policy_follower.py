@@ -67,10 +67,12 @@ class PolicyFollower:
         self._condition = asyncio.Condition()
         self._generating = 0
         self._reloading = False
+        self._following = False
         self._loaded: Policy | None = None
         self._warned = False
         self.newest_version = 0
         """Of the trainer, as far as this process knows."""
+        self._without_weights = False  # the newest policy
         self.version = 0
         """Of the weights in the engine."""
         self.reloads = 0
@@ -100,12 +102,28 @@ class PolicyFollower:
         seconds, self._reload_seconds = self._reload_seconds, []
         return seconds
 
+    async def wait_for_other_weights(self, seconds: float) -> None:
+        """Returns when the engine has other weights than now, or after `seconds`."""
+        version = self.version
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._condition:
+                await self._condition.wait_for(lambda: self.version != version)
+
+    def why_old(self) -> str:
+        """Why the engine has no newer weights, in words."""
+        if not self._following:
+            return f"the engine has version {self.version}, and does not follow the policy (follow_policy)"
+        if self.version >= self.newest_version:
+            return f"the engine has version {self.version}, the newest that this generator knows"
+        why = "which was published without weights" if self._without_weights else "whose weights are not loaded yet"
+        return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
+
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
         policy = await self._client.policy()
         if not policy.weights and wait:
             policy = await self._first_published()
-        self.newest_version = policy.version
+        self._see(policy)
         if policy.weights:
             await self._load(policy)
 
@@ -125,10 +143,14 @@ class PolicyFollower:
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""
+        self._following = True
         async for policy in self._watch():
-            self.newest_version = policy.version
+            self._see(policy)
             if policy.weights and not self._is_loaded(policy):
                 await self._reload(policy)
+
+    def _see(self, policy: Policy) -> None:
+        self.newest_version, self._without_weights = policy.version, not policy.weights
 
     async def _watch(self) -> AsyncGenerator[Policy]:
         """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""

@@ -364,6 +364,7 @@ async def test_without_a_number_of_groups_there_must_be_admission() -> None:
         {"probe_tolerance": 0.0},
         {"insert_timeout": 0.0},
         {"reward_timeout": 0.0},
+        {"stale_timeout": 0.0},
         {"reload": "later"},
         {"truncated": "drop"},
         {"on_prompt_error": "ignore"},
@@ -376,7 +377,8 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_name(bad: dict[str, A
         GeneratorConfig(**bad)
 
 
-async def test_stale_groups_are_counted_and_the_run_goes_on() -> None:
+async def test_stale_groups_are_counted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay_client.generator.stale._TRIAL_SECONDS", 0.05)
     client = RecordingClient(admission=True, refuse=[StaleItemError("lags by 9"), StaleItemError("lags by 9")])
     generator = make_generator(client, ScriptedEngine(), max_groups=5)
     await generator.run()

@@ -49,6 +49,13 @@ class VLLMProcess:
             except OSError:
                 time.sleep(0.3)
 
+    def freeze(self) -> None:
+        """SIGSTOP to both processes: from now on the server accepts connections and answers nothing."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to the server and its engine."""
         with contextlib.suppress(ProcessLookupError):

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from replay_client.errors import ReplayError
 from replay_client.names import suggests_names
 
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
+
+
+class EngineError(ReplayError):
+    """An engine died, or cannot do what it was asked. The message says why, and what to do."""
 
 
 @suggests_names
@@ -100,4 +105,4 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "SamplingConfig"]
+__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "EngineError", "SamplingConfig"]

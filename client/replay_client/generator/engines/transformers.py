@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.adapters import check_base, holds_adapter, read_adapter
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
 
@@ -144,8 +144,13 @@ class TransformersEngine:
                     request.cancelled = True
             except Exception as error:
                 self._batch.clear()
+                failure = EngineError(
+                    f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
+                    "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
+                    "max_length (--engine-arg)"
+                )
                 for future in self._futures.values():
-                    _answer(future, error=error)
+                    _answer(future, error=failure)
                 self._futures.clear()
             self._futures = {request: future for request, future in self._futures.items() if not request.cancelled}
 
