@@ -20,6 +20,10 @@ _MARK = ".made-by-benchmarks"
 """A file in each environment that was made here; it holds the requirements once all of them are installed."""
 
 
+FILES = ROOT / "runs/benchmark"
+"""A folder for what servers keep on the disk meanwhile."""
+
+
 @dataclass(frozen=True)
 class RunningEnvironment:
     """The environment that the benchmark itself runs in; never changed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cells import Comparison, all_comparisons, select
+from benchmarks.cells import RESTART_GIGABYTES, Comparison, all_comparisons, select
 from benchmarks.environments import REVERB, ROOT, TRANSFERQUEUE
 from benchmarks.measure import CellResult, Effort, measure
 from benchmarks.report import Report
@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks/results"
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     pattern = re.compile(options.only)
-    comparisons = select(all_comparisons(), lambda cell: pattern.search(cell) is not None)
+    comparisons = select(all_comparisons(options.restart_gigabytes), lambda cell: pattern.search(cell) is not None)
     if options.list:
         print("\n".join(figure.cell for each in comparisons for part in each.measurements for figure in part.figures))
         return
@@ -105,8 +105,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
     parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name matches this expression")
     parser.add_argument("--list", action="store_true", help="only print the names of the cells")
+    parser.add_argument(
+        "--restart-gigabytes", type=float, metavar="GB", help="what restarts load (default: 10, with --quick 0.2)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for benchmark.json and benchmark.png")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.restart_gigabytes is None:
+        options.restart_gigabytes = 0.2 if options.effort == "quick" else RESTART_GIGABYTES
+    return options
 
 
 if __name__ == "__main__":
