@@ -175,12 +175,10 @@ def serve(side: Side, folder: Path | None = None, patience: float = 60.0) -> Ser
                 config.write(configuration(side, folder))
                 config.flush()
                 command = ["-m", "replay_server.cli", "serve", "--log-level", "error", "--address", "127.0.0.1:0"]
-                restore = (
-                    ["--restore", "latest"]
-                    if side.durability == CHECKPOINT and kept and any(Path(kept[0]).iterdir())
-                    else []
-                )
-                return Server([python, *command, "--config", config.name, *restore], patience)
+                command += ["--config", config.name]
+                if side.durability == CHECKPOINT and folder is not None and any(folder.iterdir()):
+                    command += ["--restore", "latest"]
+                return Server([python, *command], patience)
     return Server([python, *command], patience)
 
 

@@ -46,7 +46,7 @@ class TransferQueueSession(Session):
 
     def get_fields(self, handle: Any) -> Arrays:
         found = transfer_queue.kv_batch_get(keys=handle, partition_id=_PARTITION)
-        return {name: tensor.numpy() for name, tensor in found.items()}
+        return {name: (each.values() if each.is_nested else each).numpy() for name, each in found.items()}
 
     def drop(self, handle: Any) -> None:
         transfer_queue.kv_clear(keys=handle, partition_id=_PARTITION)
