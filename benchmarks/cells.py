@@ -349,14 +349,14 @@ def _checkpoints(gigabytes: float) -> Comparison:
 
 def _kept(ours: Side, theirs: Side, kind: str, *, small: int, large: int) -> Comparison:
     """`small`: items of 400 B. `large`: bytes of items of 106 kB."""
-    measurements, nbytes = [], PAYLOADS["106kB"]
-    for name, nbytes, items in (("items", 400, small), ("bytes", nbytes, max(1, large // nbytes))):
+    measurements, group = [], PAYLOADS["106kB"]
+    for name, nbytes, items in (("items", 400, small), ("bytes", group, max(1, large // group))):
         unit, of = ("items/s", rate) if name == "items" else ("MB/s", megabytes)
         figures = [Figure(f"restart/{name}/{kind}", unit, of)]
         if kind == CHECKPOINT:
             figures.append(Figure(f"checkpoint/{name}", unit, lambda results, of=of: of([_written(results[0])])))
         measurements.append(Measurement(tuple(figures), Task("restart", "kept", nbytes, items=items), rounds=1))
-    table = Table("kept", "fifo", "fifo", max(small, large // nbytes))
+    table = Table("kept", "fifo", "fifo", max(small, large // group))
     against = f"redis, appendfsync {theirs.durability}" if theirs.system == "redis" else theirs.system
     sides = (replace(side, tables=(table,)) for side in (ours, theirs))
     return Comparison(against, *sides, tuple(measurements))
