@@ -9,6 +9,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_JOBS ?= 2
 BENCH_ARGS ?=
+BENCH_PYTHON ?= $(shell python3 benchmarks/interpreter.py)
 FUZZ_SECONDS ?= 60
 SOAK_MINUTES ?= 20
 N ?= 100
@@ -46,8 +47,8 @@ fuzz: setup-dev
 soak: setup-dev
 	$(BIN)/python -m tests.system.soak --minutes $(SOAK_MINUTES)
 
-bench: setup-dev
-	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+bench: .venv-bench/.ready
+	.venv-bench/bin/python -m benchmarks.run $(BENCH_ARGS)
 
 bench-trainer: setup-dev
 	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)
@@ -72,6 +73,13 @@ docs: setup-dev
 protos: setup-dev
 	$(BIN)/python -m protos.generate
 
+# An environment of its own, on an interpreter that was built with optimisations: BENCH_PYTHON=/path/to/python names one.
+.venv-bench/.ready: pyproject.toml
+	rm -rf .venv-bench
+	$(BENCH_PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]" "torch==2.13.0"
+	@touch $@
+
 setup: $(VENV)/.ready-$(ENGINE)
 setup-dev: $(VENV)/.ready-dev-$(ENGINE)
 
@@ -93,4 +101,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

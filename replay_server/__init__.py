@@ -5,6 +5,7 @@ import os
 # gRPC's C core writes its own lines to stderr, beside the errors that we raise. It reads this when it is loaded.
 os.environ["GRPC_VERBOSITY"] = os.environ.get("GRPC_VERBOSITY", "NONE")
 
+import replay_protos  # noqa: F401, before `grpc` is imported
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.server import ReplayServer
 from replay_server.tables.config import AdmissionConfig, RateLimiterConfig, SelectorConfig, TableConfig

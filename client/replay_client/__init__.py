@@ -1,5 +1,6 @@
 """The client of the replay server. Imports neither torch nor the server."""
 
+import replay_protos  # noqa: F401, before `grpc` is imported
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
 from replay_client.client import ReplayClient

@@ -33,6 +33,7 @@ from replay_client.generator.server import GeneratorServer
 from replay_client.generator.stale import StaleGroups
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
+from replay_protos import event_loop
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
@@ -296,4 +297,4 @@ def run_generator(
             await generator.run()
             return generator.stats
 
-    return asyncio.run(main())
+    return event_loop.run(main())
