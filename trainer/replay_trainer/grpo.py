@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from replay_client import ReplayClient, Sample
+from replay_client.heartbeat import beat
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.adapters import Adapter
@@ -247,6 +248,7 @@ class GRPOTrainer:
         autocast = self.config.bf16 and not self.sharded
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
+        beat()
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
 from replay_client.generator.server import GeneratorServer
+from replay_client.heartbeat import beat
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
 
@@ -232,6 +233,7 @@ class RolloutGenerator:
         else:
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
+        beat()
         if self._on_group is not None:
             self._on_group(self.stats)
 
