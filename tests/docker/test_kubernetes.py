@@ -86,6 +86,21 @@ def test_labels_ports_and_names_meet():
         assert environment["REPLAY_ADDRESS"] == "replay-server:7400"
 
 
+def test_probes_ask_what_the_health_checks_of_compose_ask():
+    (server,) = containers(PODS["replay-server"])
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    for probe in (server["startupProbe"], server["readinessProbe"]):
+        assert probe["httpGet"] == {"path": "/health", "port": "metrics"}
+    (check,) = [word for word in files.load()["services"]["server"]["healthcheck"]["test"] if "/dev/tcp" in word]
+    assert f"/dev/tcp/127.0.0.1/{ports['metrics']} " in check
+    assert "GET /health " in check
+    for name in ("trainer", "generator"):
+        container = containers(PODS[f"replay-{name}"])[-1]
+        beats = {entry["name"]: entry["value"] for entry in container["env"]}["REPLAY_HEARTBEAT"]
+        assert f"find {beats} " in container["livenessProbe"]["exec"]["command"][-1]
+        assert f"find {beats} " in files.load()["services"][name]["healthcheck"]["test"][-1]
+
+
 def test_the_containers_run_what_the_compose_services_run():
     services = files.load()["services"]
     for name in ("server", "trainer", "generator"):
