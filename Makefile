@@ -48,7 +48,7 @@ test: setup-dev
 
 # All images, and what the compose files promise of them, by a container engine that is there; half an hour.
 docker-test: setup-dev
-	$(BIN)/python -m pytest --override-ini timeout=0 tests/docker/engine.py -v $(TEST_ARGS)
+	$(BIN)/python -m pytest --override-ini timeout=0 -n0 -v -s tests/docker/whole.py $(TEST_ARGS)
 
 # Kills a server with SIGKILL under load N times and checks what it promised after each.
 crash-test: setup-dev

@@ -76,7 +76,6 @@ def test_labels_ports_and_names_meet():
         assert selector.items() <= labels.items()
     assert {port["targetPort"]: port["port"] for port in of("Service")["spec"]["ports"]} == ports
     assert server["livenessProbe"]["tcpSocket"]["port"] in ports
-    assert [server[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe")] == [ports["grpc"]] * 2
     config = Config.load(files.DOCKER / "replay.toml").server
     assert [config.address, config.metrics_address] == [f"0.0.0.0:{port}" for port in ports.values()]
     allowed = of("NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
