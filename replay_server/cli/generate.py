@@ -120,6 +120,7 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
+    from replay_client.heartbeat import beat
     from replay_client.scoring import carries_gradient
 
     log_to_stderr("warning", log_format)
@@ -127,6 +128,7 @@ def generate(
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
         settings = GeneratorConfig(
             group_size=group_size,
             sampling=SamplingConfig(

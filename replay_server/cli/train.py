@@ -68,6 +68,7 @@ def train(
 
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
+    from replay_client.heartbeat import beat
     from replay_trainer import GRPOTrainer
     from replay_trainer.config import config_from
 
@@ -78,6 +79,7 @@ def train(
         message = _as_typed(str(error), options, given, access)
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
     try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from replay_client.heartbeat import beat
 from replay_trainer.adapters import Adapter
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.callbacks import Metrics
@@ -185,6 +186,7 @@ class Passes:
         autocast = self._config.bf16 and not self._sharded
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
+        beat()
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
+from replay_client.heartbeat import beat
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WaitLog:
         began, told = time.monotonic(), False
         next_line = began + self._seconds
         while not done.wait(min(self._look_seconds, self._seconds)):
+            beat()
             reason, is_news = self._look()
             now = time.monotonic()
             if (is_news or now >= next_line) and not done.is_set():

@@ -31,6 +31,7 @@ from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
 from replay_client.generator.server import GeneratorServer
 from replay_client.generator.stale import StaleGroups
+from replay_client.heartbeat import beat
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_protos import event_loop
@@ -244,6 +245,7 @@ class RolloutGenerator:
             self._stale.inserted()
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
+        beat()
         if self._on_group is not None:
             self._on_group(self.stats)
 

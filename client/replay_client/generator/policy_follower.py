@@ -17,6 +17,7 @@ from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
 from replay_client.generator.probe import Probe
 from replay_client.generator.wait_log import LOG_SECONDS, WaitLog
+from replay_client.heartbeat import beat
 from replay_client.records import Policy
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class PolicyFollower:
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy = newest
+        beat()
         self._loaded = policy
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)

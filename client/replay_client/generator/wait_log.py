@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from replay_client.heartbeat import beat
+
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 30.0
@@ -23,6 +25,7 @@ class WaitLog:
 
     def wait(self, reason: str) -> None:
         """An attempt has failed and will be made again."""
+        beat()
         now = time.monotonic()
         if self._since is None:
             self._since = now
