@@ -39,8 +39,8 @@ class ServerSection(Model):
     max_payload_bytes: Bytes = 1 << 30
     """Payload bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
-    """Folder in memory for payloads of clients on the server's host. false: payloads travel over gRPC only.
-    Server and client must see the same folder, also in containers, and must run as the same user."""
+    """Folder for the socket over which clients on the server's host get memory for payloads. false: payloads travel
+    over gRPC only. Server and client must see the same folder, also in containers, and must run as the same user."""
 
     @field_validator("fsync", mode="before")
     @classmethod

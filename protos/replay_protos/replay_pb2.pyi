@@ -1015,7 +1015,7 @@ class ShareMemoryRequest(_message.Message):
     open: _builtins.int
     """a new ring of this capacity in bytes; 0 only finds out whether it works"""
     mapped: _builtins.int
-    """this ring is mapped: the server checks the proof in it"""
+    """the client has mapped this ring"""
     close: _builtins.int
     """this ring is not used any more"""
     def __init__(
@@ -1045,7 +1045,7 @@ class ShareMemoryResponse(_message.Message):
     ring: _builtins.int
     """0: refused, or closed"""
     path: _builtins.str
-    """where the client finds a ring that it has opened"""
+    """of the socket that hands over the memory of the ring"""
     refusal: _builtins.str
     """why there is no ring"""
     def __init__(
