@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from replay_client import ReplayClient
-from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class WaitLog:
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `batches`, and logs every long wait for one.
 
-        Raises what they raise; but a deadline that passes while the server is away does not count. The wait for the
-        server then lasts as long as the timeout of the client.
+        Raises what they raise; but a deadline that passes while the server is away does not count. Then the timeout of
+        the client says how long to wait for the server, and ServerUnavailableError ends the wait.
         """
         while True:
             with self.waiting("for groups"):
@@ -79,11 +79,13 @@ class WaitLog:
         while True:
             try:
                 return next(batches, None)
+            except ServerUnavailableError:
+                self._client.policy()  # it waits for the server
             except DeadlineExceededError:
                 try:
                     self._client.policy(timeout=self._look_seconds)
                 except ReplayError:
-                    self._client.policy()  # it waits for the server
+                    self._client.policy()
                 else:
                     raise
 
