@@ -45,16 +45,16 @@ class EndlessClient:
             info = SampleInfo(key, 1.0, 1.0, 0.0, 0, 0, 1, 1)
             self.samples.append(Sample(info, packed.encode()))
 
-    def server_info(self) -> Any:
+    def server_info(self, **_: Any) -> Any:
         return SimpleNamespace(admission=None)
 
-    def policy(self) -> Policy:
+    def policy(self, **_: Any) -> Policy:
         return Policy(0, "", 0.0)
 
-    def leave(self) -> None:
+    def leave(self, **_: Any) -> None:
         """Nobody looks at this server."""
 
-    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
+    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         pass
 
     @contextmanager

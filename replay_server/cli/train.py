@@ -47,7 +47,9 @@ def train(
         typer.Option(help="Reward of these completions, as --reward of `replay generate`; repeatable. [exact_match]"),
     ] = None,
     eval_max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of these completions.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds to wait for a server that went away. [without end]")
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Show no progress and no summary; metrics.jsonl has it all.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:

@@ -89,14 +89,14 @@ class FakeClient:
         self.admitted: int | None = None
         """[admission] groups_per_step; None: there is no [admission]."""
 
-    def server_info(self) -> Any:
+    def server_info(self, **_: Any) -> Any:
         admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
         return SimpleNamespace(admission=admission)
 
-    def policy(self) -> Policy:
+    def policy(self, **_: Any) -> Policy:
         return Policy(self.version, self.weights, age=0.0)
 
-    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
+    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         self.version, self.weights = version, weights
 
     def leave(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import shutil
 import threading
@@ -270,3 +271,22 @@ def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Pat
     with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
         GRPOTrainer(model, FakeClient(make_batches(1)), config).train()  # type: ignore[arg-type]
     assert published(tmp_path) == []
+
+
+def test_an_interrupt_of_the_wait_does_not_end_what_is_waited_for() -> None:
+    go_on, waits = threading.Event(), threading.Event()
+    task = BackgroundTask("test")
+    task.start(lambda: go_on.wait(60))
+
+    def waiting() -> bool:
+        waits.set()
+        return True
+
+    interrupter = threading.Thread(target=lambda: waits.wait(60) and _thread.interrupt_main())
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        task.wait(waiting)
+    interrupter.join()
+    assert not task.wait(lambda: False)
+    go_on.set()
+    assert task.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError
+from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer.callbacks import Metrics, Run
 from replay_trainer.description import GroupFacts, describe_groups
 
@@ -27,10 +27,14 @@ class TableEvaluation:
         NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out."""
         if not trainer.ranks.is_first:
             return {}
+        samples: list[Sample] = []
         try:
             samples = self.client.sample(self.table, self.max_groups, min_samples=1, timeout=0.0)
         except DeadlineExceededError:
-            samples = []
+            pass
+        except ServerUnavailableError:
+            self.client.policy()  # it waits for the server, as long as the client is told to
+            return self(trainer)
         return describe_groups([GroupFacts.of(sample) for sample in samples if _has_rewards(sample)])
 
 

@@ -147,14 +147,15 @@ class GRPOTrainer:
                 lease=config.lease,
                 on_lease=leases.expect,
             ) as stream:
-                waits = WaitLog(self.client, config.rollouts_table)
-                watched = leases.watch(waits.watch(stream) if self.ranks.is_first else stream)
+                waits = WaitLog(self.client, config.rollouts_table, quiet=not self.ranks.is_first)
+                watched = leases.watch(waits.watch(stream))
                 batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
                     publication.check()
-                    taken = source.next(step)
-                    self._skipped = self.inspector.end_draws()
+                    with waits.waiting("for groups"):
+                        taken = source.next(step)
+                        self._skipped = self.inspector.end_draws()
                     taken = self._without_failing(step, taken, self._without_drifted)
                     laps.lap("replace")
 
@@ -165,7 +166,8 @@ class GRPOTrainer:
                     metrics["train/groups_skipped"] = self._skipped
                     metrics |= self._evaluate(step, laps)
                     if config.update_priorities:
-                        metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
+                        with waits.waiting("to update priorities"):
+                            metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
                     metrics |= _prefixed("time", laps.take())
                     metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
                     for callback in self.callbacks:
