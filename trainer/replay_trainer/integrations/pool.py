@@ -60,15 +60,22 @@ class GroupPool:
         Several trainers may share a server. So the version never goes back: a trainer that joins starts to count at
         the version that it finds, and a trainer behind the others generates at the version of the fastest.
         """
+        version = self.version_of(step)
         current = self._call(self.client.policy).version
-        if self._offset is None:
-            self._offset = max(0, current - step)
-        version = step + self._offset
         if version > current:
             # InvalidRequestError: another trainer has set a higher version since.
             with suppress(InvalidRequestError):
                 self._call(partial(self.client.set_policy_version, version))
         return max(version, current)
+
+    def version_of(self, step: int, at_least: int = 0) -> int:
+        """The policy version after `step` updates. The first call fixes where it counts on.
+
+        It counts on from the server's version, or from `at_least` if that is higher.
+        """
+        if self._offset is None:
+            self._offset = max(0, max(self._call(self.client.policy).version, at_least) - step)
+        return step + self._offset
 
     def draw(self, count: int, scope: str, accept: Callable[[RolloutGroup], bool]) -> list[Sample]:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
