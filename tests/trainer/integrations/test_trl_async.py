@@ -277,6 +277,27 @@ def test_a_server_that_is_away_pauses_the_trainer(
     assert "the trainer goes on after" in caplog.text
 
 
+def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
+    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        first = stack.enter_context(server_process(tmp_path, block("toml")))
+        insert(first.address, 10)
+
+        def replace() -> None:
+            first.kill()
+            stack.enter_context(server_process(tmp_path, block("toml"), first.address))
+            insert(first.address, 10, first=10)
+
+        before_step[2] = replace
+        train(model, first.address, max_steps=6, token_budget=BUDGET, save_steps=3)
+        with ReplayClient(first.address) as client:
+            policy = client.policy()
+            assert (policy.version, policy.weights) == (7, str(published(WEIGHTS)[-1]))
+            assert client.server_info().tables["rollouts"].reserved == 0
+    assert "The others are no longer there" in caplog.text
+
+
 def test_a_trainer_without_generators_ends_with_what_the_server_says(model: Path, server: ServerProcess) -> None:
     insert(server.address, 1)
     with pytest.raises(RuntimeError, match=r"no rollout came for .* 1 groups were inserted into rollouts"):
