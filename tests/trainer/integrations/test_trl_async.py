@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("trl", reason="pip install 'trl>=1.16'")
+pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import torch
 from datasets import Dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trl", reason="pip install 'trl>=1.16'")
+pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 from replay_client import ReplayClient
 from replay_trainer.weights import published
