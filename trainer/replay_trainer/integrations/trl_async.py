@@ -45,7 +45,7 @@ _LONG_WAIT = 30.0
 """Seconds without a group after which the trainer says so."""
 
 
-class ServerRollouts(TrainerCallback):
+class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """`rollout_worker`, `weight_transfer` and callback of one AsyncGRPOTrainer, for one call of `train`.
 
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
