@@ -186,8 +186,15 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Draws the order and reads the rows one by one, so a large data set starts at once.
+    Draws the order and reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no
+    rows.
     """
+    if not len(rows):
+        raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
+    return _cycle(rows, seed, epochs, prompt_field)
+
+
+def _cycle(rows: PromptRows, seed: int, epochs: int | None, prompt_field: str) -> Iterator[Prompt]:
     for epoch in range(epochs) if epochs is not None else itertools.count():
         draw = random.Random(f"{seed}/{epoch}")
         moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored

@@ -342,7 +342,7 @@ def test_without_its_extra_the_command_names_it():
     code = "import sys; sys.modules['uvicorn'] = None; from replay_server.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "dashboard"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "the page needs uvicorn, which is not installed: pip install 'replay-server[dashboard]'" in done.stderr
+    assert "the page needs uvicorn, which is not installed: pip install '.[dashboard]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

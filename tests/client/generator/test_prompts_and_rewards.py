@@ -112,6 +112,12 @@ def test_the_order_follows_from_the_seed() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_no_prompts_are_an_error_at_once(epochs: int | None) -> None:
+    with pytest.raises(ValueError, match="no prompts to cycle through"):
+        cycle_prompts([], epochs=epochs)
+
+
 class Chats:
     """A tokenizer with a token a character and a chat template."""
 

@@ -103,7 +103,7 @@ def test_a_command_without_its_extra_names_it(module, command, extra, tmp_path):
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     result = run_without(module, *command.replace("PROMPTS", str(prompts)).split())
     assert (result.returncode, result.stdout) == (1, "")
-    assert f"needs {module}, which is not installed: pip install 'replay-server[{extra}]'" in result.stderr
+    assert f"needs {module}, which is not installed: pip install '.[{extra}]'" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

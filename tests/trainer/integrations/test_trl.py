@@ -25,7 +25,7 @@ from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from tests.factories import make_group, server_process
 
-pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
+pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import trl
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
-from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -82,13 +82,10 @@ class GroupPool:
         Several trainers may share a server. So the version never goes back: a trainer that joins starts to count at
         the version that it finds, and a trainer behind the others generates at the version of the fastest.
         """
-        policy = self._call(lambda: self.client.policy(timeout=self._limit()), DeadlineExceededError)
-        if policy is None:
-            return step + (self._offset or 0)
+        version = self.version_of(step)
+        if (policy := self._policy()) is None:
+            return version
         current = policy.version
-        if self._offset is None:
-            self._offset = max(0, current - step)
-        version = step + self._offset
         if version > current:
             # InvalidRequestError: another trainer has set a higher version since.
             with suppress(InvalidRequestError):
@@ -96,6 +93,18 @@ class GroupPool:
                     lambda: self.client.set_policy_version(version, timeout=self._limit()), DeadlineExceededError
                 )
         return max(version, current)
+
+    def version_of(self, step: int, at_least: int = 0) -> int:
+        """The policy version after `step` updates. The first call that reaches the server fixes where it counts on.
+
+        It counts on from the server's version, or from `at_least` if that is higher.
+        """
+        if self._offset is None and (policy := self._policy()) is not None:
+            self._offset = max(0, max(policy.version, at_least) - step)
+        return step + (self._offset or 0)
+
+    def _policy(self) -> Policy | None:
+        return self._call(lambda: self.client.policy(timeout=self._limit()), DeadlineExceededError)
 
     def draw(self, count: int, scope: str, accept: Callable[[RolloutGroup], bool]) -> list[Sample]:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
