@@ -10,13 +10,13 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
 from replay_client.generator.probe import Probe
 from replay_client.generator.wait_log import LOG_SECONDS, WaitLog
+from replay_client.generator.weights import WeightsDamagedError, WeightsNotAllowedError, check_inside, check_whole
 from replay_client.heartbeat import beat
 from replay_client.records import Policy
 
@@ -33,10 +33,6 @@ ReloadMode = Literal["between_groups", "at_once"]
 
 class WeightsNotFoundError(ReplayError):
     """This machine cannot read the newest weights that the trainer published."""
-
-
-class WeightsNotAllowedError(ReplayError):
-    """The newest weights are outside of the folder from which this generator may load."""
 
 
 class WeightsMismatchError(ReplayError):
@@ -183,9 +179,8 @@ class PolicyFollower:
         """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
         while True:
-            self._check_allowed(policy)
             try:
-                probe = Probe.read(policy.weights)
+                probe = await self._read_probe(policy)
                 await self._engine.load_weights(policy.weights, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
@@ -205,21 +200,24 @@ class PolicyFollower:
         self.reloads += 1
         self._reload_seconds.append(time.monotonic() - started)
 
-    def _check_allowed(self, policy: Policy) -> None:
-        root = self._weights_root
-        if root is not None and not Path(policy.weights).resolve().is_relative_to(Path(root).resolve()):
-            raise WeightsNotAllowedError(
-                f"policy {policy.version}: its weights are in {policy.weights!r}, and this generator loads only from "
-                f"weights_root {os.fspath(root)!r}. If they are the trainer's, start the generator with their "
-                "folder as --weights-root; if not, find out which client set the policy version"
-            )
+    async def _read_probe(self, policy: Policy) -> Probe | None:
+        """The trainer's probe. Raises an error for weights that are not allowed, or, without a probe, are damaged."""
+        try:
+            if self._weights_root is not None:
+                check_inside(policy.weights, self._weights_root)
+            if (probe := Probe.read(policy.weights)) is None:
+                # In a thread: it reads all files, as the engine does right after it.
+                await asyncio.to_thread(check_whole, policy.weights, self._engine.model)
+        except (WeightsNotAllowedError, WeightsDamagedError) as error:
+            raise type(error)(f"policy {policy.version}: {error}") from None
+        return probe
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:
             if not self._warned:
                 logger.warning(
-                    "%s has no probe.json, so the generator cannot check that the engine uses these weights; this "
-                    "is the only warning",
+                    "%s has no probe.json, so the generator checks the files, but cannot check that the engine uses "
+                    "these weights; this is the only warning",
                     policy.weights,
                 )
             self._warned = True

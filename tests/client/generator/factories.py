@@ -233,6 +233,7 @@ class ScriptedEngine:
 
     tokenizer: Any = field(default_factory=Letters)
     max_length: int = 64
+    model: str | None = None
     completions: Sequence[Completion] = (
         Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
         Completion([], [], "", "abort", []),

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from replay_client.errors import (
     DeadlineExceededError,
@@ -23,6 +25,7 @@ from replay_client.generator import (
     GeneratorConfig,
     PromptError,
     RolloutGenerator,
+    WeightsDamagedError,
     WeightsMismatchError,
     WeightsNotAllowedError,
     WeightsNotFoundError,
@@ -36,6 +39,7 @@ from tests.client.generator.factories import (
     EOS,
     RecordingClient,
     ScriptedEngine,
+    make_model,
     make_prompts,
     make_version,
     recomputed,
@@ -621,6 +625,72 @@ async def test_weights_outside_the_root_are_not_touched_and_end_the_run(tmp_path
     with pytest.raises(WeightsNotAllowedError, match=r"policy 1: .*weights_root .*inside.*--weights-root"):
         await make_generator(client, engine, max_groups=1, weights_root=tmp_path / "inside").run()
     assert engine.loaded == []
+
+
+@pytest.mark.parametrize("how", ["link", "linked probe", "index"])
+async def test_a_file_of_a_version_that_is_outside_the_root_is_not_read(model: Path, tmp_path: Path, how: str) -> None:
+    inside, outside = make_version(model, tmp_path / "run" / "step-1"), make_version(model, tmp_path / "elsewhere")
+    name = "probe.json" if how == "linked probe" else "model.safetensors"
+    (inside / name).unlink()
+    if how == "index":
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../../elsewhere/model.safetensors"}}
+        (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (inside / name).symlink_to(outside / name)
+    client, engine = RecordingClient(), ScriptedEngine()
+    await client.publish(1, inside)
+    says = rf"policy 1: .*there, {'model.safetensors' if how == 'index' else name} leads to .*elsewhere.*--weights-root"
+    with pytest.raises(WeightsNotAllowedError, match=says):
+        await make_generator(client, engine, max_groups=1, weights_root=tmp_path / "run").run()
+    assert engine.loaded == []
+
+
+def damage(folder: Path, how: str) -> Path:
+    """Lets the weights of a folder lack a tensor, hold NaN where few tokens meet it, or end in the middle."""
+    file = folder / "model.safetensors"
+    if how == "cut off":
+        file.write_bytes(file.read_bytes()[:-1000])
+        return folder
+    tensors = load_file(file)
+    if how == "lacks":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    elif how != "none":
+        tensors = {name: tensor.to(getattr(torch, how)) for name, tensor in tensors.items()}
+        tensors["model.embed_tokens.weight"][25, 3] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("lacks", r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight' \(1 of the tensors that .*old ones"),
+        (
+            "float32",
+            r"step-1/model\.safetensors holds NaN or infinity in 'model\.embed_tokens\.weight': .* lower learning",
+        ),
+        ("bfloat16", "holds NaN or infinity in 'model.embed_tokens.weight'"),
+        ("float16", "holds NaN or infinity in 'model.embed_tokens.weight'"),
+        ("cut off", r"model\.safetensors is no whole safetensors file: it is cut off after \d+ bytes"),
+    ],
+)
+async def test_damaged_weights_without_a_probe_end_the_run_and_are_not_loaded(
+    model: Path, tmp_path: Path, how: str, says: str
+) -> None:
+    client, engine = RecordingClient(), TransformersEngine(model, seed=0)
+    await client.publish(1, damage(make_version(model, tmp_path / "step-1", probe=False), how))
+    with pytest.raises(WeightsDamagedError, match=f"policy 1: .*{says}"):
+        await make_generator(client, engine, max_groups=1).run()
+    assert client.inserts == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_whole_weights_without_a_probe_are_loaded(tmp_path: Path, tied: bool) -> None:
+    base = make_model(tmp_path / "model", tied=tied)
+    client = RecordingClient()
+    await client.publish(1, damage(make_version(base, tmp_path / "step-1", probe=False), "none"))
+    await make_generator(client, TransformersEngine(base), max_groups=1, sampling=SamplingConfig(max_tokens=4)).run()
+    assert client.inserts[0][0].policy_version == 1
 
 
 async def test_weights_inside_the_root_are_loaded(tmp_path: Path) -> None:

@@ -169,6 +169,17 @@ class TestRealServers:
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
         await engine.close()
 
+    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(
+        self, fresh: list[VLLMProcess], model: Path
+    ) -> None:
+        engine = make_engine(model, fresh[:1])
+        sampling = SamplingConfig(max_tokens=2)
+        prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
+        groups = await asyncio.gather(*(engine.generate(prompt, sampling, 4) for prompt in prompts))
+        assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
+        assert engine.servers_lost == 0
+        await engine.close()
+
     async def test_of_several_generators_one_reloads(
         self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -433,6 +444,19 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
             {"server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}},
             {},
             "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
+        ),
+        (
+            {
+                "server_info": {
+                    "vllm_config": {
+                        "model_config": {"logprobs_mode": "processed_logprobs"},
+                        "device_config": {"device": "cpu"},
+                        "scheduler_config": {"enable_chunked_prefill": True},
+                    }
+                }
+            },
+            {},
+            "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
         ),
         ({}, {"max_length": 128}, "takes at most 64 tokens, fewer than 128: start it with --max-model-len 128"),
         ({}, {"served_model": "other"}, "serves model, not other: give the same model to both"),

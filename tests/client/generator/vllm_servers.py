@@ -23,6 +23,7 @@ class VLLMProcess:
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
+        command += ["--no-enable-chunked-prefill"]
         command += ["--port", str(self.port), "--max-num-seqs", "16"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         settings |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

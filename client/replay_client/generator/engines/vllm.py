@@ -71,7 +71,8 @@ class VLLMEngine:
         `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
         `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
         """
-        check_base(os.fspath(model))
+        self.model: str = os.fspath(model)
+        check_base(self.model)
         # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
@@ -82,7 +83,7 @@ class VLLMEngine:
         # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
         args = {
-            "model": os.fspath(model),
+            "model": self.model,
             "dtype": "float32" if dtype == "auto" and not has_gpu else dtype,
             "max_model_len": max_length,
             "max_num_seqs": max_concurrent_completions,
@@ -104,7 +105,7 @@ class VLLMEngine:
         self._whole.set()
         self._takes_adapters = bool(engine_args.get("enable_lora"))
         self._adapter: Any = None  # the LoRARequest of the requests from now on
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         self.max_length: int = self._llm.model_config.max_model_len
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:

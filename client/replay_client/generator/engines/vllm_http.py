@@ -201,11 +201,17 @@ class VLLMServer:
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
         """Take over the server's name of the model and its length. Raises VLLMServerError, with the remedy, for a
         server that cannot be used as it was started."""
-        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]["model_config"]
-        if config["logprobs_mode"] != LOGPROBS_MODE:
+        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
+        if (mode := config["model_config"]["logprobs_mode"]) != LOGPROBS_MODE:
             raise VLLMServerError(
-                f"{self.url} returns {config['logprobs_mode']}, which are not those that tokens are drawn from: start "
-                f"it with --logprobs-mode {LOGPROBS_MODE}"
+                f"{self.url} returns {mode}, which are not those that tokens are drawn from: start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
+            )
+        on_cpu = config.get("device_config", {}).get("device") == "cpu"
+        if on_cpu and config.get("scheduler_config", {}).get("enable_chunked_prefill"):
+            raise VLLMServerError(
+                f"{self.url} has no GPU and prefills prompts in parts, and vLLM dies of such a request if it has a "
+                "seed, as all have here: start it with --no-enable-chunked-prefill"
             )
         served = (await self.call("GET", "/v1/models"))["data"]
         fitting = [

@@ -85,8 +85,9 @@ class VLLMServerEngine:
         self._failures: dict[VLLMServer, VLLMServerError] = {}  # of servers that have used up their patience
         self.servers_lost = 0
         """How often a server went away, or lost the weights that were loaded into it."""
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
-        self._wanted = (os.fspath(model), served_model, max_length)
+        self.model: str = os.fspath(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
+        self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
             thread.submit(asyncio.run, start).result()
