@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_client.units import counted
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.documents import Document, config_of, table_document
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
@@ -70,7 +71,7 @@ def reset(
     if as_json:
         print_json({"removed": removed})
     else:
-        say(f"{removed} items removed from {table or 'all tables'}")
+        say(f"{counted(removed, 'item')} removed from {table or 'all tables'}")
 
 
 def _change(text: str) -> tuple[str, Any]:
