@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.records import ServerInfo, TableInfo, Waiting
-from replay_client.units import byte_size, duration, listed, waiting
+from replay_client.units import byte_size, counted, duration, listed, waiting
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -73,7 +73,9 @@ def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Find
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         found = list(_table_findings(info, table, fed))
-        ok = Finding(table.name, Level.OK, f"{table.info.size} items, {table.info.inserts_per_second:.1f} in/s")
+        ok = Finding(
+            table.name, Level.OK, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s"
+        )
         yield from found or [ok]
 
 
@@ -140,7 +142,7 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
-    held = f"{byte_size(info.bytes)} in {info.items} items"
+    held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
         yield Finding(
@@ -191,7 +193,7 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
         yield Finding(
             "disk",
             Level.WARNING,
-            f"{info.damaged} items were lost because their bytes on disk are damaged",
+            f"{counted(info.damaged, 'item')} lost, because bytes on disk are damaged",
             "check the disk, and move data_dir away from it",
         )
     if not info.disk_available:
@@ -240,7 +242,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         yield Finding(
             "permits",
             Level.WARNING,
-            f"{admission.expired} permits expired unused",
+            f"{counted(admission.expired, 'permit')} expired unused",
             "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
         )
     wait = admission.acquiring
@@ -414,13 +416,14 @@ def _losses(table: _Table) -> Iterator[Finding]:
         yield Finding(
             table.name,
             Level.WARNING,
-            f"{lost} items ({lost / max(1, table.direct_inserts):.0%} of all) were evicted before anybody sampled them",
+            f"{counted(lost, 'item')} ({lost / max(1, table.direct_inserts):.0%} of all) evicted before anybody sampled"
+            " them",
             "raise max_size, sample faster, or make inserts wait: rate_limiter 'queue' or when_full = 'block'",
         )
     if counts.forward_refused:
         yield Finding(
             table.name,
             Level.WARNING,
-            f"{counts.forward_refused} items could not join {config['forward_to']}",
+            f"{counted(counts.forward_refused, 'item')} could not join {config['forward_to']}",
             f"set when_full = 'evict' for {config['forward_to']}, or raise its max_size or max_staleness",
         )

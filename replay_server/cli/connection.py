@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_REACH = 5.0
+"""Seconds in which a server must answer before a command lets it work for long."""
 ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer of the server.")]
 
@@ -80,6 +82,11 @@ def connect(access: dict[str, Any], timeout: float) -> ReplayClient:
         return ReplayClient.from_env(timeout, **access | {"name": ""})
     except ValueError as error:
         fail(in_flags(str(error), access))
+
+
+def reach(client: ReplayClient, timeout: float) -> None:
+    """Ends the command soon if no server answers. For commands whose own timeout is for long work of the server."""
+    ask(lambda: client.policy(timeout=min(timeout, _REACH)))
 
 
 def in_flags(message: str, access: dict[str, Any]) -> str:

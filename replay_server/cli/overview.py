@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from replay_client.units import byte_size, duration, waiting
+from replay_client.units import byte_size, counted, duration, waiting
 from replay_server.cli.documents import Document, config_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def headline(address: str, info: ServerInfo) -> Text:
     bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
     line.append(
         f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
-        f"{info.items} items, {byte_size(info.bytes)}{bound}  {info.storage}",
+        f"{counted(info.items, 'item')}, {byte_size(info.bytes)}{bound}  {info.storage}",
         style="not bold",
     )
     return line

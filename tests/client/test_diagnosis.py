@@ -107,8 +107,9 @@ SICK = {
         Level.FAILURE,
         "cannot write to data_dir and refuses inserts: No space left on device",
     ),
+    "one damaged record": (server(damaged=1), "disk", Level.WARNING, "1 item lost, because"),
     "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", Level.FAILURE, "to commit 7"),
-    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items were lost"),
+    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items lost, because bytes on disk are damaged"),
     "a trainer that publishes no version": (
         server(table("pool", samples=5), policy=pb.Policy()),
         "policy",
@@ -238,7 +239,7 @@ SICK = {
         server(table("pool", evicted=60, evicted_unsampled=60)),
         "pool",
         Level.WARNING,
-        "60 items (60% of all) were evicted before anybody sampled them",
+        "60 items (60% of all) evicted before anybody sampled them",
     ),
     "a pool that refuses what its queue forwards": (
         tutorial({"forward_refused": 5}),

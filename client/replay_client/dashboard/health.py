@@ -8,6 +8,7 @@ from typing import Any
 
 from replay_client.diagnosis import Finding, Level, is_long
 from replay_client.records import ServerInfo
+from replay_client.units import counted
 
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
@@ -29,7 +30,7 @@ def verdict(
     findings: Sequence[Finding],
     against: Sequence[str],
 ) -> dict[str, str]:
-    """Whether the run is healthy and, if not, what blocks it: level, headline, detail, remedy.
+    """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
     """
@@ -51,7 +52,7 @@ def verdict(
             "failure" if collapsing else "warning", headline, Finding("policy", Level.WARNING, "; ".join(against))
         )
     if bad:
-        count, remark = f"{len(bad)} thing{'s' * (len(bad) > 1)}", f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
+        count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
         return _said(
             "warning", f"Running, with {count} to look at", Finding("", bad[0].level, bottleneck(info), remark)
         )
@@ -129,4 +130,7 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
 
 
 def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:
-    return {"level": level, "headline": headline, "detail": finding.message, "remedy": finding.remedy}
+    # What stands before the colon is short enough for the top of every view.
+    short = f"{finding.check} fails" if headline.startswith(f"{finding.check}: ") else headline.partition(":")[0]
+    said = {"level": level, "headline": headline, "short": short}
+    return said | {"detail": finding.message, "remedy": finding.remedy}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 
@@ -113,6 +114,29 @@ def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_fil
     assert f"{bad}:1: not JSON" in replay("import", str(bad)).stderr
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     assert "not a parquet file" in replay("import", str(tmp_path / "bad.parquet")).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("latin.jsonl", '{"prompt_id": "é"}\n'.encode("latin-1"), "latin.jsonl: not UTF-8 text"),
+        (
+            "packed.jsonl",
+            gzip.compress(b"{}\n"),
+            "packed.jsonl: not UTF-8 text: it is packed with gzip, unpack it first",
+        ),
+        ("binary.jsonl", bytes(range(256)), "binary.jsonl: not UTF-8 text"),
+        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl: not UTF-8 text: it looks like a parquet file"),
+        ("mark.jsonl", b"\xef\xbb\xbf{}\n", "mark.jsonl, row 1: there is no key, table, priority"),
+        ("packed.parquet", gzip.compress(b"{}\n"), "packed.parquet: not a parquet file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(replay, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    refused = replay("import", str(tmp_path / name))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"replay: {tmp_path}/{words}")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):

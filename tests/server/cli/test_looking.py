@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import pytest
 
-from replay_client import group_from_rows
+from replay_client import ReplayClient, group_from_rows
 from replay_trainer.demo.task import make_tokenizer
 from tests.factories import make_group, server_process, until
 from tests.server.cli.conftest import run_replay
@@ -41,9 +41,22 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     table = data["tables"]["replay"]
     assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
     assert table["config"]["sampler"]["type"] == "prioritized"
-    assert (data["policy"], data["admission"]) == ({"version": 0, "weights": "", "age": data["policy"]["age"]}, None)
+    policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "usual": None}
+    assert (data["policy"], data["admission"]) == (policy, None)
     client.insert(b"x", {"replay": 1.0})
     thread.join()
+
+
+def test_tables_names_who_works_here_and_who_has_ended(client, server, replay):
+    with ReplayClient(server.address, name="gen-a") as other, other.writer() as writer:
+        writer.insert(b"x", {"replay": 1.0})
+        writer.flush()
+        assert re.search(r"^generator gen-a: connected, seen \d\.\d s ago$", replay("tables").stdout, re.MULTILINE)
+    until(lambda: not any(each.open for each in client.server_info().clients))
+    assert "generator gen-a: not connected, seen " in replay("tables").stdout
+    with ReplayClient(server.address, name="gen-a") as other:
+        other.leave()
+    assert "generator gen-a: ended, seen " in replay("tables").stdout
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
@@ -74,14 +87,16 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     client.insert(make_group(), {"replay": 1.0})
     data = document(replay("tables", "--json"))
     server_fields = """
-        address admission bytes commit_error commits damaged disk_available disk_bytes fell_back insert_streams items
-        max_bytes memory_available policy resident_bytes sample_streams server_id storage tables time uptime version
+        address admission bytes clients commit_error commits damaged disk_available disk_bytes fell_back insert_streams
+        items long_wait max_bytes memory_available policy resident_bytes sample_streams server_id silences storage
+        tables time uptime version
     """
     assert sorted(data) == server_fields.split()
     table_fields = """
         age bytes config consumed deleted duplicates effective_priority evicted evicted_on_arrival evicted_unsampled
-        forward_refused forwarded insert_blocked_share inserting inserts inserts_per_second limiter name priority
-        reserved sample_blocked_share samples samples_per_second sampling size stale stale_refused staleness
+        forward_refused forwarded insert_blocked_share inserted inserting inserts inserts_per_second limiter name
+        priority reserved sample_blocked_share sampled samples samples_per_second sampling size stale stale_refused
+        staleness
     """
     assert sorted(data["tables"]["replay"]) == table_fields.split()
     page = document(replay("items", "replay", "--json"))

@@ -23,7 +23,8 @@ export function update(main, { look, history }) {
   if (!look.server) return fill(host, verdictOf(look));
   long = look.server.long_wait;
   fill(host, verdictOf(look), picture(look, history), h("div", { class: "cards" },
-    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look), doctorCard(look),
+    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look),
+      look.problem ? null : doctorCard(look), // that it does not answer stands above
       look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look),
       look.clients.length ? clientsCard(look) : null));
   for (const table of look.tables) chartOf(host, table, history);
