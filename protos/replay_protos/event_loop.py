@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 try:
-    from uvloop import new_event_loop
+    from uvloop import new_event_loop as new_event_loop
 except ImportError:
     new_event_loop = asyncio.new_event_loop
 
