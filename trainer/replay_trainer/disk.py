@@ -14,9 +14,10 @@ def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
     `kinds`: errors beside OSError that the block raises if it cannot write.
     """
+    caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
-    except (OSError, *kinds) as error:
+    except caught as error:
         if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
             raise  # it says where, or is about something else
         there = next(folder for folder in path.absolute().parents if folder.exists())
