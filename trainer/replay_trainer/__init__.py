@@ -1,6 +1,16 @@
 """The GRPO trainer in PyTorch for the replay server. Each of its modules also works by itself."""
 
+from importlib.util import find_spec
+
 import replay_client  # noqa: F401, before `grpc` is imported
+
+if missing := [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]:
+    raise ModuleNotFoundError(
+        f"replay_trainer needs {' and '.join(missing)}: install this package with its extra 'trainer', such as "
+        f"pip install '.[trainer]' in a clone of the repository",
+        name=missing[0],
+    )
+
 from replay_trainer.callbacks import Callback, Run, StepReport
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection, correct

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from replay_client import ReplayClient, Sample
 from replay_trainer.config import GRPOConfig
+from replay_trainer.disk import writing
 from replay_trainer.ranks import Ranks
 
 Metrics = dict[str, float]
@@ -265,7 +266,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Append lines of JSON; numbers that are not finite become null."""
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         for line in lines:
             values = {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -280,5 +281,6 @@ def truncate_lines(path: Path, last_step: int) -> None:
         return
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     kept = path.with_name(path.name + ".tmp")
-    kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
+    with writing(kept):
+        kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
     os.replace(kept, path)

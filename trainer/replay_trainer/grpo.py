@@ -292,6 +292,7 @@ class GRPOTrainer:
         reason = f"step {step} failed: {failure.reason}"
         if failure.alone:
             self._note_bad(taken, bad, reason)
+            self.inspector.delete()
             keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
             raise RuntimeError(
                 f"{reason}. A rank with sharded weights cannot leave a step alone, so the run stops here. The groups "

@@ -115,7 +115,7 @@ class Inspector:
 
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
-        self._delete()
+        self.delete()
         parts = self._ranks.all((self._drawn, self._reasons))
         self._drawn, self._reasons = 0, []
         reasons = [reason for _, reasons in parts for reason in reasons]
@@ -141,7 +141,7 @@ class Inspector:
                 ", ".join(new),
             )
 
-    def _delete(self) -> None:
+    def delete(self) -> None:
         """Delete bad groups from the tables that they were drawn from, and from the pool."""
         # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
         # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.

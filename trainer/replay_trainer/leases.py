@@ -21,6 +21,7 @@ from typing import Any
 
 from replay_client import ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
+from replay_trainer.disk import writing
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,8 @@ class GroupLeases:
             self._path.unlink(missing_ok=True)
             return
         unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps([*self._held, *self._coming]))
+        with writing(unfinished):
+            unfinished.write_text(json.dumps([*self._held, *self._coming]))
         os.replace(unfinished, self._path)
 
     def _renew(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,6 +32,7 @@ from replay_trainer.adapters import Adapter
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
+from replay_trainer.disk import writing
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.output_lock import OutputLock
@@ -277,15 +279,21 @@ class Publication:
         groups: TrainedGroups,
     ) -> None:
         """Write one version and announce it; on a thread, so without any collective operation of the loop's group."""
-        write = partial(
-            publish_weights,
-            self.adapter or self.policy.model,
-            self.tokenizer,
-            version=version,
-            keep=self.config.keep_weights,
-            probe=probe,
-            weights=weights,
-        )
+
+        def write(directory: Path, **full_state: Any) -> Path:
+            # safetensors and torch have errors of their own for a full disk.
+            with writing(directory / f"step-{version}", RuntimeError, SafetensorError):
+                return publish_weights(
+                    self.adapter or self.policy.model,
+                    self.tokenizer,
+                    directory,
+                    version=version,
+                    keep=self.config.keep_weights,
+                    probe=probe,
+                    weights=weights,
+                    **full_state,
+                )
+
         apart, announced = self.weights_dir != self.output_dir, False
         try:
             self._weights_copy.wait()

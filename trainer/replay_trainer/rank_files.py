@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from replay_trainer.disk import writing
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import RANKS_FOLDER, checksum_of, to_disk
 
@@ -64,8 +65,9 @@ class RankFiles:
         """
         path, checksum, reason = self._path(version, self._ranks.index), "", ""
         try:
-            save_file(rows, path)
-            to_disk(path)
+            with writing(path, SafetensorError):
+                save_file(rows, path)
+                to_disk(path)
             checksum = checksum_of(path)
         except Exception as error:  # told to all ranks, which wait for it
             reason = f"{type(error).__name__}: {error}"

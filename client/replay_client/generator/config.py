@@ -71,7 +71,7 @@ class GeneratorConfig:
     """Longest time for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
-    metrics_path: Path | None = None
+    metrics_path: str | Path | None = None
     """File to which the generator appends a JSON line every `metrics_interval`; docs/how-to/generate.md lists the
     fields."""
     metrics_interval: float = 10.0

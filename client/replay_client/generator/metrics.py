@@ -193,7 +193,8 @@ class GeneratorMetrics:
 class MetricsFile:
     """A file of JSON lines. A generator that is started again appends to it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 

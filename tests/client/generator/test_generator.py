@@ -845,7 +845,7 @@ async def test_metrics_go_to_a_file_as_json_lines_that_add_up(tmp_path: Path) ->
 async def test_staleness_on_arrival_is_measured_against_the_newest_version_known(tmp_path: Path) -> None:
     path = tmp_path / "generator.jsonl"
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
-    generator = make_generator(client, engine, max_groups=2, metrics_path=path)
+    generator = make_generator(client, engine, max_groups=2, metrics_path=str(path))
     task = await running(generator)
     await async_until(lambda: engine.generating == 2)
     await client.publish(5, fake_weights(tmp_path / "step-5"))

@@ -257,6 +257,17 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
         assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
 
 
+def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
+    make_model(0).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    options = ("--model", "model", "--output-dir", "run", "--address", "127.0.0.1:1")
+    trainer = started("train", *options, folder=tmp_path)
+    said = trainer.stderr.readline()
+    assert "waiting for the server for" in said
+    assert "no replay server answers at 127.0.0.1:1" in said
+    assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
+
+
 def test_an_interrupt_that_python_drops_comes_again(tmp_path):
     code = (
         "import os, signal, time\n"
