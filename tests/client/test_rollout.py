@@ -18,6 +18,8 @@ def full_group() -> RolloutGroup:
     return make_group(
         lengths=(4, 0, 1),
         rewards=(0.0, 1.0, 0.0),
+        logprobs=(math.nan, -1.0, -1.0, -1.0, -1.0),
+        context_lengths=(1, 0, 0),
         policy_version_end=3,
         prompt_id="naïve/7",
         loss_mask=[True, False, True, True, False],
@@ -81,6 +83,8 @@ def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(d
     except ValueError:
         return
     assert group.completion_lengths.sum() == group.completion_ids.size == group.rollout_logprobs.size
+    assert group.trained_mask.size == group.completion_ids.size
+    assert sum(span.stop - span.start for span in group.sampled_spans()) == group.sampled_lengths.sum()
 
 
 @given(st.binary(max_size=200))

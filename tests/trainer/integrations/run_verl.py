@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.import_utils import load_extern_type
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -22,11 +24,12 @@ FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", 
 
 
 def put_group(uid: str, rewards: list[float], step: int, partition: str = "train", seed: int = 0) -> None:
-    """A prompt and its rows, as verl's agent loop puts them."""
+    """A prompt and its rows, as verl's agent loop puts them. Each row's prompt goes on with tokens of its own."""
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(3, 50, (2 + seed % 3,), generator=generator)
+    shared = torch.randint(3, 50, (2 + seed % 3,), generator=generator)
     keys, fields, tags = [], [], []
     for session, reward in enumerate(rewards):
+        prompt = torch.cat([shared, torch.arange(20, 20 + session)])
         length = 1 + (seed + session) % 4
         response = torch.randint(3, 50, (length,), generator=generator)
         mask = torch.ones(length, dtype=torch.int64)
@@ -87,6 +90,42 @@ def corrected(batch: Any) -> dict[str, Any]:
     return {key: weights[i, :length].tolist() for i, (key, length) in enumerate(zip(batch.keys, lengths, strict=True))}
 
 
+def filtered(address: str) -> dict[str, Any]:
+    """A step with `algorithm.filter_groups` and refills of failed groups; verl's own trainer makes the buffer."""
+    sampler = {
+        "max_off_policy_threshold": None,
+        "max_off_policy_strategy": "drop",
+        "sync_refill_failed_groups": True,
+        "custom_sampler": {"path": "pkg://replay_trainer.integrations.verl", "name": "ServerReplayBuffer"},
+        "sampler_kwargs": {"address": address, "table": "filtered"},
+    }
+    config = OmegaConf.create(
+        {
+            "algorithm": {"filter_groups": {"enable": True, "metric": "reward", "max_inflight_gen_batches": 1}},
+            "data": {"train_batch_size": 1},
+            "trainer": {"v1": {"sync": {}, "sampler": sampler}},
+        }
+    )
+    refills: list[int] = []
+
+    def refill(count: int) -> None:
+        refills.append(count)
+        put_group(f"r{len(refills)}", [1.0, 0.0, 0.0], 3, seed=60 + len(refills))
+
+    trainer = SimpleNamespace(config=config, trainer_mode="sync", _add_prompts_to_generate=refill)
+    buffer = PPOTrainer._build_replay_buffer(trainer)
+    buffer.poll_interval = 0.05
+    put_group("f", [1.0, 1.0, 1.0], 3, seed=50)
+    batch, metrics = buffer.sample(global_steps=3, partition_id="train", batch_size=1)
+    tq.kv_clear(keys=batch.keys, partition_id="train")
+    return {
+        "keys": sorted(batch.keys),
+        "refills": refills,
+        "evicted": metrics["training/filter_groups/evicted_samples"],
+        "refills_failed": buffer.sync_refill_failed_groups,
+    }
+
+
 def main(address: str, report: Path) -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     tq.init()
@@ -114,6 +153,7 @@ def main(address: str, report: Path) -> None:
         batch, metrics = buffer.sample(global_steps=2, partition_id="val", batch_size=1)
         told[mode] = {"steps": steps, "val": {"rows": rows_of(batch), "metrics": metrics}}
         tq.kv_clear(keys=batch.keys, partition_id="val")
+    told["filtered"] = filtered(address)
     report.write_text(json.dumps(told))
 
 

@@ -534,6 +534,7 @@ def test_rows_with_images_are_left_to_trl(tmp_path, monkeypatch):
         ({"replay_buffer_size": -1}, "replay_buffer_size must be at least 0, not -1"),
         ({"replay_clip_max": 0.0}, "replay_clip_max must be above 0, not 0.0"),
         ({"replay_on_empty": "hope"}, "replay_on_empty must be one of keep, drop, wait, not 'hope'"),
+        ({"replay_on_unavailable": "wait"}, "replay_on_unavailable must be one of continue, raise, not 'wait'"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, settings, message):

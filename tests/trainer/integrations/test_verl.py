@@ -41,7 +41,8 @@ def python_with_verl() -> str:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What happened in both kinds of buffer, and what the server then held."""
     python, report = python_with_verl(), tmp_path_factory.mktemp("verl") / "report.json"
-    tables = [TableConfig(name=name, sampler="prioritized", max_size=64) for name in ("sync", "colocate_async")]
+    names = ("sync", "colocate_async", "filtered")
+    tables = [TableConfig(name=name, sampler="prioritized", max_size=64) for name in names]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
         paths = os.pathsep.join(str(ROOT / name) for name in ("", "client", "trainer", "protos"))
         done = subprocess.run(
@@ -54,7 +55,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         content = json.loads(Path(report).read_text())
-        for table, entry in content.items():
+        for table in ("sync", "colocate_async"):
+            entry = content[table]
             keys = [item.key for item in client.list_items(table, order_by="age", descending=True).items]
             entry["stored"] = [item.group for item in client.get(keys)]
             entry["version"] = client.policy().version
@@ -99,12 +101,20 @@ def test_informative_groups_are_stored_and_validation_is_left_alone(told: dict, 
     rows = {key: row for step in entry["steps"] for key, row in step["rows"].items()}
     assert [group.rewards.tolist() for group in entry["stored"]] == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     for name, group in zip("ad", entry["stored"], strict=True):
-        for session, completion in enumerate(group.completions()):
-            assert completion.tolist() == rows[f"{name}_{session}_0"]["responses"]
-        assert group.prompt_ids.tolist() == rows[f"{name}_0_0"]["prompts"]
-        mask = [value for session in range(3) for value in rows[f"{name}_{session}_0"]["response_mask"]]
-        assert group.loss_mask.astype(int).tolist() == mask
+        for session, (prompt, span) in enumerate(zip(group.prompts(), group.sampled_spans(), strict=True)):
+            row = rows[f"{name}_{session}_0"]
+            assert prompt.tolist() == row["prompts"]  # which differ within the group
+            assert group.completion_ids[span].tolist() == row["responses"]
+            assert group.loss_mask[span].astype(int).tolist() == row["response_mask"]
+        assert group.context_lengths.tolist() == [0, 1, 2]
     first, second = (group.policy_version for group in entry["stored"])
     assert second == first + 1
     assert sorted(entry["val"]["rows"]) == ["e_0_0", "e_1_0"]
     assert not any("replay" in name for name in entry["val"]["metrics"])
+
+
+def test_group_filtering_and_refills_work_as_with_verls_own_buffer(told: dict) -> None:
+    filtered = told["filtered"]
+    assert (filtered["evicted"], filtered["refills"]) == (1, [1])
+    assert filtered["keys"] == ["r1_0_0", "r1_1_0", "r1_2_0"]
+    assert filtered["refills_failed"]

@@ -110,21 +110,21 @@ def _whole(group: Any, reward_key: str | None) -> list[Sample]:
         if not known and sample.status in _ENDED:
             raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
         images = any(getattr(sample, name, None) is not None for name in IMAGES)
-        if not known or images or len(sample.tokens) <= sample.response_length or _reward(sample, reward_key) is None:
+        scored = math.isfinite(_reward(sample, reward_key))
+        if not known or images or not scored or len(sample.tokens) <= sample.response_length:
             return []
     return samples if all(len(rollout) == 1 for rollout in rollouts) else []
 
 
-def _reward(sample: Sample, reward_key: str | None) -> float | None:
-    """The reward that slime trains on; None if the sample has none, because it failed."""
+def _reward(sample: Sample, reward_key: str | None) -> float:
+    """The reward that slime trains on; NaN if the sample has none, because it failed."""
     reward = sample.reward
     if reward_key:
         reward = reward.get(reward_key) if isinstance(reward, dict) else None
     try:
-        number = float(reward)
+        return float(reward)
     except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+        return math.nan
 
 
 def _stored(samples: list[Sample], version: int, reward_key: str | None) -> RolloutGroup:
