@@ -241,9 +241,11 @@ def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server:
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
+@pytest.mark.parametrize("sync_every", [1, 100], ids=["which publishes", "which waits for groups"])
 def test_a_server_that_is_away_pauses_the_trainer(
     model: Path,
     tmp_path: Path,
+    sync_every: int,
     before_step: dict[int, Callable[[], None]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -267,12 +269,13 @@ def test_a_server_that_is_away_pauses_the_trainer(
         servers.append(stack.enter_context(server_process(tmp_path, config)))
         insert(servers[0].address, 10)
         before_step[2] = kill
-        train(model, servers[0].address, max_steps=6, token_budget=BUDGET, save_steps=3, heartbeat_stale_after_s=4.0)
+        options = {"max_steps": 6, "save_steps": 3, "heartbeat_stale_after_s": 4.0, "weight_sync_steps": sync_every}
+        train(model, servers[0].address, token_budget=BUDGET, **options)
         timers[0].join()
         assert trained(tmp_path) == list(range(6 * 5))
         with ReplayClient(servers[0].address) as client:
             table = client.server_info().tables["rollouts"]
-            assert (table.size, table.reserved, client.policy().version) == (3, 0, 7)
+            assert (table.size, table.reserved, client.policy().version) == (3, 0, 1 + 6 // sync_every)
     assert "the server is away, and the trainer waits for it" in caplog.text
     assert "the trainer goes on after" in caplog.text
 
