@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.continuous_batch import processed_logprobs
 from replay_client.generator.engines.transformers import TransformersEngine
 from tests.client.generator.factories import EOS, make_model, make_version, recomputed, scores
@@ -206,7 +206,9 @@ async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_reque
 
 
 async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine: TransformersEngine) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(
+        EngineError, match=r"the transformers engine failed: IndexError: index out of range.*start the generator again"
+    ):
         await engine.generate([10**6], SamplingConfig(max_tokens=4), 2)
     assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
 

@@ -347,6 +347,7 @@ def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subproc
         ("request", r"RuntimeError: CPU Generator does not use offset \(vLLM's log: \S+vllm\.log\)"),
         ("kill", r"its process ended without a word; was it killed, for example for its memory\?"),
     ],
+    ids=["by a request", "by a signal"],
 )
 def test_an_engine_that_dies_ends_the_command_with_one_sentence(
     model: Path, tmp_path: Path, how: str, why: str
@@ -359,7 +360,9 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(
     command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward", "rewards:length", "--max-tokens", "4"]
     if how == "request":  # somebody switches on what this engine switches off
         command += ["--engine-arg", "enable_chunked_prefill=true"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # Without what the engine of the other tests has set in this process.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     tables = [TableConfig(name="rollouts", sampler="fifo", max_size=10)]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
         process = subprocess.Popen(

@@ -83,6 +83,7 @@ class Engine(Protocol):
     @property
     def model(self) -> str | None:
         """The folder of the weights that the engine started with, or their name on the hub; None: unknown."""
+        ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
         """Draw `n` completions of a prompt of fewer than `max_length` tokens."""
