@@ -1,4 +1,7 @@
-"""Prints what pyproject.toml asks for, with the extras that are named: an image installs it before the code changes."""
+"""Prints what a pyproject.toml asks for, with the extras that are named: images install it before the code.
+
+Usage: requirements.py PYPROJECT [EXTRA ...]
+"""
 
 import sys
 import tomllib
@@ -21,4 +24,5 @@ def requirements(project: dict, extras: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(tomllib.loads(Path("pyproject.toml").read_text())["project"], sys.argv[1:])))
+    path, *extras = sys.argv[1:]
+    print("\n".join(requirements(tomllib.loads(Path(path).read_text())["project"], extras)))

@@ -106,6 +106,12 @@ def test_the_demo_trains_and_everything_is_healthy(up, engine):
     with ReplayClient(project.address, timeout=30.0) as client:
         assert client.policy().version == STEPS
     assert project.health("generator-cpu") == "healthy"
+    _, check = project.container("generator-cpu")["Config"]["Healthcheck"]["Test"]
+    project("exec", "--no-TTY", "generator-cpu", "sh", "-c", check)
+    hung = "kill -STOP -1; touch -d '11 minutes ago' /tmp/heartbeat"  # all processes but the first
+    project("exec", "--no-TTY", "generator-cpu", "bash", "-c", hung)
+    project.fails("exec", "--no-TTY", "generator-cpu", "sh", "-c", check)
+    project("exec", "--no-TTY", "generator-cpu", "bash", "-c", "kill -CONT -1")
     project("stop", "generator-cpu", "server")
     for service in ("generator-cpu", "server"):
         assert project.container(service)["State"]["ExitCode"] == 0, project("logs", service)
@@ -150,4 +156,4 @@ def test_with_tokens_and_certificates_the_demo_trains_and_nobody_without_them_ge
         with pytest.raises(ReplayError, match=message):
             ReplayClient(project.address, timeout=5.0, **access).server_info()
     has_trained(project)
-    assert "without t" not in project("logs", "server").lower()  # no warning of missing tokens or TLS
+    assert "7400 without" not in project("logs", "server")  # the warning of missing tokens or TLS
