@@ -80,7 +80,7 @@ class Listener:
         interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
         self._server = grpc.aio.server(options=_options(self._limits), interceptors=interceptors)
         add_service(self._service, self._server, self._latencies)
-        self._health = add_health(self._server, self._service.backend.unread)
+        self._health = add_health(self._server)
         try:
             if (credentials := self._certificates.credentials()) is None:
                 return self._server.add_insecure_port(address)
@@ -105,7 +105,6 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: Unread counts bytes as they came
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", _connections(limits)),
