@@ -292,7 +292,7 @@ class ReplayServer:
         try:
             on_started()
             assert self._stop is not None
-            await listener.serve_until(self._stop)
+            await self._stop.wait()
         finally:
             for task in tasks:
                 task.cancel()
