@@ -82,20 +82,17 @@ class SecuritySection(Model):
 
 class LimitsSection(Model):
     """Bounds on what all clients use together. Each connection counts as a client. The bounds of a single request are
-    constants of the server (limits.py)."""
+    constants of the server (limits.py). gRPC holds at most 16 MB of unread messages for each open call."""
 
-    max_connections: int = Field(4096, ge=1, le=1_000_000)
+    max_connections: int = Field(1024, ge=1, le=1_000_000)
     """The most open connections. The server refuses more."""
-    max_streams_per_connection: int = Field(1024, ge=1, le=1_000_000)
+    max_streams_per_connection: int = Field(256, ge=1, le=1_000_000)
     """The most open calls of one connection, streams included. Its client delays more."""
-    max_calls: int = Field(16_384, ge=1, le=10_000_000)
+    max_calls: int = Field(8192, ge=1, le=10_000_000)
     """The most open calls of all connections. The server refuses more."""
     max_unfinished_bytes: Bytes = 2 << 30
     """The most bytes of items that have not arrived completely. One connection may use half of it. More items wait.
     It must be at least `max_payload_bytes`, or the largest item would never fit."""
-    max_unread_bytes: Bytes = 2 << 30
-    """The most bytes that gRPC may hold of messages that have not arrived completely, or that wait to be read. Beyond
-    it the server cuts the connections that hold most. Linux only."""
     max_waiting_bytes: Bytes = 4 << 30
     """The most bytes of complete items that wait for their table. One connection may use half of it. The server refuses
     more."""

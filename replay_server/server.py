@@ -285,9 +285,7 @@ class ReplayServer:
             log.info("metrics at http://%s/metrics", metrics.address)
             warn_of_open_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
-        port = int(self._address.rpartition(":")[2])
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
-        tasks.append(asyncio.create_task(self._service.backend.unread.run(port)))
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:
@@ -295,7 +293,7 @@ class ReplayServer:
         try:
             on_started()
             assert self._stop is not None
-            await listener.serve_until(self._stop)
+            await self._stop.wait()
         finally:
             for task in tasks:
                 task.cancel()

@@ -195,11 +195,7 @@ class Connection:
 
         async def attempt(seconds: float | None) -> Any:
             if (short_calls := self._open().short_calls).free:
-                try:
-                    return _RESPONSES[method].FromString(await short_calls.call(method, data, seconds))
-                except grpc.aio.AioRpcError:
-                    if short_calls.supported:
-                        raise
+                return _RESPONSES[method].FromString(await short_calls.call(method, data, seconds))
             return await getattr(self.stub, method)(request, timeout=seconds)
 
         return await self.call(attempt, self.seconds(timeout))

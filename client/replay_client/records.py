@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -74,9 +73,8 @@ class Membership:
 
     priority: float
     times_sampled: int
-    effective_priority: float = math.nan
-    """The weight in the sampler: priority ** exponent * 2 ** (-staleness / half_life). NaN: an older server, which
-    does not send it."""
+    effective_priority: float
+    """The weight in the sampler: priority ** exponent * 2 ** (-staleness / half_life)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class ItemInfo:
     staleness: int
     times_sampled: int
     nbytes: int
-    effective_priority: float = math.nan
+    effective_priority: float
     """As `Membership.effective_priority`."""
 
 
@@ -268,8 +266,7 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
     """The items of a response; `first` is the message with its columns, `payloads` has one entry a row."""
     tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
-        effective = _effective(member.effective_priorities, len(member.rows))
-        columns = zip(member.rows, member.priorities, member.times_sampled, effective, strict=True)
+        columns = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
         for row, priority, times, aged in columns:
             tables[row][member.table] = Membership(priority, times, aged)
     return [
@@ -289,7 +286,7 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.policy_versions,
         response.times_sampled,
         response.payload_sizes,
-        _effective(response.effective_priorities, len(response.keys)),
+        response.effective_priorities,
         strict=True,
     )
     items = [
@@ -297,8 +294,3 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         for key, priority, age, version, times, nbytes, effective in columns
     ]
     return ItemPage(items, response.matching, response.next_page)
-
-
-def _effective(column: Sequence[float], rows: int) -> Sequence[float]:
-    """The column, or NaN for each row where a server older than the column sent none."""
-    return column or [math.nan] * rows

@@ -141,11 +141,8 @@ class SharedMemory:
             self._refuse(str(error))
         except grpc.aio.AioRpcError as error:
             self._drop_call()
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self._refuse("the server is older than shared memory")
-            else:
-                # Not an error here: the calls that carry payloads report it better, and retry.
-                self.transport = f"grpc: {error.details()}"
+            # Not an error here: the calls that carry payloads report it better, and retry.
+            self.transport = f"grpc: {error.details()}"
         except BaseException:
             self._drop_call()
             raise

@@ -31,13 +31,11 @@ class ShortCalls:
         )
         self._idle: list[Any] = []
         self._busy = 0
-        self.supported = True
-        """Whether the server has the method, as far as is known."""
 
     @property
     def free(self) -> bool:
         """Whether a call can go over a stream now."""
-        return self.supported and self._busy < _MOST_OPEN
+        return self._busy < _MOST_OPEN
 
     async def call(self, method: str, request: bytes, timeout: float | None) -> bytes:
         """The response to one call. Raises AioRpcError if the call fails, or the stream breaks."""
@@ -51,8 +49,7 @@ class ShortCalls:
         except TimeoutError:
             stream.cancel()
             raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
-        except grpc.aio.AioRpcError as error:
-            self.supported = error.code() is not grpc.StatusCode.UNIMPLEMENTED
+        except grpc.aio.AioRpcError:
             for broken in [stream, *self._idle]:  # they share a connection, so all of them are broken
                 broken.cancel()
             self._idle.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -166,8 +165,7 @@ def _context_ids(group: RolloutGroup, row: int, span: slice) -> list[int]:
 
 
 def _effective(held: Membership) -> str:
-    same = held.effective_priority == held.priority or math.isnan(held.effective_priority)
-    return "" if same else f", effective {held.effective_priority:.4g}"
+    return "" if held.effective_priority == held.priority else f", effective {held.effective_priority:.4g}"
 
 
 def _item_lines(item: StoredItem) -> list[str]:

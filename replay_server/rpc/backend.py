@@ -8,7 +8,6 @@ from replay_server.rpc.budget import Budget
 from replay_server.rpc.clients import Clients
 from replay_server.rpc.memory_guard import MemoryGuard
 from replay_server.rpc.open_calls import OpenCalls
-from replay_server.rpc.unread import Unread
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
 
@@ -26,8 +25,6 @@ class Backend:
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
         self.memory = MemoryGuard(limits.memory_share)
-        # With a journal the payloads lie in a file.
-        self.unread = Unread(limits.max_unread_bytes, lambda: buffer.bytes if journal is None else 0)
         self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""

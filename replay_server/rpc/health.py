@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
 from replay_server.rpc.open_calls import Context
-from replay_server.rpc.unread import Unread
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 REFLECTION: str = reflection.SERVICE_NAME
@@ -82,13 +81,11 @@ class Health:
         return _STATUS(status=_STATUS.NOT_SERVING if self._draining.is_set() else _STATUS.SERVING)
 
 
-def add_health(server: grpc.aio.Server, unread: Unread) -> Health:
+def add_health(server: grpc.aio.Server) -> Health:
     """Registers health checking and reflection."""
     health = Health()
     handlers = {
-        name: grpc.stream_stream_rpc_method_handler(
-            unread.of_stream(method, many=True), unread.sized(_parse_request), _STATUS.SerializeToString
-        )
+        name: grpc.stream_stream_rpc_method_handler(method, _parse_request, _STATUS.SerializeToString)
         for name, method in (("Check", health.Check), ("Watch", health.Watch))
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, handlers),))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import resource
-from collections.abc import Callable
 
 import grpc
 
@@ -21,12 +19,8 @@ log = logging.getLogger("replay_server")
 # gRPC logs this, with a traceback, when a client leaves while a response is written to it.
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
 
-_SECONDS_PER_LOOK = 0.1
-"""Seconds between two looks at whether gRPC still serves."""
 _OWN_FILES = 64
 """File descriptors that the server needs for itself."""
-_PORT_ATTEMPTS = 50
-"""How often to ask for the port that this server had a moment ago, a tenth of a second apart."""
 
 
 class Listener:
@@ -51,24 +45,6 @@ class Listener:
     async def start(self) -> None:
         await self._server.start()
 
-    async def serve_until(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Listens anew if gRPC ends by itself.
-
-        gRPC 1.84 and 1.85 end, for good and for all clients, at a call whose path is not UTF-8, which anyone can make.
-        They are not installed with this package; a later version may do the same. Nothing public tells that gRPC has
-        ended while calls are open.
-        """
-        stopped = asyncio.create_task(stop.wait())
-        while True:
-            running: Callable[[], bool] = vars(self._server)["_server"].is_running
-            while running() and not stopped.done():
-                await asyncio.wait((stopped,), timeout=_SECONDS_PER_LOOK)
-            if stopped.done():
-                return
-            log.error("gRPC ended by itself, and all connections with it (see above): listening anew")
-            await self._server.stop(None)
-            await self._listen_anew()
-
     async def stop(self, grace: float | None) -> None:
         """Ends endless calls, lets the others end for `grace` seconds, and closes all connections."""
         self._health.drain()
@@ -80,7 +56,7 @@ class Listener:
         interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
         self._server = grpc.aio.server(options=_options(self._limits), interceptors=interceptors)
         add_service(self._service, self._server, self._latencies)
-        self._health = add_health(self._server, self._service.backend.unread)
+        self._health = add_health(self._server)
         try:
             if (credentials := self._certificates.credentials()) is None:
                 return self._server.add_insecure_port(address)
@@ -88,24 +64,12 @@ class Listener:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
 
-    async def _listen_anew(self) -> None:
-        for attempt in range(_PORT_ATTEMPTS):
-            try:
-                self._open(self.address)
-                break
-            except OSError:
-                if attempt == _PORT_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(0.1)
-        await self._server.start()
-
 
 def _options(limits: LimitsSection) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: Unread counts bytes as they came
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", _connections(limits)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,6 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
         parse = parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString)
         serialize = write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString
         service.short_calls.add(method.name, behavior, parse, serialize)
-        unread = service.backend.unread
-        if inspect.isasyncgenfunction(behavior):
-            behavior = unread.of_stream(behavior, many=method.client_streaming)
-        else:
-            behavior = unread.of_call(behavior)
         kind = kinds[method.client_streaming, method.server_streaming]
-        handlers[method.name] = kind(behavior, unread.sized(parse), serialize)
+        handlers[method.name] = kind(behavior, parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -11,7 +11,6 @@ Frames, each with a checksum over all of it, so that any flip or cut is noticed:
     SEEN           inserted keys                       ┘
     FOOT           a summary, as of the one moment that the checkpoint describes
 
-Format 1 has no ITEM_COLUMNS. This version reads it too.
 The last bytes say where FOOT begins, so that a list of checkpoints need not read them.
 """
 
@@ -38,7 +37,6 @@ from replay_server.tables.payloads import Payload
 HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT, ITEM_COLUMNS = range(1, 9)
 
 CHECKPOINT_FORMAT = 2
-_FORMATS_READ = (1, CHECKPOINT_FORMAT)
 _MAGIC = b"replay checkpoint\0"
 _FRAME = struct.Struct("<QQQ")
 """Kind, bytes that follow, checksum of both and of these."""
@@ -292,7 +290,7 @@ def _check_head(file: BinaryIO) -> None:
     kind, _, body = next(_frames(file, os.fstat(file.fileno()).st_size), (0, 0, b""))
     if kind != HEAD:
         raise DamagedCheckpoint("its head is damaged")
-    if (version := msgpack.unpackb(body)[0]) not in _FORMATS_READ:
+    if (version := msgpack.unpackb(body)[0]) != CHECKPOINT_FORMAT:
         raise DamagedCheckpoint(f"it has format {version}, and this version of the software reads {CHECKPOINT_FORMAT}")
 
 

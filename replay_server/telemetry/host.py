@@ -21,15 +21,6 @@ def resident_bytes() -> int:
         return 0
 
 
-def private_bytes() -> int:
-    """Memory of this process that no file holds, in RAM and in swap."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
-
-
 @dataclass(frozen=True)
 class Memory:
     """The memory of the machine, or of a control group that this process is in."""

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -33,6 +33,7 @@ from replay_client.dashboard.health import signals
 from replay_client.dashboard.live import MOST_VIEWERS, Live
 from replay_client.dashboard.prompts import PromptLog
 from replay_client.dashboard.query import Query, View
+from replay_client.dashboard.requests import BodyTooLargeError, Protocol, body_of, key_of
 from replay_client.dashboard.tokens import TokenText
 from replay_client.dashboard.training import Runs
 from replay_client.errors import ReplayError
@@ -163,13 +164,13 @@ class Dashboard:
     async def group(self, request: Request) -> Any:
         """One group; None if neither the server nor this process has it."""
         whole = request.query_params.get("whole") == "1"
-        item = await self.item(request.path_params["key"], again=not whole)
+        item = await self.item(key_of(request), again=not whole)
         return item and await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
         """Further tokens of one completion, or of the prompt."""
         row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
-        item = await self.item(request.path_params["key"])
+        item = await self.item(key_of(request))
         return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
 
     async def training(self, request: Request) -> Any:
@@ -185,8 +186,9 @@ class Dashboard:
     async def login(self, request: Request) -> Response:
         """Checks the token that a viewer sends, and answers with a cookie that holds it."""
         try:
-            token = str(json.loads((await request.body())[:4096])["token"])
-        except (ValueError, KeyError, TypeError):
+            token = str(json.loads(await body_of(request))["token"])
+            token.encode()  # JSON can hold half of a surrogate pair
+        except (ValueError, KeyError, TypeError, RecursionError):
             token = ""
         if not accepts(self.settings.token, token):
             return _json({"problem": "that is not the token of this page"}, 401)
@@ -209,6 +211,10 @@ def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[
             found = await method(request.app.state.dashboard, request)
         except ReplayError as error:
             return _json({"problem": str(error)}, 502)
+        except BodyTooLargeError as error:
+            return _json({"problem": str(error)}, 413)
+        except ClientDisconnect:  # nobody reads the answer
+            return Response(status_code=400)
         except ValueError as error:
             return _json({"problem": str(error)}, 400)
         if found is None:
@@ -238,15 +244,18 @@ class PageServer(uvicorn.Server):
             Route("/api/login", answer(Dashboard.login), methods=["POST"]),
             Route("/api/live", answer(Dashboard.events)),
             Route("/api/groups", answer(Dashboard.groups)),
-            Route("/api/groups/{key:int}", answer(Dashboard.group)),
-            Route("/api/groups/{key:int}/tokens", answer(Dashboard.tokens)),
+            Route("/api/groups/{key}", answer(Dashboard.group)),
+            Route("/api/groups/{key}/tokens", answer(Dashboard.tokens)),
             Route("/api/training", answer(Dashboard.training)),
             Route("/api/prompts", answer(Dashboard.solve_rates)),
             Mount("/", StaticFiles(directory=PAGE, html=True)),
         ]
         guard = Middleware(Guard, token=settings.token, names=settings.allow_hosts)
         self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
-        super().__init__(uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=3))
+        config = uvicorn.Config(
+            self.app, http=Protocol, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=3
+        )
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.app.state.dashboard.live.close()

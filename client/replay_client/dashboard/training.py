@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
 import threading
@@ -14,6 +15,7 @@ MOST_POINTS = 500
 MOST_RUNS = 200
 MOST_STEPS = 200_000
 BYTES_PER_READ = 2 << 20
+"""Bytes of a file that are read at a time. A line that is longer is skipped, and counts as damaged."""
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Run:
     offset: int = 0
     lines: int = 0
     damaged: int = 0
+    skipping: bool = False
+    """Whether `offset` is inside a line that is too long."""
     written: float = 0.0
     """When, in seconds since the epoch."""
     columns: dict[str, list[float | None]] = field(default_factory=dict)
@@ -34,7 +38,7 @@ class Run:
         try:
             size, self.written = self.path.stat().st_size, self.path.stat().st_mtime
             if size < self.offset:  # a run that resumes cuts off the steps that it will do again
-                self.offset, self.lines, self.damaged, self.columns = 0, 0, 0, {}
+                self.offset, self.lines, self.damaged, self.skipping, self.columns = 0, 0, 0, False, {}
             if size == self.offset or self.lines >= MOST_STEPS:
                 return False
             with self.path.open("rb") as file:
@@ -42,11 +46,17 @@ class Run:
                 data = file.read(BYTES_PER_READ)
         except OSError:
             return False
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may still be written
-        self.offset += len(whole)
-        for line in whole.splitlines():
-            self._add(line)
-        return bool(whole)
+        end = data.rfind(b"\n") + 1  # the last line may still be written
+        if not end and len(data) == BYTES_PER_READ:
+            self.damaged += not self.skipping
+            self.skipping, end = True, len(data)
+        else:
+            lines = data[:end].split(b"\n")[:-1]
+            for line in lines[self.skipping :]:
+                self._add(line)
+            self.skipping = self.skipping and not end
+        self.offset += end
+        return end > 0
 
     def _add(self, line: bytes) -> None:
         try:
@@ -78,7 +88,8 @@ class Runs:
         if self._folder is None:
             return
         patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
-        paths = [path for pattern in patterns for path in self._folder.glob(pattern)][:MOST_RUNS]
+        found = (path for pattern in patterns for path in self._folder.glob(pattern))
+        paths = heapq.nlargest(MOST_RUNS, found, key=_written)
         for path in paths:
             name = str(path.parent.relative_to(self._folder))
             with self._lock:
@@ -109,6 +120,13 @@ class Runs:
 
     def _ordered(self) -> list[Run]:
         return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it was removed meanwhile
+        return 0.0
 
 
 def _thinned(run: Run) -> dict[str, Any]:

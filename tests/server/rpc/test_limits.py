@@ -572,3 +572,19 @@ def test_connections_to_the_metrics_that_say_nothing_cost_few_threads_and_hold_u
             assert b"replay_" in answer.read()
         for one in silent:
             one.close()
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_counts_as_large_as_it_becomes(compression):
+    def insert(stub: ReplayStub, size: int) -> pb.InsertResponse:
+        targets = [pb.InsertTarget(table="plain")]
+        request = pb.InsertRequest(
+            keys=[size], targets=targets, payload_sizes=[size], timeout=5.0, payloads=bytes(size)
+        )
+        return stub.Insert(request, compression=compression, timeout=60)
+
+    with server_with() as server, connection(server) as stub:
+        assert insert(stub, 15 * MB).decided == 1
+        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            insert(stub, 17 * MB)
+        assert insert(stub, MB).decided == 1

@@ -1,4 +1,4 @@
-"""Short calls on an open stream behave as calls of their own: results, refusals, tokens, and older servers."""
+"""Short calls on an open stream behave as calls of their own: results, refusals and tokens."""
 
 import asyncio
 
@@ -12,7 +12,6 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import SecuritySection
-from replay_server.rpc import service
 from replay_server.rpc.short_calls import SHORT
 
 TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_size=64)]
@@ -91,14 +90,6 @@ def test_a_large_request_is_a_call_of_its_own(server):
         keys = np.arange(1, 100_001, dtype=np.uint64)
         assert len(client.update_priority_arrays("pool", keys, np.ones(keys.size)).missing) == keys.size
         assert client._aio.connection._open().short_calls._idle == []
-
-
-def test_a_server_without_short_calls_gets_calls(monkeypatch):
-    older = [method for method in service._METHODS if method.name != "Calls"]
-    monkeypatch.setattr(service, "_METHODS", older)
-    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address, timeout=60.0) as client:
-        works(client)
-        assert not client._aio.connection._open().short_calls.supported
 
 
 def test_a_token_that_may_only_read_is_refused(tmp_path):
