@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 try:
-    from uvloop import new_event_loop
+    import uvloop
 except ImportError:
-    new_event_loop = asyncio.new_event_loop
+    pass
+else:
+    new_event_loop = uvloop.new_event_loop
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
