@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from enum import IntEnum, StrEnum
+
+FEW_TABLES = 10
+"""The most names of tables in one message."""
 
 
 class Code(IntEnum):
@@ -112,3 +117,11 @@ def broken(message: str) -> Refused:
 def try_again(message: str) -> Refused:
     """The server cannot do it at this moment. Clients try again by themselves."""
     return Refused(Code.UNAVAILABLE, message)
+
+
+def listed_tables(tables: Collection[str], near: str = "") -> str:
+    """All names if there are few; of many, those that are nearest to `near`."""
+    if len(tables) <= FEW_TABLES:
+        return f"tables: {', '.join(tables)}"
+    names = difflib.get_close_matches(near[:100], tables, n=FEW_TABLES, cutoff=0.5)
+    return f"there are {len(tables)} tables" + (f", such as {', '.join(names)}" if names else "")

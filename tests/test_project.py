@@ -60,7 +60,7 @@ LEVELS = [
     {"cli"},
 ]
 """The rooms of replay_server, lowest first: its folders and the modules beside them. Each imports lower rooms only."""
-MAX_LEVELS, MAX_LINES, MAX_NESTING = 7, 450, 5
+MAX_LEVELS, MAX_LINES, MAX_NESTING = 7, 700, 5
 
 
 @cache

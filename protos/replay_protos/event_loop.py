@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 try:
-    import uvloop
+    from uvloop import new_event_loop as new_event_loop
 except ImportError:
-    pass
-else:
-    new_event_loop = uvloop.new_event_loop
+    new_event_loop = asyncio.new_event_loop
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

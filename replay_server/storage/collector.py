@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count, repeat
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +23,6 @@ from replay_server.storage.records import (
     ANSWER,
     CLOCK,
     FORWARDED,
-    IN_TABLE,
     ITEM,
     LEASE,
     POLICY,
@@ -249,29 +248,12 @@ def rows_in_table(
     `drawn`, ascending, are the keys of outstanding rows, and `times` how often each was drawn. Times are seconds of the
     server's clock. The column `table` is left for the caller.
     """
-    slots, columns = table.columns.find(keys), table.columns
+    columns = table.columns
+    slots = columns.find_with_reserved(keys)
     places = np.flatnonzero(slots >= 0)
     rows = np.zeros(places.size, dtype=ROW)
     for name in ("order", "times_sampled", "priority", "inserted_at"):
         rows[name] = getattr(columns, name)[slots[places]]
-    if table.consumed:
-        returning = [
-            (
-                place,
-                (
-                    0,
-                    IN_TABLE,
-                    batch.orders[row],
-                    batch.times_sampled[row],
-                    batch.priorities[row],
-                    batch.inserted_at[row],
-                ),
-            )
-            for place, (batch, row) in enumerate(map(table.consumed.get, keys.tolist(), repeat((None, 0))))
-            if batch is not None
-        ]
-        places = np.concatenate([places, np.array([place for place, _ in returning], dtype=np.int64)])
-        rows = np.concatenate([rows, np.array([row for _, row in returning], dtype=ROW)])
     if drawn.size:
         at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from replay_server.errors import Refused
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
@@ -30,7 +31,6 @@ from replay_server.storage.records import (
 from replay_server.tables.answers import Answer
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.items import Item
-from replay_server.tables.loading import load_items, load_policy, reconcile
 
 log = logging.getLogger("replay_server")
 
@@ -138,3 +138,39 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def load_policy(buffer: ReplayBuffer, policy: Policy) -> None:
+    buffer.policy = policy
+    for table in buffer.tables.values():
+        table.set_policy_version(policy.version)
+
+
+def load_items(buffer: ReplayBuffer, loaded: Mapping[int, Item], nbytes: int, unheld: Sequence[int]) -> None:
+    """Restores items of `nbytes` in all, whose rows are in their tables already. Those without any row are deleted."""
+    items = buffer.items
+    items.update(loaded)
+    items.bytes += nbytes
+    items.hold(unheld)
+    buffer.left(unheld)
+
+
+def reconcile(buffer: ReplayBuffer) -> None:
+    """Makes all that was loaded fit the configuration. What that costs is logged."""
+    if buffer.admission is not None:
+        buffer.admission.expire()
+    for table in buffer.tables.values():
+        size = table.size
+        if lost := table.reconcile():
+            log.warning("table %r: %d items are lost", table.name, lost)
+        if evicted := size - table.size:
+            log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
+        table.drop_stale(buffer.policy.version)
+    if why := buffer.items.why_full(0):
+        tables = list(buffer.tables.values())
+        try:
+            buffer.items.check_room(0, tables)
+            log.warning("%s: %d items evicted", why, buffer.items.make_room(tables))
+        except Refused:
+            log.warning("%s: 0 items evicted, for too few can be", why)
+    buffer.items.freed = False

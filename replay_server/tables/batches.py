@@ -67,9 +67,8 @@ class SampleBatch:
     times_sampled: IntArray
     """Including this draw."""
     sizes: IntArray
-    orders: IntArray
     consumed: npt.NDArray[np.bool_]
-    """Rows that left the table with this draw."""
+    """Rows whose last draw this was. The table reserves them until the batch ends."""
     table_size: int
     scope: str
     epoch: int

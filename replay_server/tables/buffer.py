@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from replay_server.errors import Refused, closed, deadline, invalid, not_found, try_again
+from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.answers import Answers
 from replay_server.tables.batches import InsertBatch, SampleRequest
@@ -35,10 +35,17 @@ from replay_server.tables.insert_rules import (
 )
 from replay_server.tables.items import Items, Watcher
 from replay_server.tables.known_keys import KnownKeys
-from replay_server.tables.lines import Lines, PendingInsert, PendingSample, any_insert_waits, insertable_at_once
+from replay_server.tables.lines import (
+    Lines,
+    PendingInsert,
+    PendingSample,
+    any_insert_waits,
+    insertable_at_once,
+    silence,
+)
+from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
-from replay_server.tables.reasons import listed_tables, silence
 from replay_server.tables.table import Table
 
 log = logging.getLogger("replay_server")
@@ -72,7 +79,7 @@ class ReplayBuffer:
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.known_keys = KnownKeys()
-        self.policy = Policy(set_at=clock())
+        self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
@@ -381,7 +388,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.consumed))
+                watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
@@ -428,6 +435,7 @@ class ReplayBuffer:
                 f"if the trainer really went back"
             )
         self.policy = Policy(version, weights, self.clock())
+        self.versions.beat(self.policy.set_at)
         for table in self.tables.values():
             table.set_policy_version(version)
             table.drop_stale(version)

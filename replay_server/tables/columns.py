@@ -1,4 +1,15 @@
-"""Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact."""
+"""Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact.
+
+A slot is in one state: FREE, RESERVED or SELECTABLE.
+
+    add ──▶ SELECTABLE ◀──return_rows── RESERVED
+                 │ └────────reserve────────▲ │
+                 └──────────▶ FREE ◀─────────┘ remove
+
+A row is reserved while a batch that may still be given back has used it up. A reserved row counts as gone for whoever
+looks: for size, lookup, listing and removal. It keeps its slot and its facts. So giving it back changes its state
+alone, and nobody has to carry a copy of the row.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +23,11 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 KeyArray = npt.NDArray[np.uint64]
 
+
+ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
+
+FREE, RESERVED, SELECTABLE = range(3)
+"""The state of a slot. Rows from SELECTABLE on are here for whoever looks."""
 
 _HASH, _BITS = 0x9E3779B97F4A7C15, 64
 """Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
@@ -31,7 +47,8 @@ def rows_at(slots: IntArray) -> IntArray | slice:
 
 
 class Columns:
-    """Slots are reused; `slots` maps the key of each item to its own. Arrays double when they are full.
+    """Slots are reused. `slots` maps the key of each item that is here to its slot, and `reserved` does so for the
+    reserved ones. Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
     therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
@@ -42,12 +59,14 @@ class Columns:
         self.current_version = current_version
         """The trainer's policy version. The staleness of an item counts from here."""
         self.slots: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        self.state = np.zeros(0, dtype=np.uint8)
         self._free: list[int] = []
         self.key = np.zeros(0, dtype=np.uint64)
         self.priority = np.zeros(0)
         self.policy_version = np.zeros(0, dtype=np.int64)
         self.order = np.zeros(0, dtype=np.int64)
-        """The number of the insertion, from 1; 0: a free slot. An item that is given back keeps its number."""
+        """The number of the insertion, from 1."""
         self.inserted_at = np.zeros(0)
         """When the item was inserted: seconds of the server's clock."""
         self.size = np.zeros(0, dtype=np.int64)
@@ -67,8 +86,17 @@ class Columns:
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.order[slots] == 0)))
+        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.state[slots] < SELECTABLE)))
         slots[wrong] = self._look_up(keys[wrong])
+        return slots
+
+    def find_with_reserved(self, keys: KeyArray) -> IntArray:
+        """As `find`, and the slots of reserved rows too."""
+        slots = self.find(keys)
+        if self.reserved:
+            absent = np.flatnonzero(slots < 0)
+            names: list[int] = keys[absent].tolist()
+            slots[absent] = [self.reserved.get(name, -1) for name in names]
         return slots
 
     def _look_up(self, keys: KeyArray) -> IntArray:
@@ -98,20 +126,43 @@ class Columns:
         else:
             self.key[slots] = keys
             self._guess[self._hashes(self.key[slots])] = slots
+        self.state[rows_at(slots)] = SELECTABLE
+        return slots
+
+    def reserve(self, slots: IntArray) -> None:
+        """Reserves rows that are here."""
+        keys: list[int] = self.key[slots].tolist()
+        for key in keys:
+            self.reserved[key] = self.slots.pop(key)
+        self.state[rows_at(slots)] = RESERVED
+
+    def return_rows(self, keys: Sequence[int]) -> IntArray:
+        """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,)."""
+        slots = np.array([self.reserved.pop(key) for key in keys], dtype=np.int64)
+        self.slots.update(zip(keys, slots.tolist(), strict=True))
+        self._guess[self._hashes(self.key[slots])] = slots
+        self.state[slots] = SELECTABLE
         return slots
 
     def remove(self, slots: IntArray) -> list[int]:
-        """Free these slots, and return their keys."""
+        """Frees these slots, all of them of rows that are here. Returns their keys."""
+        return self._free_slots(slots, self.slots)
+
+    def remove_reserved(self, keys: Sequence[int]) -> None:
+        """Frees the slots of reserved rows."""
+        self._free_slots(np.array([self.reserved[key] for key in keys], dtype=np.int64), self.reserved)
+
+    def _free_slots(self, slots: IntArray, of: dict[int, int]) -> list[int]:
         keys: list[int] = self.key[slots].tolist()
         for key in keys:
-            del self.slots[key]
-        self.order[rows_at(slots)] = 0
+            del of[key]
+        self.state[rows_at(slots)] = FREE
         self._free.extend(slots.tolist())
         return keys
 
     def occupied(self) -> IntArray:
         """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop over `slots`."""
-        return np.flatnonzero(self.order)
+        return np.flatnonzero(self.state >= SELECTABLE)
 
     def used(self) -> IntArray:
         """The slots of all items, oldest first."""
@@ -132,3 +183,26 @@ class Columns:
         self._guess = np.full(4 * new, -1, dtype=np.int32)
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots
+
+
+def list_slots(
+    columns: Columns,
+    *,
+    order_by: str,
+    descending: bool,
+    min_priority: float,
+    max_priority: float,
+    min_version: float,
+    max_version: float,
+) -> IntArray:
+    """The slots (m,) of the items within the bounds (all inclusive), by one of ITEM_ORDERS; of equal items the older
+    comes first."""
+    slots = columns.used()
+    priority, version = columns.priority[slots], columns.policy_version[slots]
+    slots = slots[
+        (priority >= min_priority) & (priority <= max_priority) & (version >= min_version) & (version <= max_version)
+    ]
+    if order_by == "age":  # ascending age: the newest item first
+        return slots if descending else slots[::-1]
+    values = getattr(columns, order_by)[slots]
+    return slots[np.argsort(-values if descending else values, kind="stable")]

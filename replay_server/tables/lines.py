@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from replay_server.tables.admission import Admission
 from replay_server.tables.batches import InsertBatch, SampleBatch, SampleRequest
 from replay_server.tables.insert_rules import Rows
 from replay_server.tables.items import Items
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line, Pending
+
+SILENCE = 10.0
+"""Seconds in which nobody inserted or sampled, after which a reason says so."""
 
 
 class PendingInsert(Pending[None]):
@@ -73,3 +77,16 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
             fifo = table.config.sampler.type == "fifo"
             at_once = min(at_once, table.config.max_size - table.size if fifo else 1)
     return max(1, int(at_once))
+
+
+def silence(pending: PendingInsert | PendingSample, now: float, admission: Admission | None) -> str:
+    """How long the side that `pending` waits for has done nothing, and whether generators wait for permits."""
+    table = pending.tables[0]
+    samples = isinstance(pending, PendingSample)
+    seconds = now - (table.inserted if samples else table.sampled).last
+    if seconds < SILENCE:
+        return ""
+    words = f"; nobody {'inserted' if samples else 'sampled'} for {seconds:.0f} s"
+    if samples and admission is not None and len(admission.line):
+        words += f", and generators wait for permits ({len(admission.line)})"
+    return words

@@ -55,7 +55,7 @@ class OutstandingBatches:
         return self._begin(table, table.draw_slots(found, np.ones(found.size)), next(self._ids)), missing
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
-        # For a consumed row the batch takes over the hold of the table, which the item has just left.
+        # The batch takes over the table's hold of a row that the table has reserved for it.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         self.by_id[batch_id] = (table, batch)
         return batch_id
@@ -114,7 +114,7 @@ class OutstandingBatches:
     def give_back(self, batch_id: int, policy_version: int) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
         table, batch = self._end(batch_id)
-        self._items.hold(batch.keys[table.give_back(batch)].tolist())
+        self._items.hold(table.give_back(batch))
         self._items.release(batch.keys.tolist())
         table.drop_stale(policy_version)
         return table

@@ -1,10 +1,11 @@
 """Table: the items of one table, and every change to them. Nothing here waits.
 
-    insert ──▶ in the table ──draw──▶ outstanding ──take──▶ in the table, or consumed
-                    │                      └────give_back──▶ as before the draw
+    insert ──▶ selectable ──draw──▶ outstanding ──take──▶ selectable, or consumed
+                    │                     └────give_back──▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
-* An outstanding row stays in the table, unless the draw was its last one (max_times_sampled). Then the batch keeps it.
+* An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
+  counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
 * After `give_back` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
 * Payloads are not the table's: `on_leave` says which keys it no longer holds.
@@ -22,7 +23,7 @@ import numpy as np
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import BlockedTime, Counters, Meter
+from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.scopes import Scopes
 from replay_server.tables.selectors import effective_priorities
 
@@ -33,13 +34,13 @@ class Table:
     clock: Callable[[], float]
     """Seconds; never goes back."""
     on_leave: Callable[[Sequence[int]], None]
-    """Called with the keys of items that leave the table, except rows that an outstanding batch keeps."""
+    """Called with the keys of items that leave the table, except rows that are reserved for a batch."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.config.seed)
-        self.inserted = Meter(self.clock())
-        self.sampled = Meter(self.clock())
+        self.inserted = Activity(self.clock())
+        self.sampled = Activity(self.clock())
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
@@ -56,8 +57,6 @@ class Table:
         self.bytes = 0
         self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
-        self.consumed: dict[int, tuple[SampleBatch, int]] = {}
-        """Outstanding rows whose draw was their last, by key: the batch that drew them last, and the row in it."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
 
@@ -74,7 +73,7 @@ class Table:
 
     def has_or_may_return(self, key: int) -> bool:
         """Whether the item is here, or an outstanding batch may give it back."""
-        return key in self or key in self.consumed
+        return key in self.columns.slots or key in self.columns.reserved
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -157,21 +156,26 @@ class Table:
         columns.inserted_at[rows] = inserted_at
         columns.size[rows] = sizes
         columns.times_sampled[rows] = times_sampled
-        self.bytes += total(sizes)
+        self._show(slots)
+
+    def _show(self, slots: IntArray) -> None:
+        """From now on the rows count, and selectors may choose them."""
+        self.bytes += total(self.columns.size[rows_at(slots)])
         self.sampler.insert(slots)
         if self.remover is not self.sampler:
             self.remover.insert(slots)
 
-    def _remove(self, slots: IntArray, leaves: bool = True) -> None:
-        if not slots.size:
-            return
+    def _hide(self, slots: IntArray) -> None:
+        """The opposite of `_show`."""
         self.sampler.delete(slots)
         if self.remover is not self.sampler:
             self.remover.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
-        keys = self.columns.remove(slots)
-        if leaves:
-            self.on_leave(keys)
+
+    def _remove(self, slots: IntArray) -> None:
+        if slots.size:
+            self._hide(slots)
+            self.on_leave(self.columns.remove(slots))
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -222,7 +226,6 @@ class Table:
             inserted_at=columns.inserted_at[slots],
             times_sampled=times_sampled,
             sizes=columns.size[slots],
-            orders=columns.order[slots],
             consumed=times_sampled >= limit if limit else np.zeros(n, dtype=np.bool_),
             table_size=self.size,
             scope=scope,
@@ -230,10 +233,10 @@ class Table:
         )
         if scope:
             self.scopes.give(scope, batch.keys.tolist())
-        self._remove(slots[batch.consumed], leaves=False)
-        for row in np.flatnonzero(batch.consumed).tolist():
-            self.consumed[int(batch.keys[row])] = (batch, row)
-        consumed = int(batch.consumed.sum())
+        consumed = int(np.count_nonzero(batch.consumed))
+        if consumed:
+            self._hide(used_up := slots[batch.consumed])
+            columns.reserve(used_up)
         self.limiter.samples += n
         self.limiter.deletes += consumed
         self.counters.samples += n
@@ -243,46 +246,30 @@ class Table:
         return batch
 
     def take(self, batch: SampleBatch) -> None:
-        """The batch is its reader's for good."""
+        """The batch is its reader's for good. Its reserved rows leave the table."""
         if batch.epoch != self.epoch:
             return
         self.outstanding -= len(batch)
-        for key in batch.keys[batch.consumed].tolist():
-            del self.consumed[key]
+        self.columns.remove_reserved(batch.keys[batch.consumed].tolist())
 
     def give_back(self, batch: SampleBatch) -> list[int]:
-        """Undoes the draw. Returns the rows that come back into the table because the draw had consumed them."""
+        """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
         if batch.epoch != self.epoch:
             return []
-        n, consumed = len(batch), int(batch.consumed.sum())
+        columns, n = self.columns, len(batch)
+        back: list[int] = batch.keys[batch.consumed].tolist()
         self.outstanding -= n
         self.limiter.samples -= n
-        self.limiter.deletes -= consumed
+        self.limiter.deletes -= len(back)
         self.counters.samples -= n
-        self.counters.consumed -= consumed
+        self.counters.consumed -= len(back)
         if batch.scope:
             self.scopes.give_back(batch.scope, batch.keys.tolist())
-        back = batch.consumed
-        for key in batch.keys[back].tolist():
-            del self.consumed[key]
-        if back.any():
-            self._insert_rows(
-                batch.keys[back].tolist(),
-                batch.priorities[back],
-                batch.policy_versions[back],
-                batch.sizes[back],
-                batch.orders[back],
-                batch.inserted_at[back],
-                batch.times_sampled[back] - 1,
-            )
-        for key in batch.keys[~back].tolist():
-            if (slot := self.columns.slots.get(key)) is not None:
-                self.columns.times_sampled[slot] -= 1
-            elif (last := self.consumed.get(key)) is not None:  # a later batch consumed the item
-                later, row = last
-                later.times_sampled[row] -= 1
-        rows: list[int] = np.flatnonzero(back).tolist()
-        return rows
+        if back:
+            self._show(columns.return_rows(back))
+        slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
+        np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
+        return back
 
     def excluded(self, request: SampleRequest) -> set[int]:
         """The slots that `request` must not get, as far as the sampler could choose them."""
@@ -398,7 +385,7 @@ class Table:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but items and scopes, as if outstanding batches had been given back."""
-        limiter, consumed, rng = self.limiter, len(self.consumed), self.rng.bit_generator.state
+        limiter, consumed, rng = self.limiter, len(self.columns.reserved), self.rng.bit_generator.state
         return {
             "name": self.name,
             "order": self._order,

@@ -7,10 +7,9 @@ import math
 import pytest
 
 from replay_server import AdmissionConfig, Config, TableConfig
-from replay_server.errors import Refused
+from replay_server.errors import FEW_TABLES, Refused
 from replay_server.tables.batches import SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.reasons import FEW_TABLES
 
 
 class Clock:
