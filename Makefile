@@ -65,6 +65,7 @@ soak: setup-dev
 
 bench: .venv-bench/.ready
 	.venv-bench/bin/python -m benchmarks.run $(BENCH_ARGS)
+	.venv-bench/bin/python -m benchmarks.gradient
 
 bench-trainer: setup-dev
 	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)

@@ -70,6 +70,25 @@ class Process:
         line, _, self._received = self._received.partition(b"\n")
         return line.decode()
 
+    def lines(self) -> list[str]:
+        """The lines that it has written by now."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while selector.select(0) and (data := os.read(self._process.stdout.fileno(), 1 << 16)):
+                self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        return [line.decode() for line in lines]
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended well. Raises Failed."""
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"it did not end within {timeout:.0f} s") from None
+        if status:
+            raise Failed(f"the process ended with status {status}: {self.last_words()}")
+
     def last_words(self) -> str:
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - 10_000))

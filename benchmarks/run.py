@@ -22,7 +22,7 @@ from benchmarks.measure import CellResult, Effort, measure
 from benchmarks.report import Report
 from benchmarks.sides import SYSTEMS
 
-EFFORTS = {"quick": Effort(seconds=0.2, rounds=3), "default": Effort(seconds=0.8, rounds=4), "full": Effort(3.0, 7)}
+EFFORTS = {"quick": Effort(seconds=0.2, rounds=3), "default": Effort(seconds=0.8, rounds=3), "full": Effort(3.0, 7)}
 RESULTS = ROOT / "benchmarks/results"
 
 
@@ -118,7 +118,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(effort="default")
     effort = parser.add_mutually_exclusive_group()
     for name in ("quick", "full"):
-        text = f"{EFFORTS[name].rounds} rounds of {EFFORTS[name].seconds:g} s (default: 4 of 0.8 s)"
+        text = f"{EFFORTS[name].rounds} rounds of {EFFORTS[name].seconds:g} s (default: 3 of 0.8 s)"
         effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
     parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name matches this expression")
     parser.add_argument("--list", action="store_true", help="only print the names of the cells")

@@ -3,15 +3,31 @@
 import io
 import json
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.cells import Comparison, Figure, Measurement, Side, Table, all_comparisons, rate, select, value
-from benchmarks.environments import OURS, BuiltEnvironment
-from benchmarks.loops import Task
+from benchmarks import tables
+from benchmarks.cells import (
+    CHECKPOINT,
+    Comparison,
+    Figure,
+    Measurement,
+    Side,
+    Table,
+    all_comparisons,
+    rate,
+    select,
+    value,
+)
+from benchmarks.environments import FILES, OURS, BuiltEnvironment
+from benchmarks.gradient import figures
+from benchmarks.interpreter import build_of, installed
+from benchmarks.loops import BYTES_A_TOKEN, Task
 from benchmarks.measure import CellResult, Effort, Round, measure
 from benchmarks.report import Report
 from benchmarks.run import run
@@ -50,6 +66,49 @@ def test_every_operation_runs_against_our_server_in_processes_of_its_own():
     for cell in results:
         assert len(cell.rounds) == 2
         assert all(each.ours > 0 and each.theirs > 0 and math.isfinite(each.ratio) for each in cell.rounds)
+
+
+def test_groups_pass_from_generators_to_a_reader_that_decodes_them():
+    side = Side("ours", (Table("queue", "fifo", "fifo", 16, queue=True),))
+    nbytes = 8 * 16 * BYTES_A_TOKEN
+    tokens = Measurement(
+        (Figure("tokens", "tokens/s", rate),),
+        Task("write_groups", "queue", nbytes, items=32),
+        clients=2,
+        beside=Task("read_groups", "queue", nbytes, items=64),
+        rounds=1,
+    )
+    results: list[CellResult] = []
+    tls = replace(side, system="ours_tls")
+    measure(Comparison("ours", side, tls, (tokens,), tcp=replace(side, system="ours_tcp")), QUICK, results.append)
+    (cell,) = results
+    assert cell.error is None
+    assert len(cell.rounds) == 1
+    assert cell.ours > 0 < cell.theirs
+    assert cell.tcp > 0
+
+
+def test_a_dict_of_arrays_comes_back_as_it_was():
+    side = Side("ours", (Table("inserts", "fifo", "fifo", 4),))
+    names = ("put", "get", "both")
+    parts = Measurement(tuple(Figure(name, "GB/s", value(name)) for name in names), Task("fields", "inserts", 1 << 20))
+    results: list[CellResult] = []
+    measure(Comparison("ours", side, side, (parts,)), QUICK, results.append)
+    assert [cell.error for cell in results] == [None] * 3
+    put, get, both = (cell.rounds[0].ours for cell in results)
+    assert 1 / both == pytest.approx(1 / put + 1 / get)
+
+
+@pytest.mark.parametrize("durability", ["1.0", "always", CHECKPOINT])
+def test_a_restart_is_timed_only_if_all_items_are_there_after_it(durability):
+    side = Side("ours", (Table("kept", "fifo", "fifo", 64),), durability=durability)
+    restart = Measurement((Figure("restart", "items/s", rate),), Task("restart", "kept", 400, items=64), rounds=1)
+    lost = Measurement((Figure("lost", "items/s", rate),), Task("restart", "kept", 400, items=65), rounds=1)
+    results: list[CellResult] = []
+    measure(Comparison("ours", side, side, (restart, lost)), QUICK, results.append)
+    assert results[0].rounds[0].ours > 0
+    assert "64 of 65 items are there after a restart" in results[1].error
+    assert not any(FILES.glob("ours-*"))
 
 
 def test_a_cell_that_fails_says_why_and_the_next_one_is_measured():
@@ -117,6 +176,17 @@ def test_the_report_has_a_ratio_in_each_cell_and_says_which_goals_are_met(tmp_pa
     assert "theirs: it broke" in console.export_text()
 
 
+def test_what_a_step_waits_is_divided_between_the_generator_and_the_buffer():
+    group = {"finished": 0.0, "scored": 1.0}
+    early = {"step": 1, "seconds": 10.0, "replace": 1.0, "asked": 4.0, "taken": 6.0, "gradient": 9.0}
+    late = {"step": 2, "seconds": 10.0, "replace": 0.0, "asked": 10.0, "taken": 16.0, "gradient": 19.0}
+    steps = [early | {"groups": [group | {"key": 1}]}, late | {"groups": [group | {"key": 2}]}]
+    found = figures(steps, {1: 3.0, 2: 15.0})  # the second group came while the trainer waited
+    assert found["percent_of_a_step_waiting_for"] == {"generator": 25.0, "buffer": 20.0}
+    assert found["milliseconds"]["scored to acknowledged"]["p50"] == pytest.approx(8_000.0)
+    assert found["milliseconds"]["finished to gradient"]["p50"] == pytest.approx(14_000.0)
+
+
 def test_our_side_of_the_trainer_benchmark_answers_each_step_with_its_time_and_memory(monkeypatch):
     start_all = trainer.start
     monkeypatch.setattr(trainer, "start", lambda name, arguments, errors: start_all(name, QUICK_SIDE, errors))
@@ -149,5 +219,36 @@ def test_an_environment_that_the_benchmark_did_not_make_is_never_touched(tmp_pat
     with pytest.raises(RuntimeError, match="was not made by the benchmark"):
         BuiltEnvironment(tmp_path / "venv", ("anything==1",)).ensure()
     assert precious.read_text() == "somebody else's"
+    with pytest.raises(RuntimeError, match="no-such-server is not installed"):
+        BuiltEnvironment(tmp_path / "other", ("anything==1",), program="no-such-server").ensure()
     OURS.ensure()
     assert OURS.python.exists()
+
+
+def test_the_tables_of_the_page_have_the_figures_of_the_results_and_gaps_where_there_are_none():
+    ours_in_memory = {"ours": 5_000_000.0, "theirs": 2_000_000.0, "tcp": 1_250_000.0, "ratio": 2.5, "tcp_ratio": 0.625}
+    cells = {"tokens/8x1k/1-generators": ours_in_memory, "insert/4kB/1-writers": ours_in_memory}
+    assert "| 8x1k, 1 | 5 | 1.25 |  | 2 |" in tables.tokens(cells)
+    assert "| 8x1k, 4 |  |  |  |  |" in tables.tokens(cells)
+    assert "| 4kB | 2.50, 0.62 |" in tables.messages(cells)
+
+
+def interpreter(folder: Path, *options: str) -> None:
+    """A stand-in for python3.11 that was configured with these options."""
+    folder.mkdir()
+    program = f"#!{sys.executable}\nimport sys, sysconfig\n"
+    program += f"sysconfig.get_config_vars()['CONFIG_ARGS'] = {' '.join(map(repr, options))!r}\nexec(sys.argv[2])\n"
+    (folder / "python3.11").write_text(program)
+    (folder / "python3.11").chmod(0o755)
+
+
+def test_an_interpreter_with_optimisations_is_preferred_and_one_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
+    interpreter(tmp_path / "plain", "--enable-shared")
+    interpreter(tmp_path / "optimised", "--enable-shared", "--enable-optimizations", "--with-lto")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/python3.11").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "broken/python3.11").chmod(0o755)
+    monkeypatch.setenv("PATH", ":".join(str(tmp_path / name) for name in ("broken", "plain", "optimised")))
+    found = installed((3, 11))
+    assert [Path(path).parent.name for path in found] == ["optimised", "plain"]
+    assert build_of(found[0])["options"] == ["--enable-shared", "--enable-optimizations", "--with-lto"]
