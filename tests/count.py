@@ -46,7 +46,9 @@ def is_generated(path: Path) -> bool:
 def floors(package: str) -> int:
     """How many files the longest chain of imports of a package has."""
     modules = modules_of(package)
-    graph = {name: others - {package} for name, others in imports_of(package).items() if not is_generated(modules[name])}
+    graph = {
+        name: others - {package} for name, others in imports_of(package).items() if not is_generated(modules[name])
+    }
     height: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         height[name] = 1 + max((height[other] for other in graph.get(name, ())), default=0)
