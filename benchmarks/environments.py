@@ -11,11 +11,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.interpreter import build_of, installed
+
 ROOT = Path(__file__).parent.parent
 
 
 _MARK = ".made-by-benchmarks"
 """A file in each environment that was made here; it holds the requirements once all of them are installed."""
+
+
+FILES = ROOT / "runs/benchmark"
+"""A folder for what servers keep on the disk meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class BuiltEnvironment:
     requirements: tuple[str, ...]
     python_version: tuple[int, int] | None = None
     """Absent: the Python that runs the benchmark."""
+    program: str | None = None
+    """A program of the machine that the system needs too."""
 
     @property
     def python(self) -> Path:
@@ -43,11 +51,13 @@ class BuiltEnvironment:
 
     def ensure(self) -> None:
         """Builds it unless it is there with these requirements. Raises RuntimeError with the reason."""
-        mark = self.folder / _MARK
-        wanted = "\n".join(self.requirements)
+        if self.program is not None and shutil.which(self.program) is None:
+            raise RuntimeError(f"{self.program} is not installed; on Debian and Ubuntu: apt-get install {self.program}")
+        mark, base = self.folder / _MARK, self._base_python()
+        build = build_of(base)
+        wanted = "\n".join((*self.requirements, f"{build['version']}, optimised: {build['optimised']}"))
         if mark.is_file() and mark.read_text() == wanted:
             return
-        base = self._base_python()
         if self.folder.exists():
             if not mark.is_file():
                 raise RuntimeError(f"{self.folder.name} was not made by the benchmark; move it away")
@@ -65,11 +75,10 @@ class BuiltEnvironment:
     def _base_python(self) -> str:
         if self.python_version in (None, sys.version_info[:2]):
             return sys.executable
-        name = "python{}.{}".format(*self.python_version)
-        found = shutil.which(name)
-        if found is None:
+        if not (found := installed(self.python_version)):
+            name = "python{}.{}".format(*self.python_version)
             raise RuntimeError(f"{self.folder.name} needs {name}, which is not installed")
-        return found
+        return found[0]
 
     def _run(self, *command: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -83,5 +92,6 @@ REVERB = BuiltEnvironment(
     ROOT / ".venv-reverb", ("dm-reverb==0.14.0", "tensorflow-cpu~=2.14.0", "numpy<2"), python_version=(3, 11)
 )
 TRANSFERQUEUE = BuiltEnvironment(ROOT / ".venv-transferqueue", ("TransferQueue==0.1.11", "ray", "torch==2.13.0"))
+REDIS = BuiltEnvironment(ROOT / ".venv-redis", ("redis==6.4.0", "hiredis==3.2.1", "numpy"), program="redis-server")
 TRL = BuiltEnvironment(ROOT / ".venv-trl", ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0"))
 """With the torch and transformers that our own side was measured with."""

@@ -7,7 +7,7 @@ yields then is its result. So all clients of a cell can prepare, and then start 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,6 +56,24 @@ def _payloads(session: Session, task: Task, most: int = 64) -> list[Any]:
     rng = np.random.default_rng([task.seed, task.nbytes])
     number = at_once(task.nbytes, budget=32 << 20, most=most)
     return [session.native(rng.integers(0, 256, task.nbytes, dtype=np.uint8)) for _ in range(number)]
+
+
+BYTES_A_TOKEN = 9
+"""Of the arrays of a group that grow with its tokens."""
+
+
+def group_arrays(tokens: int, seed: Sequence[int]) -> dict[str, Any]:
+    """A rollout group: 8 completions of equal length with `tokens` tokens in all. The names are RolloutGroup's."""
+    rng = np.random.default_rng(seed)
+    return {
+        "prompt_ids": rng.integers(0, 150_000, 256, dtype=np.int32),
+        "completion_ids": rng.integers(0, 150_000, tokens, dtype=np.int32),
+        "completion_lengths": np.full(8, tokens // 8, np.int32),
+        "rollout_logprobs": -rng.random(tokens, dtype=np.float32),
+        "loss_mask": rng.random(tokens) < 0.9,
+        "rewards": rng.random(8, dtype=np.float32),
+        "advantages": rng.random(8, dtype=np.float32),
+    }
 
 
 def _repeat(seconds: float, step: Callable[[], int]) -> tuple[int, float]:
@@ -131,6 +149,29 @@ def latency(session: Session, task: Task) -> Loop:
         yield {"p50": 1e3 * p50, "p99": 1e3 * p99, "items": len(times)}
 
 
+def write_groups(session: Session, task: Task) -> Loop:
+    """Inserts `items` rollout groups of `nbytes`, beside a reader of the same table."""
+    tokens = task.nbytes // BYTES_A_TOKEN
+    groups = [session.native_group(group_arrays(tokens, [task.seed, row])) for row in range(4)]
+    yield None
+    with session.inserter(task.table, task.nbytes) as inserter:
+        for row in range(task.items):
+            inserter.insert(groups[row % len(groups)], 1.0)
+        inserter.flush()
+    yield {}
+
+
+def read_groups(session: Session, task: Task) -> Loop:
+    """Samples and decodes `items` such groups, from the start of their writers to the last token."""
+    yield None
+    begin = time.perf_counter()
+    with session.group_reader(task.table, task.items, task.nbytes) as groups:
+        tokens = sum(groups)
+        seconds = time.perf_counter() - begin
+    assert tokens == task.items * (task.nbytes // BYTES_A_TOKEN), f"{tokens} tokens came"
+    yield {"items": tokens, "seconds": seconds}
+
+
 def update(session: Session, task: Task) -> Loop:
     """New priorities for `items` items of a table, in one request after the other."""
     keys = session.keys(task.table, task.items)
@@ -183,6 +224,64 @@ def put_and_get(session: Session, task: Task) -> Loop:
     yield {name: items / seconds for name, seconds in spent.items()}
 
 
+def fields(session: Session, task: Task) -> Loop:
+    """A dict of `nbytes` in 32 arrays: stored, then fetched and decoded, and read once a page."""
+    size = task.nbytes // 32 // 8 // 4
+    noise = np.random.default_rng(task.seed).standard_normal((8, size), dtype=np.float32)
+    arrays = {f"field_{number:02}": noise + number for number in range(32)}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    spent = {"put": 0.0, "get": 0.0}
+
+    def one() -> int:
+        begin = time.perf_counter()
+        handle = session.put_fields(arrays)
+        spent["put"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        found = session.get_fields(handle)
+        for name, array in arrays.items():
+            pages = slice(None, None, 1024)
+            assert np.array_equal(found[name].reshape(-1)[pages], array.reshape(-1)[pages]), f"{name} is another one"
+        spent["get"] += time.perf_counter() - begin
+        del found
+        session.drop(handle)
+        return 1
+
+    _repeat(_WARM_UP * task.seconds, one)
+    yield None
+    spent.update(put=0.0, get=0.0)
+    rounds, _ = _repeat(task.seconds, one)
+    gigabytes = rounds * nbytes / 1e9
+    yield {"put": gigabytes / spent["put"], "get": gigabytes / spent["get"], "both": gigabytes / sum(spent.values())}
+
+
+def size(session: Session, task: Task) -> Loop:
+    """How many items the table has."""
+    yield None
+    yield {"items": session.size(task.table)}
+
+
+def checkpoint(session: Session, task: Task) -> Loop:
+    """Writes all tables to the disk, where inserts do not."""
+    yield None
+    begin = time.perf_counter()
+    session.checkpoint()
+    yield {"seconds": time.perf_counter() - begin}
+
+
 LOOPS: dict[str, Callable[[Session, Task], Loop]] = {
-    loop.__name__: loop for loop in (fill, insert, sample, latency, update, request, put_and_get)
+    loop.__name__: loop
+    for loop in (
+        fill,
+        insert,
+        sample,
+        latency,
+        write_groups,
+        read_groups,
+        update,
+        request,
+        put_and_get,
+        fields,
+        size,
+        checkpoint,
+    )
 }

@@ -107,12 +107,12 @@ def _rounds(
     if tcp is not None:
         sides["ours over TCP"] = tcp, replace(measurement.task, seconds=effort.seconds)
     rounds = []
-    for number in range(effort.rounds):
+    for number in range(min(effort.rounds, measurement.rounds)):
         results = {}
         for name in sides if number % 2 == 0 else reversed(sides):
             side, task = sides[name]
             try:
-                results[name] = side.measure(task, measurement.clients)
+                results[name] = side.measure(task, measurement.clients, measurement.beside)
             except Failed as failure:
                 raise Failed(f"{name}: {failure}") from None
         rounds.append(

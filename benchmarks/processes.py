@@ -106,10 +106,10 @@ class Process:
 class Server(Process):
     """A process that says "listening on ADDRESS"."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], patience: float = 60.0) -> None:
         super().__init__(command)
         try:
-            while not (line := self.read(timeout=60.0)).startswith("listening on "):
+            while not (line := self.read(timeout=patience)).startswith("listening on "):
                 pass
         except BaseException:
             self.end()

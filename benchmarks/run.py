@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cells import Comparison, all_comparisons, select
-from benchmarks.environments import REVERB, ROOT, TRANSFERQUEUE
+from benchmarks.cells import RESTART_GIGABYTES, Comparison, all_comparisons, select
+from benchmarks.environments import FILES, OURS, REDIS, REVERB, ROOT, TRANSFERQUEUE
+from benchmarks.interpreter import build_of
 from benchmarks.measure import CellResult, Effort, measure
 from benchmarks.report import Report
 from benchmarks.sides import SYSTEMS
@@ -28,13 +29,15 @@ RESULTS = ROOT / "benchmarks/results"
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     pattern = re.compile(options.only)
-    comparisons = select(all_comparisons(), lambda cell: pattern.search(cell) is not None)
+    comparisons = select(all_comparisons(options.restart_gigabytes), lambda cell: pattern.search(cell) is not None)
     if options.list:
         print("\n".join(figure.cell for each in comparisons for part in each.measurements for figure in part.figures))
         return
     if not comparisons:
         raise SystemExit(f"no cell matches {options.only!r}; --list shows all")
     console = Console()
+    if not build_of(str(OURS.python))["optimised"]:
+        console.print("[yellow]This Python was built without optimisations: figures are 1.1 to 1.3 times worse.[/]")
     # Saved after each comparison, so that a run that is interrupted leaves what it has measured.
     report = run(comparisons, EFFORTS[options.effort], console, lambda report: report.save(options.results))
     report.print(console)
@@ -84,16 +87,30 @@ def _facts(effort: Effort, seconds: float) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "revision": revision.stdout.strip(),
-        "python": platform.python_version(),
+        "interpreters": _interpreters(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("replay-server", "grpcio", "protobuf", "numpy")},
-        "rivals": {"reverb": list(REVERB.requirements), "transferqueue": list(TRANSFERQUEUE.requirements)},
+        "versions": {name: version(name) for name in ("replay-server", "grpcio", "protobuf", "numpy", "uvloop")},
+        "rivals": {each.folder.name: list(each.requirements) for each in (REVERB, TRANSFERQUEUE, REDIS)},
+        "files": _file_system(),
         "seconds_per_measurement": effort.seconds,
         "rounds": effort.rounds,
         "seconds_in_all": round(seconds),
         "load_average": os.getloadavg(),
     }
+
+
+def _file_system() -> str:
+    """The kind of the file system on which servers keep their tables."""
+    FILES.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["stat", "--file-system", "--format=%T", str(FILES)], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _interpreters() -> dict[str, dict[str, Any]]:
+    """How the interpreter of each system was built. Those that are not installed are left out."""
+    sides = {name: Path(system.environment.python) for name, system in SYSTEMS.items()}
+    return {name: build_of(str(python)) for name, python in sides.items() if python.exists()}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,8 +122,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
     parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name matches this expression")
     parser.add_argument("--list", action="store_true", help="only print the names of the cells")
+    parser.add_argument(
+        "--restart-gigabytes", type=float, metavar="GB", help="what restarts load (default: 10, with --quick 0.2)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for benchmark.json and benchmark.png")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.restart_gigabytes is None:
+        options.restart_gigabytes = 0.2 if options.effort == "quick" else RESTART_GIGABYTES
+    return options
 
 
 if __name__ == "__main__":

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.cells import Side, Table
-from benchmarks.environments import OURS, REVERB, ROOT, TRANSFERQUEUE, BuiltEnvironment, RunningEnvironment
+from benchmarks.cells import CHECKPOINT, Side
+from benchmarks.certificate import CERTIFICATE
+from benchmarks.environments import (
+    FILES,
+    OURS,
+    REDIS,
+    REVERB,
+    ROOT,
+    TRANSFERQUEUE,
+    BuiltEnvironment,
+    RunningEnvironment,
+)
 from benchmarks.loops import Result, Task
 from benchmarks.processes import Client, Failed, Server, connect_all, end_all, run_all
 
@@ -18,19 +30,28 @@ _FILLERS = 4
 """Clients that fill tables."""
 _IDLE_SECONDS = 0.5
 """After which a server that was started is idle."""
+_RESTART_SECONDS = 600.0
+"""For a server to load its tables."""
+_CHECKPOINT_SECONDS = 60.0
+"""A tenth of the time for a server to write them."""
 
 
 @dataclass(frozen=True)
 class System:
     environment: RunningEnvironment | BuiltEnvironment
-    client_package: str
+    client_package: str = ""
+    """What its users import; empty: the time that this takes is not measured."""
 
 
 SYSTEMS = {
     "ours": System(OURS, "replay_client"),
-    "ours_tcp": System(OURS, "replay_client"),
+    "ours_tcp": System(OURS),
+    "ours_tls": System(OURS),
     "reverb": System(REVERB, "reverb"),
-    "transferqueue": System(TRANSFERQUEUE, "transfer_queue"),
+    "redis": System(REDIS),
+    "transferqueue": System(TRANSFERQUEUE),
+    "ray_store": System(TRANSFERQUEUE),
+    "zmq_pickle": System(TRANSFERQUEUE),
 }
 
 
@@ -42,21 +63,33 @@ class RunningSide:
         self._system = SYSTEMS[side.system]
         self._server: Server | None = None
         self._clients: list[Client] = []
+        self._folder: Path | None = None
 
-    def measure(self, task: Task, clients: int) -> list[Result]:
-        """The results of the clients. Raises Failed."""
+    def measure(self, task: Task, clients: int, beside: Task | None = None) -> list[Result]:
+        """The results of the clients, or those of the one `beside` them. Raises Failed."""
         try:
             if task.operation == "idle_memory":
                 return [self._idle_memory()]
             if task.operation == "import_time":
                 return [self._import_time()]
+            if task.operation == "restart":
+                return [self._restart(task)]
             self._start()
-            return run_all(self._enough_clients(clients), [replace(task, seed=row) for row in range(clients)])
+            tasks = [replace(task, seed=row) for row in range(clients)]
+            if beside is None:
+                return run_all(self._enough_clients(clients), tasks)
+            return run_all(self._enough_clients(clients + 1), [*tasks, beside])[-1:]
         except Failed:
             self.stop()
             raise
 
     def stop(self) -> None:
+        self._kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
+
+    def _kill(self) -> None:
         end_all(self._clients)
         self._clients = []
         if self._server is not None:
@@ -66,12 +99,18 @@ class RunningSide:
     def _start(self) -> None:
         if self._server is not None or not self._side.tables:
             return
-        self._server = serve(self._side.system, self._side.tables)
+        if self._side.durability:
+            FILES.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{self._side.system}-", dir=FILES))
+        self._server = serve(self._side, self._folder)
         connect_all(self._clients, self._address)
         for fill in self._side.fills:
-            clients = self._enough_clients(min(_FILLERS, fill.items))
-            shares = [len(range(row, fill.items, len(clients))) for row in range(len(clients))]
-            run_all(clients, [replace(fill, items=share, seed=row) for row, share in enumerate(shares)])
+            self._fill(fill)
+
+    def _fill(self, fill: Task) -> None:
+        clients = self._enough_clients(min(_FILLERS, fill.items))
+        shares = [len(range(row, fill.items, len(clients))) for row in range(len(clients))]
+        run_all(clients, [replace(fill, items=share, seed=row) for row, share in enumerate(shares)])
 
     @property
     def _address(self) -> str:
@@ -84,9 +123,30 @@ class RunningSide:
         return self._clients[:number]
 
     def _idle_memory(self) -> Result:
-        with serve(self._side.system, self._side.tables) as server:
+        with serve(self._side) as server:
             time.sleep(_IDLE_SECONDS)
             return {"megabytes": server.resident_bytes() / 1e6}
+
+    def _restart(self, task: Task) -> Result:
+        """Fills a fresh server, kills it, and starts it on what it has on the disk."""
+        self.stop()
+        self._start()
+        self._fill(replace(task, operation="fill"))
+        written = {}
+        if self._side.durability == CHECKPOINT:
+            patient = replace(task, operation="checkpoint", seconds=_CHECKPOINT_SECONDS)
+            written = {"seconds_of_checkpoint": run_all(self._enough_clients(1), [patient])[0]["seconds"]}
+        self._kill()
+        assert self._folder is not None
+        forget(self._folder)
+        begin = time.perf_counter()
+        self._server = serve(self._side, self._folder, patience=_RESTART_SECONDS)
+        seconds = time.perf_counter() - begin
+        (found,) = run_all(self._enough_clients(1), [replace(task, operation="size", items=0)])
+        self.stop()
+        if found["items"] != task.items:
+            raise Failed(f"{found['items']} of {task.items} items are there after a restart")
+        return {"items": task.items, "seconds": seconds, "nbytes": task.nbytes, **written}
 
     def _import_time(self) -> Result:
         package = self._system.client_package
@@ -98,15 +158,53 @@ class RunningSide:
         return {"seconds": float(done.stdout.split()[-1])}
 
 
-def serve(system: str, tables: Sequence[Table]) -> Server:
-    """Starts a server of a system with these tables. Raises Failed."""
-    python = str(SYSTEMS[system].environment.python)
-    if system == "reverb":
-        return Server([python, "-m", "benchmarks.systems.reverb", json.dumps([vars(table) for table in tables])])
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        for table in tables:
-            config.write("[[tables]]\n")
-            config.writelines(f"{name} = {json.dumps(value)}\n" for name, value in vars(table).items())
-        config.flush()
-        command = [python, "-m", "replay_server.cli", "serve", "--log-level", "error"]
-        return Server([*command, "--address", "127.0.0.1:0", "--config", config.name])
+def serve(side: Side, folder: Path | None = None, patience: float = 60.0) -> Server:
+    """Starts a server of a system, which keeps its tables in `folder`. Raises Failed."""
+    python = str(SYSTEMS[side.system].environment.python)
+    tables = json.dumps([vars(table) for table in side.tables])
+    kept = [] if folder is None else [str(folder)]
+    match side.system:
+        case "reverb":
+            command = ["-m", "benchmarks.systems.reverb", tables, *kept]
+        case "redis":
+            command = ["-m", "benchmarks.systems.redis", tables, side.durability, *kept]
+        case "zmq_pickle":
+            command = ["-m", "benchmarks.systems.zmq_pickle"]
+        case _:
+            with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+                config.write(configuration(side, folder))
+                config.flush()
+                command = ["-m", "replay_server.cli", "serve", "--log-level", "error", "--address", "127.0.0.1:0"]
+                command += ["--config", config.name]
+                if side.durability == CHECKPOINT and folder is not None and any(folder.iterdir()):
+                    command += ["--restore", "latest"]
+                return Server([python, *command], patience)
+    return Server([python, *command], patience)
+
+
+def configuration(side: Side, folder: Path | None) -> str:
+    """The TOML of one of our servers."""
+    lines = []
+    if side.durability == CHECKPOINT:
+        lines += ["[checkpoints]", f"dir = {json.dumps(str(folder))}"]
+    elif folder is not None:
+        lines += ["[server]", f"data_dir = {json.dumps(str(folder))}", f"fsync = {json.dumps(side.durability)}"]
+    if side.system == "ours_tls":
+        CERTIFICATE.ensure()
+        lines += ["[security]", f'tls_cert = "{CERTIFICATE.cert}"', f'tls_key = "{CERTIFICATE.key}"']
+    for table in side.tables:
+        lines += ["[[tables]]", f'name = "{table.name}"']
+        if table.queue:
+            lines.append(f'rate_limiter = {{ type = "queue", max_size = {table.max_size} }}')
+        else:
+            lines += [f'sampler = "{table.sampler}"', f'remover = "{table.remover}"', f"max_size = {table.max_size}"]
+    return "\n".join(lines) + "\n"
+
+
+def forget(folder: Path) -> None:
+    """Drops the files of a folder from the cache of the system, as after a start of the machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

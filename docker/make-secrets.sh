@@ -16,7 +16,7 @@ new_key="-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
 openssl req -x509 $new_key -days 3650 -subj "/CN=replay authority" -keyout ca.key -out ca.crt 2>/dev/null
 # shellcheck disable=SC2086
 openssl req $new_key -subj "/CN=server" -keyout server.key -out server.csr 2>/dev/null
-echo "subjectAltName = DNS:server, DNS:localhost, IP:127.0.0.1" > server.ext
+echo "subjectAltName = DNS:server, DNS:server-1, DNS:server-2, DNS:localhost, IP:127.0.0.1" > server.ext
 openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -days 365 -extfile server.ext -out server.crt 2>/dev/null
 rm server.csr server.ext
 

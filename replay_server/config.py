@@ -28,7 +28,7 @@ class ServerSection(Model):
     address: str = "127.0.0.1:7400"
     """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
     metrics_address: str | None = None
-    """host:port on which Prometheus finds the metrics, over HTTP and without a token; absent: no metrics."""
+    """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: neither."""
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] = "always"
@@ -40,8 +40,8 @@ class ServerSection(Model):
     max_payload_bytes: Bytes = 1 << 30
     """Payload bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
-    """Folder in memory for payloads of clients on the server's host. false: payloads travel over gRPC only.
-    Server and client must see the same folder, also in containers, and must run as the same user."""
+    """Folder for the socket over which clients on the server's host get memory for payloads. false: payloads travel
+    over gRPC only. Server and client must see the same folder, also in containers, and must run as the same user."""
 
     @field_validator("address", "metrics_address")
     @classmethod

@@ -35,3 +35,7 @@ MAX_RESPONSES = 64
 """Responses with payloads under way to one connection. More must wait: each costs some 2 MB while it is not read."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""
+MAX_CLIENTS = 1024
+"""Named clients that the server remembers."""
+MAX_NAME = 64
+"""Characters in the name of a client."""

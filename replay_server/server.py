@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
@@ -153,7 +154,7 @@ class ReplayServer:
                 failure.append(error)
                 ready.set()
 
-        self._thread = threading.Thread(target=lambda: asyncio.run(main()), name="replay-server", daemon=True)
+        self._thread = threading.Thread(target=lambda: event_loop.run(main()), name="replay-server", daemon=True)
         self._thread.start()
         # Waits in slices: in one without an end, Python may miss a signal that came in the moment before it.
         while not ready.wait(1.0):

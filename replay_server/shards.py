@@ -3,7 +3,7 @@
 Each shard is a named, detached actor with a ReplayServer of its own. Ray restarts it for ever, on a new port, and
 spreads the shards over the nodes. Clients find them as "ray://NAMESPACE/NAME".
 
-Only this module of the server uses Ray (`pip install 'replay-server[ray]'`). It imports Ray when a function is called.
+Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Shards:
         try:
             import ray as module
         except ImportError:
-            raise ShardError("shards need Ray: pip install 'replay-server[ray]'") from None
+            raise ShardError("shards need Ray: pip install '.[ray]' in a clone of the repository") from None
         ray: Any = module  # half of its functions have no types
         self.name, self.namespace, self._ray = name, namespace, ray
         if not ray.is_initialized():

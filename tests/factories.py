@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,13 @@ def until(
         assert time.monotonic() < deadline, otherwise
         time.sleep(pause)
     return value
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

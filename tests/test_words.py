@@ -162,3 +162,24 @@ def test_no_text_cites_a_page_that_nobody_can_see():
         if HIDDEN.search(line)
     ]
     assert found == [], "cite the public source instead"
+
+
+# ------------------------------------------------------------------------------------------- what a user can install
+
+
+def test_no_text_installs_a_package_that_is_on_no_index():
+    told = re.compile(r"pip install[^\n]*\breplay-server\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if told.search(line)
+    ]
+    assert not wrong, f"write pip install '.[EXTRA]' in a clone of the repository: {wrong}"
+
+
+def test_no_page_needs_a_package_that_only_tests_have():
+    wrong = [
+        path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if "import pytest" in path.read_text()
+    ]
+    assert not wrong

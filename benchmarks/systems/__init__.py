@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class Inserter(Protocol):
@@ -21,34 +22,65 @@ class Inserter(Protocol):
         """Returns when every insert is acknowledged."""
 
 
-class Session(Protocol):
-    """One client process's connection to a server. A system that cannot do something raises NotImplementedError."""
+class Session:
+    """One client process's connection to a server. A system overrides what it can do."""
 
     def native(self, payload: Bytes) -> Any:
         """The payload as this system's users have it."""
+        return payload
+
+    def native_group(self, arrays: Arrays) -> Any:
+        """A rollout group as this system's users have it; the names are those of RolloutGroup."""
+        raise NotImplementedError
 
     def inserter(self, table: str, nbytes: int) -> AbstractContextManager[Inserter]:
         """For payloads of `nbytes`."""
+        raise NotImplementedError
 
     def reader(self, table: str, nbytes: int) -> AbstractContextManager[Iterator[int]]:
         """Samples for ever; each step says how many samples it brought."""
+        raise NotImplementedError
+
+    def group_reader(self, table: str, groups: int, nbytes: int) -> AbstractContextManager[Iterator[int]]:
+        """Samples and decodes this many groups; each step says how many tokens of completions it brought."""
+        raise NotImplementedError
 
     def keys(self, table: str, count: int) -> npt.NDArray[np.uint64]:
         """Keys of `count` different items of a table."""
+        raise NotImplementedError
 
-    def update(self, table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]) -> None: ...
+    def size(self, table: str) -> int:
+        """How many items a table has."""
+        raise NotImplementedError
+
+    def update(self, table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]) -> None:
+        raise NotImplementedError
 
     def sample(self, table: str, count: int) -> None:
         """One request for `count` samples."""
+        raise NotImplementedError
 
     def put(self, payloads: Sequence[Any]) -> Any:
         """Stores a batch, acknowledged; returns what `get` and `drop` need."""
+        raise NotImplementedError
 
     def get(self, handle: Any) -> None:
         """Fetches a batch by its keys."""
+        raise NotImplementedError
+
+    def put_fields(self, fields: Arrays) -> Any:
+        """Stores a dict of arrays as one rollout, acknowledged; returns what `get_fields` and `drop` need."""
+        raise NotImplementedError
+
+    def get_fields(self, handle: Any) -> Arrays:
+        """Fetches and decodes that dict."""
+        raise NotImplementedError
 
     def drop(self, handle: Any) -> None:
-        """Frees the batch."""
+        """Frees the batch, or the dict."""
+
+    def checkpoint(self) -> None:
+        """Writes all tables to the disk, where inserts do not do so."""
 
     def close(self) -> None: ...
 

@@ -18,9 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import reverb
 
-from benchmarks.systems import Bytes, at_once
+from benchmarks.systems import Arrays, Session, at_once
 
 _FOR_EVER = 10**9
+_INFO_COLUMNS = 5
+"""Columns about the sample. Those of a group come after them, in the order of their names."""
+_COMPLETION_IDS = 1
+"""The column of a group that holds the tokens of its completions."""
 
 
 class Pipeline:
@@ -31,17 +35,17 @@ class Pipeline:
         self.flush = self._writer.flush
         self.close = self._writer.close
 
-    def insert(self, payload: Bytes, priority: float) -> None:
+    def insert(self, payload: Any, priority: float) -> None:
         self._writer.append([payload])
         self._writer.create_item(self._table, 1, priority)
 
 
-class ReverbSession:
+class ReverbSession(Session):
     def __init__(self, address: str) -> None:
         self._client = reverb.Client(address)
 
-    def native(self, payload: Bytes) -> Bytes:
-        return payload
+    def native_group(self, arrays: Arrays) -> Arrays:
+        return arrays
 
     @contextmanager
     def inserter(self, table: str, nbytes: int) -> Iterator[Pipeline]:
@@ -62,6 +66,17 @@ class ReverbSession:
 
         yield samples()
 
+    @contextmanager
+    def group_reader(self, table: str, groups: int, nbytes: int) -> Iterator[Iterator[int]]:
+        # Not for ever: it would take groups of the next round.
+        sampler = self._client._client.NewSampler(table, groups, at_once(nbytes, budget=64 << 20, most=64))
+
+        def tokens() -> Iterator[int]:
+            for _ in range(groups):
+                yield int(sampler.GetNextTrajectory()[_INFO_COLUMNS + _COMPLETION_IDS].size)
+
+        yield tokens()
+
     def keys(self, table: str, count: int) -> npt.NDArray[np.uint64]:
         keys: set[int] = set()
         for sample in self._client.sample(table, 100 * count, emit_timesteps=False):
@@ -77,24 +92,18 @@ class ReverbSession:
         for _ in self._client.sample(table, count, emit_timesteps=False):
             pass
 
-    def put(self, payloads: Sequence[Bytes]) -> Any:
-        raise NotImplementedError("Reverb does not tell the keys of what it stores")
+    def size(self, table: str) -> int:
+        return int(self._client.server_info()[table].current_size)
 
-    def get(self, handle: Any) -> None:
-        raise NotImplementedError("Reverb cannot fetch by key")
-
-    def drop(self, handle: Any) -> None:
-        raise NotImplementedError("Reverb does not tell the keys of what it stores")
-
-    def close(self) -> None:
-        pass
+    def checkpoint(self) -> None:
+        self._client.checkpoint()
 
 
 session = ReverbSession
 
 
-def serve(tables: Sequence[dict[str, Any]]) -> None:
-    """Serves until killed; `tables` as in cells.Table."""
+def serve(tables: Sequence[dict[str, Any]], folder: str | None = None) -> None:
+    """Serves until killed; `tables` as in cells.Table. It loads the newest checkpoint in `folder`."""
     selectors = {
         "fifo": reverb.selectors.Fifo,
         "uniform": reverb.selectors.Uniform,
@@ -106,7 +115,9 @@ def serve(tables: Sequence[dict[str, Any]]) -> None:
         port = probe.getsockname()[1]
     server = reverb.Server(
         [
-            reverb.Table(
+            reverb.Table.queue(table["name"], table["max_size"])
+            if table["queue"]
+            else reverb.Table(
                 name=table["name"],
                 sampler=selectors[table["sampler"]](),
                 remover=selectors[table["remover"]](),
@@ -116,10 +127,11 @@ def serve(tables: Sequence[dict[str, Any]]) -> None:
             for table in tables
         ],
         port=port,
+        checkpointer=None if folder is None else reverb.checkpointers.DefaultCheckpointer(folder),
     )
     print(f"listening on 127.0.0.1:{port}", flush=True)
     server.wait()
 
 
 if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+    serve(json.loads(sys.argv[1]), *sys.argv[2:])

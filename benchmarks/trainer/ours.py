@@ -45,13 +45,16 @@ class EndlessClient:
             info = SampleInfo(key, 1.0, 1.0, 0.0, 0, 0, 1, 1)
             self.samples.append(Sample(info, packed.encode()))
 
-    def server_info(self) -> Any:
+    def server_info(self, **_: Any) -> Any:
         return SimpleNamespace(admission=None)
 
-    def policy(self) -> Policy:
+    def policy(self, **_: Any) -> Policy:
         return Policy(0, "", 0.0)
 
-    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
+    def leave(self, **_: Any) -> None:
+        """Nobody looks at this server."""
+
+    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         pass
 
     @contextmanager
@@ -135,8 +138,8 @@ def gradients(workload: Workload, path: str) -> None:
                 correction=PRESETS["off"](),
             )
             batch = to_batch([sample.group for sample in client.samples], trainer.device)
-            old_BT = trainer._logprobs(batch) + offsets_of(*batch.mask_BT.shape).to(trainer.device)
-            _, loss, _ = trainer._backward(batch, old_BT)
+            old_BT = trainer.passes.logprobs(batch) + offsets_of(*batch.mask_BT.shape).to(trainer.device)
+            _, loss, _ = trainer.passes.backward(batch, old_BT)
             named = trainer.model.named_parameters()
             results[loss_type] = {
                 "loss": loss,

@@ -1,8 +1,10 @@
 """The client of the replay server. Imports neither torch nor the server."""
 
+import replay_protos  # noqa: F401, before `grpc` is imported
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
 from replay_client.client import ReplayClient
+from replay_client.completions import group_from_completions, group_from_rows
 from replay_client.records import (
     CheckpointInfo,
     ItemInfo,
@@ -16,7 +18,7 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
 )
-from replay_client.rollout import RolloutGroup, group_from_completions
+from replay_client.rollout import RolloutGroup
 from replay_client.shards import ShardedInfo
 
 __all__ = [
@@ -37,4 +39,5 @@ __all__ = [
     "StoredItem",
     "TableInfo",
     "group_from_completions",
+    "group_from_rows",
 ]

@@ -13,6 +13,7 @@ of the machine can read.
 from __future__ import annotations
 
 import os
+import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from replay_protos.transport import PathLike, PemFiles, is_loopback
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 RAY_SCHEME = "ray://"
+MOST_NAME = 64
+"""Characters in the name of a client."""
 SETTINGS = (
     "address",
     "token",
@@ -38,6 +41,7 @@ SETTINGS = (
     "tls_server_name",
     "allow_insecure_token",
     "shared_memory",
+    "name",
 )
 _SWITCHES = ("tls", "allow_insecure_token", "shared_memory")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
@@ -90,11 +94,15 @@ class Access:
     """Send the token unencrypted to other machines. Anyone on the network can then read it."""
     shared_memory: bool = True
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
+    name: str | None = None
+    """What the server calls this client, if it inserts, samples or publishes. None: host:pid. Empty: nothing."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.token is not None:
             check_token(self.token, "token")
+        if self.name is not None:
+            check_name(self.name)
         for address in split_addresses(self.address):
             self._check(address)
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
@@ -154,10 +162,19 @@ class Access:
             tls=TLS(**files) if wanted else None,
             allow_insecure_token="allow_insecure_token" in found and _flag(*found["allow_insecure_token"]),
             shared_memory="shared_memory" not in found or _flag(*found["shared_memory"]),
+            name=setting("name"),
         )
 
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a client for these settings, without the address."""
+        names = ("token", "allow_insecure_token", "shared_memory", "name")
+        return {name: getattr(self, name) for name in names} | {"tls": self.tls or False}
+
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel that sends the token with every call. It belongs to the running event loop."""
+        """A channel that sends name and token with every call. It belongs to the running event loop."""
+        if name := own_name() if self.name is None else self.name:
+            # The user agent goes with every call anyway, so that a name costs nothing.
+            options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         if self._credentials is None:
@@ -205,6 +222,18 @@ def check_address(address: str, source: str) -> str:
             f"{DEFAULT_ADDRESS}, not {address!r}"
         )
     return host
+
+
+def own_name() -> str:
+    """host:pid of this process, by which a client is known that was given no name."""
+    host = "".join(letter for letter in socket.gethostname() if "!" <= letter <= "~")
+    return f"{host[:48]}:{os.getpid()}"
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that cannot travel in the header of a call."""
+    if not isinstance(name, str) or len(name) > MOST_NAME or any(not "!" <= letter <= "~" for letter in name):
+        raise ValueError(f"name must have at most {MOST_NAME} printable ASCII characters without spaces, not {name!r}")
 
 
 def check_token(token: str, source: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from replay_client import tracing
 from replay_client.access import TLS, Access, is_several
 from replay_client.connection import DEFAULT, Connection, Timeout
-from replay_client.errors import error_of
+from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError, error_of
 from replay_client.frames import Item, pack_items
 from replay_client.insert_streams import InsertStreams
 from replay_client.keys import KeySequence
@@ -73,10 +73,12 @@ class AsyncReplayClient:
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
         shared_memory: bool = True,
+        name: str | None = None,
     ) -> None:
         """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
 
-        `shared_memory=False` sends payloads over gRPC even to a server on this host.
+        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
+        client among those that insert, sample or publish; host:pid unless given.
 
         A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
@@ -84,7 +86,7 @@ class AsyncReplayClient:
         """
         assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
-        access = Access(address, token, files, allow_insecure_token, shared_memory)
+        access = Access(address, token, files, allow_insecure_token, shared_memory, name)
         self._connection = Connection(access, timeout)
         self._keys = KeySequence()
         self._single_batches = SingleBatches(self._connection)
@@ -98,14 +100,7 @@ class AsyncReplayClient:
         that names the source of a bad setting.
         """
         access = Access.find(**settings)
-        return cls(
-            access.address,
-            timeout,
-            token=access.token,
-            tls=access.tls or False,
-            allow_insecure_token=access.allow_insecure_token,
-            shared_memory=access.shared_memory,
-        )
+        return cls(access.address, timeout, **access.arguments())
 
     @property
     def address(self) -> str:
@@ -416,6 +411,11 @@ class AsyncReplayClient:
         return response.released
 
     # ------------------------------------------------------------------------------------------------ the client
+
+    async def leave(self, *, timeout: Timeout = 5.0) -> None:
+        """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
+        with suppress(ServerUnavailableError, ServerClosedError, DeadlineExceededError):
+            await self._connection.unary(self._connection.stub.Leave, pb.LeaveRequest(), timeout)
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.

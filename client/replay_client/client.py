@@ -59,10 +59,12 @@ class ReplayClient:
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
         shared_memory: bool = True,
+        name: str | None = None,
     ) -> None:
         """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
 
-        `shared_memory=False` sends payloads over gRPC even to a server on this host.
+        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
+        client among those that insert, sample or publish; host:pid unless given.
 
         A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
@@ -76,6 +78,7 @@ class ReplayClient:
                 tls=tls,
                 allow_insecure_token=allow_insecure_token,
                 shared_memory=shared_memory,
+                name=name,
             )
         )
 
@@ -166,6 +169,7 @@ class ReplayClient:
 
     acquire_permits = blocking(AsyncReplayClient.acquire_permits)
     release_permits = blocking(AsyncReplayClient.release_permits)
+    leave = blocking(AsyncReplayClient.leave)
     checkpoint = blocking(AsyncReplayClient.checkpoint)
     checkpoints = blocking(AsyncReplayClient.checkpoints)
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from replay_client.records import ServerInfo, TableInfo
-from replay_client.units import byte_size, duration, listed, waiting
+from replay_client.records import ServerInfo, TableInfo, Waiting
+from replay_client.units import byte_size, counted, duration, listed, waiting
 
-LONG_WAIT = 20.0
-"""Seconds of waiting from which on a wait is reported."""
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
 MUCH_STALE = 0.1
@@ -70,11 +68,14 @@ def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Find
     yield from _memory(info, tables)
     yield from _disk(info)
     yield _policy(info)
+    yield from _sides(info)
     yield from _permits(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         found = list(_table_findings(info, table, fed))
-        ok = Finding(table.name, Level.OK, f"{table.info.size} items, {table.info.inserts_per_second:.1f} in/s")
+        ok = Finding(
+            table.name, Level.OK, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s"
+        )
         yield from found or [ok]
 
 
@@ -141,7 +142,7 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
-    held = f"{byte_size(info.bytes)} in {info.items} items"
+    held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
         yield Finding(
@@ -192,7 +193,7 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
         yield Finding(
             "disk",
             Level.WARNING,
-            f"{info.damaged} items were lost because their bytes on disk are damaged",
+            f"{counted(info.damaged, 'item')} lost, because bytes on disk are damaged",
             "check the disk, and move data_dir away from it",
         )
     if not info.disk_available:
@@ -216,7 +217,22 @@ def _policy(info: ServerInfo) -> Finding:
             "items are sampled, yet no policy version was ever published: staleness stays 0",
             "let the trainer call set_policy_version after each update (`replay train` does)",
         )
-    return Finding("policy", Level.OK, f"version {info.policy.version}, set {duration(info.policy.age)} ago")
+    usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
+    return Finding("policy", Level.OK, f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
+
+
+def _sides(info: ServerInfo) -> Iterator[Finding]:
+    """Who is gone, as the server says; otherwise who is there."""
+    for silence in info.silences:
+        yield Finding(
+            silence.side,
+            Level.FAILURE,
+            silence.reason,
+            "see why it ended or hangs, and start it again: the run goes on where it stopped; a program that ends on "
+            "purpose says so with client.leave()",
+        )
+    if not info.silences and (there := [client for client in info.clients if client.open]):
+        yield Finding("clients", Level.OK, listed([f"{client.name} ({client.role})" for client in there]))
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
@@ -226,13 +242,13 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         yield Finding(
             "permits",
             Level.WARNING,
-            f"{admission.expired} permits expired unused",
+            f"{counted(admission.expired, 'permit')} expired unused",
             "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
         )
     wait = admission.acquiring
-    if not wait.count or wait.seconds < LONG_WAIT:
+    if not is_long(wait, info):
         return
-    starved = [table.name for table in info.tables.values() if table.sampling.count and _long(table.sampling)]
+    starved = [table.name for table in info.tables.values() if is_long(table.sampling, info)]
     message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
     if starved:
         yield Finding(
@@ -256,7 +272,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
 
 def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
     """What is wrong with one table. `fed`: the server runs long enough, or was fed, so that empty tables are odd."""
-    yield from _waits(table.info)
+    yield from _waits(table.info, info)
     yield from _limiter(table)
     if fed and not table.info.inserts:
         yield _never_fed(table)
@@ -264,13 +280,14 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
     yield from _losses(table)
 
 
-def _long(wait: Any) -> bool:
-    return bool(wait.count and wait.seconds >= LONG_WAIT)
+def is_long(wait: Waiting, info: ServerInfo) -> bool:
+    """Whether requests wait, and none was served for longer than steps of this run usually take."""
+    return bool(wait.count and wait.seconds >= info.long_wait)
 
 
-def _waits(table: TableInfo) -> Iterator[Finding]:
+def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     inserting, sampling = table.inserting, table.sampling
-    if _long(inserting) and _long(sampling):
+    if is_long(inserting, info) and is_long(sampling, info):
         yield Finding(
             table.name,
             Level.FAILURE,
@@ -280,7 +297,7 @@ def _waits(table: TableInfo) -> Iterator[Finding]:
         )
         return
     for request, wait in (("insert", inserting), ("sample request", sampling)):
-        if _long(wait):
+        if is_long(wait, info):
             message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
             yield Finding(table.name, Level.WARNING, message, _remedy_for_wait(request, wait.reason))
 
@@ -399,13 +416,14 @@ def _losses(table: _Table) -> Iterator[Finding]:
         yield Finding(
             table.name,
             Level.WARNING,
-            f"{lost} items ({lost / max(1, table.direct_inserts):.0%} of all) were evicted before anybody sampled them",
+            f"{counted(lost, 'item')} ({lost / max(1, table.direct_inserts):.0%} of all) evicted before anybody sampled"
+            " them",
             "raise max_size, sample faster, or make inserts wait: rate_limiter 'queue' or when_full = 'block'",
         )
     if counts.forward_refused:
         yield Finding(
             table.name,
             Level.WARNING,
-            f"{counts.forward_refused} items could not join {config['forward_to']}",
+            f"{counted(counts.forward_refused, 'item')} could not join {config['forward_to']}",
             f"set when_full = 'evict' for {config['forward_to']}, or raise its max_size or max_staleness",
         )

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from replay_client import forks
 from replay_client.errors import ServerClosedError
+from replay_protos.event_loop import new_event_loop
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         made_at, loop = _idle_loops.pop()
         if made_at == forks.count():
             return loop
-    return asyncio.new_event_loop()
+    return new_event_loop()
 
 
 class Wake:

@@ -18,6 +18,13 @@ CheckpointInfo = pb.CheckpointInfo
 """One checkpoint: its name, size and time, as replay.proto documents them."""
 AdmissionInfo = pb.AdmissionInfo
 """The state of admission, as replay.proto documents it."""
+ClientInfo = pb.ClientInfo
+"""A client that inserts, samples or publishes: its name, its role and its last sign of life, as replay.proto documents
+them."""
+Waiting = pb.Waiting
+"""The requests that wait in one line, as replay.proto documents them."""
+Silence = pb.Silence
+"""A side of the run that is gone: since when, and in words, as replay.proto documents it."""
 
 Buffer = bytes | memoryview
 
@@ -143,6 +150,8 @@ class Policy:
     """The folder of the weights; empty: no weights were published."""
     age: float
     """Seconds since the trainer set this version."""
+    usual: float = 0.0
+    """Seconds between two versions; 0: unknown, because there were too few."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +204,17 @@ class ServerInfo:
     """Items that the server lost since its start because their bytes on disk were damaged."""
     fell_back: str
     """If the server started from an older state of its data: which state, and why. Empty: it did not."""
+    long_wait: float
+    """Seconds from which on a wait is long: three usual steps of the run."""
+    silences: tuple[Silence, ...]
+    """The sides of the run that are gone."""
+    clients: tuple[ClientInfo, ...]
+    """The named clients that insert, sample or publish. The one that was seen last comes first."""
 
 
 def policy_of(message: pb.Policy) -> Policy:
     """The policy in its message."""
-    return Policy(message.version, message.weights, message.age)
+    return Policy(message.version, message.weights, message.age, message.usual)
 
 
 def mutation_of(message: pb.MutationResponse | pb.AcknowledgeSamplesResponse) -> MutationResult:
@@ -213,6 +228,7 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     given["policy"] = policy_of(message.policy)
     given["admission"] = message.admission if message.HasField("admission") else None
     given["tables"] = {table.name: table for table in message.tables}
+    given |= {"silences": tuple(message.silences), "clients": tuple(message.clients)}
     return ServerInfo(**given)
 
 

@@ -27,6 +27,12 @@ _MAX_HEADER = 4 * 2**20
 """The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
 MAX_LOGPROB = 1e-4
 """Largest log-probability in nats. It is above 0 because engines round."""
+MAX_VALUE = 1e9
+"""Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
+must fit into float32, which ends at 3e38."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""A trainer divides logits by the temperature. Below, the rounding of logits is larger than what they say; above, all
+tokens are equally likely."""
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -45,6 +51,9 @@ Bool = npt.NDArray[np.bool_]
 class RolloutGroup:
     """One prompt with its G completions: ragged, never padded. T is the number of tokens of all completions together.
 
+    A completion is a sequence of tokens, so there are S = G sequences. The head of a sequence may be context of its
+    own, which the policy did not write: tokens that continue the shared prompt (`context_lengths`).
+
     The constructor converts arrays to the dtypes below and checks them against each other. It raises ValueError that
     names the field, its value and what would be valid. The arrays of a group that came from a server are read-only:
     copy an array before you change it.
@@ -55,9 +64,9 @@ class RolloutGroup:
     completion_ids: Int32
     """(T,) tokens of all completions, one completion after the other."""
     completion_lengths: Int32
-    """(G,) tokens of each completion; 0 is allowed."""
+    """(S,) tokens of each completion, its context included; 0 is allowed."""
     rollout_logprobs: Float32
-    """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown."""
+    """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown, or a token of a context."""
     rewards: Float32
     """(G,)"""
     advantages: Float32
@@ -70,6 +79,9 @@ class RolloutGroup:
     """Name of the prompt. It is the same in every epoch."""
     loss_mask: Bool | None = None
     """(T,) False for tokens the policy did not write, such as the output of a tool."""
+    context_lengths: Int32 | None = None
+    """(S,) tokens at the head of each completion that are its own context, after the shared `prompt_ids`. No trainer
+    trains on them. They have no log-probability, and do not count as unknown. None: no completion has a context."""
     finish_reasons: tuple[str, ...] | None = None
     """(G,) why each completion ended, for example "stop" or "length"."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -82,12 +94,12 @@ class RolloutGroup:
     """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
 
     def __post_init__(self, validate: bool) -> None:
-        self.prompt_ids = _vector("prompt_ids", self.prompt_ids, np.int32)
-        self.completion_ids = _vector("completion_ids", self.completion_ids, np.int32)
-        self.completion_lengths = _vector("completion_lengths", self.completion_lengths, np.int32)
-        self.rollout_logprobs = _vector("rollout_logprobs", self.rollout_logprobs, np.float32)
-        self.rewards = _vector("rewards", self.rewards, np.float32)
-        self.advantages = _vector("advantages", self.advantages, np.float32)
+        self.prompt_ids = vector("prompt_ids", self.prompt_ids, np.int32)
+        self.completion_ids = vector("completion_ids", self.completion_ids, np.int32)
+        self.completion_lengths = vector("completion_lengths", self.completion_lengths, np.int32)
+        self.rollout_logprobs = vector("rollout_logprobs", self.rollout_logprobs, np.float32)
+        self.rewards = vector("rewards", self.rewards, np.float32)
+        self.advantages = vector("advantages", self.advantages, np.float32)
         tokens, group_size = self.completion_ids.size, self.completion_lengths.size
         if group_size == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
@@ -100,8 +112,19 @@ class RolloutGroup:
         _expect_size("rewards", self.rewards, group_size, "G")
         _expect_size("advantages", self.advantages, group_size, "G")
         if self.loss_mask is not None:
-            self.loss_mask = _vector("loss_mask", self.loss_mask, np.bool_)
+            self.loss_mask = vector("loss_mask", self.loss_mask, np.bool_)
             _expect_size("loss_mask", self.loss_mask, tokens, "T")
+        if self.context_lengths is not None:
+            self.context_lengths = vector("context_lengths", self.context_lengths, np.int32)
+            _expect_size("context_lengths", self.context_lengths, group_size, "S")
+            outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
+            if outside_S.any():
+                row = int(outside_S.argmax())
+                raise ValueError(
+                    f"context_lengths[{row}] is {self.context_lengths[row]}, and must be from 0 to "
+                    f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
+                    f"and completion_lengths as well"
+                )
         if self.finish_reasons is not None:
             self.finish_reasons = tuple(self.finish_reasons)
             if len(self.finish_reasons) != group_size:
@@ -128,7 +151,7 @@ class RolloutGroup:
     def _check_values(self) -> None:
         if not isinstance(self.prompt_id, str):
             raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
-        if self.prompt_ids.size == 0:
+        if not self.prompt_lengths.all():
             raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
         for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):
             if (ids < 0).any():
@@ -136,12 +159,31 @@ class RolloutGroup:
         for name, values_G in (("rewards", self.rewards), ("advantages", self.advantages)):
             if not np.isfinite(values_G).all():
                 raise ValueError(f"{name} {values_G.tolist()} must be finite")
+            if (largest := float(np.abs(values_G).max())) > MAX_VALUE:
+                raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
+        temperature = self.sampling.get("temperature", 1.0)
+        # 0 is greedy decoding: no trainer can use it, and an evaluation can.
+        if isinstance(temperature, int | float) and not (
+            temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+        ):
+            raise ValueError(
+                f"sampling has the temperature {temperature:g}, not one from {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g} (0: greedy)"
+            )
         # A comparison with NaN, an unknown log-probability, is False.
         if (self.rollout_logprobs > MAX_LOGPROB).any():
             raise ValueError(
                 f"rollout_logprobs holds {np.nanmax(self.rollout_logprobs):.3g}: a log-probability is not above 0 "
                 f"(NaN: unknown)"
             )
+        if self.context_lengths is not None:
+            known_T = ~self._sampled_mask() & ~np.isnan(self.rollout_logprobs)
+            if known_T.any():
+                token = int(known_T.argmax())
+                raise ValueError(
+                    f"rollout_logprobs holds {self.rollout_logprobs[token]:.3g} at token {token}, which "
+                    f"context_lengths says is context: write NaN there"
+                )
 
     @property
     def group_size(self) -> int:
@@ -154,12 +196,40 @@ class RolloutGroup:
         return int(self.completion_ids.size)
 
     @property
+    def prompt_lengths(self) -> Int32:
+        """(S,) tokens before the first sampled token of each completion: the shared prompt and its own context."""
+        return self.prompt_ids.size + self._contexts()
+
+    @property
+    def sampled_lengths(self) -> Int32:
+        """(S,) tokens of each completion after its context."""
+        return self.completion_lengths - self._contexts()
+
+    @property
+    def trained_mask(self) -> Bool:
+        """(T,) True for tokens to train on: those after the contexts that `loss_mask` does not exclude."""
+        mask_T = self._sampled_mask()
+        return mask_T if self.loss_mask is None else mask_T & self.loss_mask
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays (the encoded form adds a header and padding)."""
         return sum(array.nbytes for _, array in self._arrays())
 
+    def prompts(self) -> list[Int32]:
+        """The tokens before the first sampled token of each of the G completions."""
+        return [
+            np.concatenate((self.prompt_ids, ids[:context]))
+            for ids, context in zip(self.completions(), self._contexts(), strict=True)
+        ]
+
+    def sampled_spans(self) -> list[slice]:
+        """For each of the G completions, where its tokens after the context stand in the arrays of length T."""
+        ends_S = np.cumsum(self.completion_lengths)
+        return [slice(int(end - n), int(end)) for end, n in zip(ends_S, self.sampled_lengths, strict=True)]
+
     def completions(self) -> list[Int32]:
-        """The tokens of each of the G completions, as views of `completion_ids`."""
+        """The tokens of each of the G completions with its context, as views of `completion_ids`."""
         return _split(self.completion_ids, self.completion_lengths)
 
     def completion_logprobs(self) -> list[Float32]:
@@ -241,10 +311,25 @@ class RolloutGroup:
         except msgpack.UnpackException as error:
             raise ValueError(f"damaged rollout group: header: {type(error).__name__}: {error}") from error
 
+    def _contexts(self) -> Int32:
+        """(S,) `context_lengths`, 0 where it is None."""
+        return np.zeros_like(self.completion_lengths) if self.context_lengths is None else self.context_lengths
+
+    def _sampled_mask(self) -> Bool:
+        """(T,) False for the tokens of the contexts."""
+        mask_T = np.ones(self.num_tokens, np.bool_)
+        if self.context_lengths is not None:
+            starts_S = np.cumsum(self.completion_lengths) - self.completion_lengths
+            for start, length in zip(starts_S, self.context_lengths, strict=True):
+                mask_T[start : start + length] = False
+        return mask_T
+
     def _arrays(self) -> Iterable[tuple[str, npt.NDArray[Any]]]:
         yield "prompt_ids", self.prompt_ids
         yield "completion_ids", self.completion_ids
         yield "completion_lengths", self.completion_lengths
+        if self.context_lengths is not None:
+            yield "context_lengths", self.context_lengths
         yield "rollout_logprobs", self.rollout_logprobs
         if self.loss_mask is not None:
             yield "loss_mask", self.loss_mask
@@ -279,7 +364,8 @@ def _aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def _vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """`value` as a one-dimensional array. Raises ValueError that names the field, if it does not fit."""
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
@@ -310,33 +396,3 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
     if offset % ALIGNMENT or offset + size > len(body):
         raise ValueError(f"array {name!r} lies at {offset} to {offset + size}, outside {len(body)} bytes or unaligned")
     return np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset if size else 0).reshape(shape)
-
-
-def group_from_completions(
-    *,
-    prompt_ids: npt.ArrayLike,
-    completions: Iterable[npt.ArrayLike],
-    logprobs: Iterable[npt.ArrayLike],
-    rewards: npt.ArrayLike,
-    advantages: npt.ArrayLike,
-    **fields: Any,
-) -> RolloutGroup:
-    """A group of G completions, each given as one array of tokens and one of log-probabilities.
-
-    `prompt_ids` (P,), `rewards` (G,) and `advantages` (G,) are arrays; `fields` are the other fields of RolloutGroup.
-    Raises ValueError that names the field or completion.
-    """
-    tokens_G = [_vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
-    logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
-    for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):
-        if tokens.size != lps.size:
-            raise ValueError(f"completion {index} has {tokens.size} tokens and {lps.size} log-probabilities")
-    return RolloutGroup(
-        prompt_ids=np.asarray(prompt_ids),
-        completion_ids=np.concatenate(tokens_G) if tokens_G else np.zeros(0, np.int32),
-        completion_lengths=np.array([tokens.size for tokens in tokens_G], dtype=np.int32),
-        rollout_logprobs=np.concatenate(logprobs_G) if logprobs_G else np.zeros(0, np.float32),
-        rewards=np.asarray(rewards, dtype=np.float32),
-        advantages=np.asarray(advantages, dtype=np.float32),
-        **fields,
-    )

@@ -1,13 +1,22 @@
-"""Scoring: advantages of a group, its replay priority, and whether its rewards differ. Needs only numpy."""
+"""Scoring: advantages of a group, its replay priority, and whether it carries a gradient. Needs only numpy."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from replay_client.rollout import RolloutGroup
+
 FloatArray = npt.NDArray[np.float32]
+Scale = Literal["group", "batch", "none"]
+"""What a trainer divides r - mean of the group by: the std of the group or of the batch + eps, or nothing."""
+
+_EPS = 1e-4
+_TOLERANCE = 1e-6
+"""Rewards that differ by less are equal: their difference is the rounding of a reward function."""
 
 
 def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -25,7 +34,7 @@ def _std(rewards_G: npt.NDArray[np.float64]) -> float:
 
 
 def group_advantages(
-    rewards_G: npt.ArrayLike, scale: Literal["group", "none"] = "group", eps: float = 1e-4
+    rewards_G: npt.ArrayLike, scale: Literal["group", "none"] = "group", eps: float = _EPS
 ) -> FloatArray:
     """Advantages of the G completions of one prompt, float32 (G,).
 
@@ -42,8 +51,13 @@ def group_advantages(
 
 
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
-    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score)."""
+    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score).
+
+    A single reward has no std: the priority of a group of one is its |A|.
+    """
     rewards = _rewards(rewards_G)
+    if rewards.size == 1:
+        return float(np.abs(np.asarray(advantages_G, dtype=np.float64)).sum())
     if is_zero_variance(rewards):
         return 0.0
     return float(np.abs(np.asarray(advantages_G, dtype=np.float64)).sum() * _std(rewards))
@@ -59,7 +73,42 @@ def group_learnability(rewards_G: npt.ArrayLike) -> float:
     return 0.0 if is_zero_variance(rewards) else float(rewards.var())
 
 
-def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = 1e-6) -> bool:
-    """Whether all rewards of a group are equal up to `tolerance` (max - min), so that it gives no gradient."""
+def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) -> bool:
+    """Whether all rewards of a group are equal up to `tolerance` (max - min)."""
     rewards = _rewards(rewards_G)
     return bool(rewards.max() - rewards.min() <= tolerance)
+
+
+def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
+    """Whether some completion that is trained on has an advantage, so that a step with this group teaches something.
+
+    `scale=None`: the advantages in the group count, as for a trainer that uses them. So a group of one with an
+    advantage carries a gradient, and so does one whose rewards are equal if its advantages come from elsewhere, such as
+    a baseline. With a `scale` the trainer computes them anew: (r - mean of the group) / divisor, which is 0 for equal
+    rewards and for a group of one, whatever the divisor.
+
+    Raises ValueError for rewards that are not finite, and for another `scale`.
+    """
+    if scale not in (None, "group", "batch", "none"):
+        raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
+    equal = is_zero_variance(group.rewards)
+    if scale is not None:
+        return not equal and bool(_of_trained(group, group_advantages(group.rewards, "none")).any())
+    # Rounding alone, divided by an std of 0 + eps, makes advantages up to this one.
+    rounding = _TOLERANCE / _EPS if equal and group.group_size > 1 else 0.0
+    return bool((np.abs(trained_advantages(group)) > rounding).any())
+
+
+def trained_advantages(group: RolloutGroup) -> FloatArray:
+    """Advantages (G,), 0 for completions without a token that is trained on."""
+    return _of_trained(group, group.advantages)
+
+
+def _of_trained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
+    ends_G = np.cumsum(group.completion_lengths)
+    trained_T = group.trained_mask
+    trained_G = [
+        bool(trained_T[end - length : end].any())
+        for end, length in zip(ends_G.tolist(), group.completion_lengths.tolist(), strict=True)
+    ]
+    return np.where(trained_G, advantages_G, np.float32(0)).astype(np.float32)

@@ -158,8 +158,8 @@ class SharedMemory:
             return None
         try:
             # On a thread, because the system maps every page of the ring now.
-            segment = await asyncio.to_thread(Segment.attach, Path(opened.path), opened.ring, capacity)
-        except (OSError, ValueError) as error:
+            segment = await asyncio.to_thread(Segment.receive, Path(opened.path), opened.ring, capacity)
+        except OSError as error:
             await self._exchange(pb.ShareMemoryRequest(close=opened.ring))
             raise _not_shared(opened.path, error) from None
         ready = await self._exchange(pb.ShareMemoryRequest(mapped=opened.ring))
@@ -205,8 +205,9 @@ class SharedMemory:
         self._ask_again_at = asyncio.get_running_loop().time() + _PAUSE
 
 
-def _not_shared(path: str, error: Exception) -> OSError:
-    if isinstance(error, FileNotFoundError):
+def _not_shared(path: str, error: OSError) -> OSError:
+    # A folder that two hosts share shows the socket to both, but only the server's host has somebody behind it.
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
         folder = Path(path).parent
         return OSError(f"the server runs on another host, or in a container whose {folder} is not this one's")
     if isinstance(error, PermissionError):

@@ -1,4 +1,4 @@
-"""Writes durations, waits, byte counts and lists of names as people read them."""
+"""Writes durations, counts, waits, byte counts and lists of names as people read them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ def duration(seconds: float) -> str:
     return _two_units(whole, DAY, "d", HOUR, "h")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 item`, `12 items`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def waiting(count: int, request: str, seconds: float) -> str:
     """`1 insert waits, none was served for 40 s`; `2 sample requests wait, none was served for 3 min`."""
     verb = "waits" if count == 1 else "wait"
-    return f"{count} {request}{'' if count == 1 else 's'} {verb}, none was served for {duration(seconds)}"
+    return f"{counted(count, request)} {verb}, none was served for {duration(seconds)}"
 
 
 def byte_size(count: int) -> str:

@@ -3,7 +3,7 @@
 isort:skip_file
 The wire protocol of the replay server, version 1.
 
-Three conventions hold everywhere:
+Four conventions hold everywhere:
 
 * Rows and columns. A message about several items has one packed column for each field, with one entry for each row,
   so that both ends handle thousands of rows at once. An empty column means the default value for every row.
@@ -12,6 +12,8 @@ Three conventions hold everywhere:
   message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends has at
   least 4096 bytes, except the last one of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
+* A client may have a name: `replay/NAME` at the beginning of its user agent, with at most 64 printable ASCII
+  characters and no space. The server remembers when the named clients that insert, sample or publish last did so.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
 ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values of RowError.reason.
@@ -1013,7 +1015,7 @@ class ShareMemoryRequest(_message.Message):
     open: _builtins.int
     """a new ring of this capacity in bytes; 0 only finds out whether it works"""
     mapped: _builtins.int
-    """this ring is mapped: the server checks the proof in it"""
+    """the client has mapped this ring"""
     close: _builtins.int
     """this ring is not used any more"""
     def __init__(
@@ -1043,7 +1045,7 @@ class ShareMemoryResponse(_message.Message):
     ring: _builtins.int
     """0: refused, or closed"""
     path: _builtins.str
-    """where the client finds a ring that it has opened"""
+    """of the socket that hands over the memory of the ring"""
     refusal: _builtins.str
     """why there is no ring"""
     def __init__(
@@ -1106,6 +1108,9 @@ class ServerInfo(_message.Message):
     COMMIT_ERROR_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
     FELL_BACK_FIELD_NUMBER: _builtins.int
+    LONG_WAIT_FIELD_NUMBER: _builtins.int
+    SILENCES_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_AVAILABLE_FIELD_NUMBER: _builtins.int
@@ -1135,6 +1140,8 @@ class ServerInfo(_message.Message):
     """items lost since the start because their bytes on disk were damaged"""
     fell_back: _builtins.str
     """why the start went back to an older state of data_dir, and to which; empty: it did not"""
+    long_wait: _builtins.float
+    """seconds from which on a wait is long: three usual steps, at least 20 s"""
     time: _builtins.float
     """the server's clock, seconds since the epoch"""
     resident_bytes: _builtins.int
@@ -1151,6 +1158,14 @@ class ServerInfo(_message.Message):
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableInfo]: ...
+    @_builtins.property
+    def silences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silence]:
+        """who is gone"""
+
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientInfo]:
+        """the named clients that insert, sample or publish, the last one first"""
+
     def __init__(
         self,
         *,
@@ -1171,6 +1186,9 @@ class ServerInfo(_message.Message):
         commit_error: _builtins.str = ...,
         damaged: _builtins.int = ...,
         fell_back: _builtins.str = ...,
+        long_wait: _builtins.float = ...,
+        silences: _abc.Iterable[Global___Silence] | None = ...,
+        clients: _abc.Iterable[Global___ClientInfo] | None = ...,
         time: _builtins.float = ...,
         resident_bytes: _builtins.int = ...,
         memory_available: _builtins.int = ...,
@@ -1178,7 +1196,7 @@ class ServerInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1216,6 +1234,8 @@ class TableInfo(_message.Message):
     LIMITER_FIELD_NUMBER: _builtins.int
     EFFECTIVE_PRIORITY_FIELD_NUMBER: _builtins.int
     EVICTED_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
+    INSERTED_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in"""
@@ -1270,6 +1290,10 @@ class TableInfo(_message.Message):
     def effective_priority(self) -> Global___Quantiles:
         """as the sampler weighs them: after its exponent, and aged"""
 
+    @_builtins.property
+    def inserted(self) -> Global___Rhythm: ...
+    @_builtins.property
+    def sampled(self) -> Global___Rhythm: ...
     def __init__(
         self,
         *,
@@ -1301,14 +1325,115 @@ class TableInfo(_message.Message):
         limiter: Global___Limiter | None = ...,
         effective_priority: Global___Quantiles | None = ...,
         evicted_on_arrival: _builtins.int = ...,
+        inserted: Global___Rhythm | None = ...,
+        sampled: Global___Rhythm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
+
+@_typing.final
+class Rhythm(_message.Message):
+    """How often something happens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_FIELD_NUMBER: _builtins.int
+    USUAL_FIELD_NUMBER: _builtins.int
+    age: _builtins.float
+    """seconds since the last time, or since the start"""
+    usual: _builtins.float
+    """seconds between two batches of it; 0: unknown, it happened too seldom"""
+    def __init__(
+        self,
+        *,
+        age: _builtins.float = ...,
+        usual: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "usual", b"usual"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rhythm: _TypeAlias = Rhythm  # noqa: Y015
+
+@_typing.final
+class Silence(_message.Message):
+    """A side of the run has done nothing for three usual intervals, and nobody has said that it ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIDE_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    USUAL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    side: _builtins.str
+    """trainer or generators"""
+    table: _builtins.str
+    """into which nobody inserts, or which nobody samples; empty: no new version"""
+    age: _builtins.float
+    """seconds since the last time"""
+    usual: _builtins.float
+    """seconds between two times"""
+    reason: _builtins.str
+    """the same in words, with the names of those who are gone"""
+    def __init__(
+        self,
+        *,
+        side: _builtins.str = ...,
+        table: _builtins.str = ...,
+        age: _builtins.float = ...,
+        usual: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "reason", b"reason", "side", b"side", "table", b"table", "usual", b"usual"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Silence: _TypeAlias = Silence  # noqa: Y015
+
+@_typing.final
+class ClientInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    role: _builtins.str
+    """what it did: generator (insert), trainer (sample, publish), or both"""
+    age: _builtins.float
+    """seconds since its last request"""
+    open: _builtins.int
+    """calls and streams that it has open"""
+    ended: _builtins.bool
+    """it said that it ends (Leave), and has sent nothing since"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        role: _builtins.str = ...,
+        age: _builtins.float = ...,
+        open: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ended", b"ended", "name", b"name", "open", b"open", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientInfo: _TypeAlias = ClientInfo  # noqa: Y015
 
 @_typing.final
 class Limiter(_message.Message):
@@ -1494,22 +1619,26 @@ class Policy(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    USUAL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """finished updates"""
     weights: _builtins.str
     """where they lie; the server passes it on and never opens it"""
     age: _builtins.float
     """seconds since it was set"""
+    usual: _builtins.float
+    """seconds between two versions; 0: unknown, there were too few"""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         weights: _builtins.str = ...,
         age: _builtins.float = ...,
+        usual: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "usual", b"usual", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1663,6 +1792,38 @@ class ReleasePermitsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleasePermitsResponse: _TypeAlias = ReleasePermitsResponse  # noqa: Y015
+
+@_typing.final
+class LeaveRequest(_message.Message):
+    """The client that sends this ends on purpose, and is not missed from now on. Its next request takes this back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
+
+@_typing.final
+class LeaveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
 
 @_typing.final
 class AdmissionInfo(_message.Message):

@@ -3,7 +3,7 @@
 isort:skip_file
 The wire protocol of the replay server, version 1.
 
-Three conventions hold everywhere:
+Four conventions hold everywhere:
 
 * Rows and columns. A message about several items has one packed column for each field, with one entry for each row,
   so that both ends handle thousands of rows at once. An empty column means the default value for every row.
@@ -12,6 +12,8 @@ Three conventions hold everywhere:
   message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends has at
   least 4096 bytes, except the last one of an item.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
+* A client may have a name: `replay/NAME` at the beginning of its user agent, with at most 64 printable ASCII
+  characters and no space. The server remembers when the named clients that insert, sample or publish last did so.
 
 Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
 ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values of RowError.reason.
@@ -70,6 +72,7 @@ class ReplayStub:
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]
     AcquirePermits: _grpc.UnaryUnaryMultiCallable[_replay_pb2.AcquirePermitsRequest, _replay_pb2.Permits]
     ReleasePermits: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]
+    Leave: _grpc.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]
     """Checkpoints."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ListCheckpointsRequest, _replay_pb2.ListCheckpointsResponse]
@@ -102,6 +105,7 @@ class ReplayAsyncStub(ReplayStub):
     WatchPolicy: _aio.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]  # type: ignore[assignment]
     AcquirePermits: _aio.UnaryUnaryMultiCallable[_replay_pb2.AcquirePermitsRequest, _replay_pb2.Permits]  # type: ignore[assignment]
     ReleasePermits: _aio.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]  # type: ignore[assignment]
+    Leave: _aio.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]  # type: ignore[assignment]
     Checkpoint: _aio.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]  # type: ignore[assignment]
     """Checkpoints."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_replay_pb2.ListCheckpointsRequest, _replay_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -263,6 +267,13 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.ReleasePermitsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.ReleasePermitsResponse, _abc.Awaitable[_replay_pb2.ReleasePermitsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _replay_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_pb2.LeaveResponse, _abc.Awaitable[_replay_pb2.LeaveResponse]]: ...
 
     @_abc_1.abstractmethod
     def Checkpoint(

@@ -3,23 +3,25 @@
 * A ring carries the payloads of one stream in one direction: one side puts them in, the other takes them out in order.
 * A message names the bytes by position. The reader checks the position and copies the bytes before anything uses them.
 * The reader frees bytes by moving `_FREED` in the segment. Nobody waits for a message in order to free a ring.
-* A segment is a file of one user (0600). All of its memory is reserved when it is made, so no access to it can fail.
-* The file has a name only until both sides have mapped it.
+* The server makes each segment, in memory that has no name. Its size is sealed: no process can cut the memory under
+  another one, which would end that one with SIGBUS.
+* The client gets the memory over a socket (`Handover`). So containers of one host have rings if they share a folder.
 
-Both sides belong to one user, who may stop either process anyway. The rings do not protect one side from a program that
-this user runs, except that neither side ever trusts what it reads here.
+Neither side trusts what it reads in a segment.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import secrets
-import stat
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -32,116 +34,153 @@ HEADER = 4096
 """Bytes of a segment before its ring."""
 MAX_CAPACITY = 64 << 20
 """Bytes of the largest ring."""
-_PREFIX = "replay-ring-"
-_MAKING = "replay-new-ring-"
-_MAGIC = b"replay ring 1\n\0\0"
-# Positions in the header.
-_RING_ID, _NONCE, _PROOF, _FREED = 16, 24, 40, 64
-_NONCE_BYTES = 16
+_FREED = 64
+"""Where the header says up to which position the reader has taken everything."""
 _ALIGNMENT = 64
 """Payloads of a frame start at a multiple of this, where memory is copied fastest."""
 _JOIN_BELOW = 8192
 """Mean bytes of chunks below which they are joined first: Python costs more for each chunk than a second copy."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once, where the system can. Otherwise each page is a fault at its first access."""
-_MAKING_SECONDS = 60.0
-"""Seconds after which a file that has no lock yet is one of a process that was killed."""
+_SOCKET = "replay-rings-"
+_RING_ID = 8
+"""Bytes of a ring's id in the request for its memory."""
+_ANSWER = 5.0
+"""Seconds in which the server hands over the memory of a ring."""
+# Numbers of Linux.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _fence = threading.Lock()
 
 
 class Segment:
-    """The file and the memory of one ring. The memory is given back when the last reference to the segment goes."""
+    """The memory of one ring. It is given back when the last reference to the segment goes."""
 
-    def __init__(self, ring_id: int, path: Path, fd: int, capacity: int) -> None:
+    def __init__(self, ring_id: int, fd: int, capacity: int) -> None:
         self.ring_id = ring_id
-        self.path = path
         self.capacity = capacity
-        self._fd = fd
-        self._named = False
+        self._fd: int | None = fd
         self.view = memoryview(mmap.mmap(fd, HEADER + capacity, mmap.MAP_SHARED | _POPULATE))
-        self._named = True
 
     @classmethod
-    def create(cls, folder: Path, capacity: int) -> Segment:
-        """Makes a file in `folder`. Raises OSError if the folder is missing, or has no room for all of the segment."""
-        ring_id = secrets.randbits(63) | 1
-        path = folder / f"{_PREFIX}{os.getpid()}-{ring_id:016x}"
-        making = folder / f"{_MAKING}{os.getpid()}-{ring_id:016x}"
-        fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    def create(cls, capacity: int) -> Segment:
+        """Makes the memory. Raises OSError if the system has too little of it."""
+        fd = _unnamed_file()
         try:
-            # A server that starts later sees by this lock that the file is in use (remove_stale). The file gets its
-            # name after the lock: a server that starts in between would take it for stale.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            making.rename(path)
-            # Without this a full file system would end the process with SIGBUS at the first access.
+            # Reserves the memory. Otherwise the first access to a page could find that there is none.
             os.posix_fallocate(fd, 0, HEADER + capacity)
-            os.pwrite(fd, _MAGIC + ring_id.to_bytes(8, "little") + secrets.token_bytes(_NONCE_BYTES), 0)
-            return cls(ring_id, path, fd, capacity)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
         except BaseException:
             os.close(fd)
-            making.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
             raise
+        return cls(secrets.randbits(63) | 1, fd, capacity)
 
     @classmethod
-    def attach(cls, path: Path, ring_id: int, capacity: int) -> Segment:
-        """Maps the segment that the other side has made, proves it, and removes the name of the file.
-
-        Raises OSError or ValueError with the reason if the file cannot be used. A file that is not such a segment
-        remains as it is, whatever the other side says.
-        """
-        if not path.name.startswith(_PREFIX):
-            raise ValueError(f"{path} is not named as a ring")
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o600:
-            raise ValueError(f"{path} is not a private file")
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to user {found.st_uid}, and this process to user {os.geteuid()}")
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if os.pread(fd, _NONCE, 0) != _MAGIC + ring_id.to_bytes(8, "little"):
-                raise ValueError(f"{path} is not the ring that the server made")
-            if os.fstat(fd).st_size != HEADER + capacity:
-                raise ValueError(f"{path} does not have the size of the ring")
-            segment = cls(ring_id, path, fd, capacity)
-        except BaseException:
-            os.close(fd)
-            raise
-        # Through the memory and not through the file: two machines may share a folder, but never memory.
-        segment.view[_PROOF : _PROOF + _NONCE_BYTES] = segment.view[_NONCE : _NONCE + _NONCE_BYTES]
-        segment.forget_name()
+    def receive(cls, path: Path, ring_id: int, capacity: int) -> Segment:
+        """Maps the segment that the server with this socket has made. Raises OSError with the reason if it cannot."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            asking.settimeout(_ANSWER)
+            asking.connect(str(path))
+            socket.send_fds(asking, [ring_id.to_bytes(_RING_ID, "little")], [theirs.fileno()])
+            theirs.close()  # so that the answer ends if the server drops the request
+            ours.settimeout(_ANSWER)
+            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+        if not fds:
+            raise ConnectionRefusedError(f"the server at {path} has no ring {ring_id}")
+        segment = cls(ring_id, fds[0], capacity)
+        segment.close_fd()
         return segment
 
-    def proven(self) -> bool:
-        """Whether the other side has this memory too."""
-        return self.view[_PROOF : _PROOF + _NONCE_BYTES] == self.view[_NONCE : _NONCE + _NONCE_BYTES]
+    def hand_over(self, receiver: socket.socket) -> None:
+        """Sends the memory. Raises OSError if the receiver does not take it at once."""
+        if self._fd is not None:
+            memory = array.array("i", [self._fd])
+            receiver.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, memory)], socket.MSG_DONTWAIT)
+            self.close_fd()
 
-    def forget_name(self) -> None:
-        """Removes the name of the file. Both sides do this, so that none is left if the other side is killed."""
-        if self._named:
-            self._named = False
-            self.path.unlink(missing_ok=True)
+    @property
+    def handed_over(self) -> bool:
+        return self._fd is None
+
+    def close_fd(self) -> None:
+        """Closes the file descriptor by which the memory could be handed over. The mapping stays."""
+        if self._fd is not None:
             os.close(self._fd)
+            self._fd = None
 
     def __del__(self) -> None:
-        # The request for this segment may have ended while a thread made it.
-        self.forget_name()
+        self.close_fd()  # the request for this segment may have ended while a thread made it
+
+
+def _unnamed_file() -> int:
+    """A file in memory that can be sealed."""
+    # The module `os` of a Python that was built for an old C library lacks the function, though the system has it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    if (fd := int(libc.memfd_create(b"replay-ring", _MFD_CLOEXEC | _MFD_ALLOW_SEALING))) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+class Handover:
+    """The socket over which a server hands segments to clients of its host. Who knows the id of a segment gets it.
+
+    A request is one datagram with the id and with a socket for the answer. So no request waits, and none stays open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the socket in `folder`. Raises OSError if the folder is missing or full. Needs the event loop."""
+        self.path = folder / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
+        self._offered: dict[int, Segment] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        try:
+            os.fchmod(self._socket.fileno(), 0o600)  # bind gives this mode to the file
+            self._socket.bind(str(self.path))
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._answer)
+
+    def offer(self, segment: Segment) -> None:
+        """Lets a client ask for the segment, once."""
+        self._offered[segment.ring_id] = segment
+
+    def withdraw(self, segment: Segment) -> None:
+        self._offered.pop(segment.ring_id, None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+        self._offered.clear()
+
+    def _answer(self) -> None:
+        try:
+            request, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
+        except OSError:
+            return
+        segment = self._offered.pop(int.from_bytes(request, "little"), None)
+        for fd in fds:
+            # OSError: it is no socket, or its process has gone. The client finds out over gRPC.
+            with suppress(OSError), socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as receiver:
+                if segment is not None:
+                    segment.hand_over(receiver)
+            os.close(fd)
 
 
 def remove_stale(folder: Path) -> None:
-    """Removes segments whose process was killed in the few milliseconds in which they had a name."""
-    for path in [*folder.glob(f"{_PREFIX}*"), *folder.glob(f"{_MAKING}*")]:
-        with suppress(OSError):
-            found = path.lstat()
-            fresh = path.name.startswith(_MAKING) and abs(time.time() - found.st_mtime) < _MAKING_SECONDS
-            if found.st_uid != os.geteuid() or fresh:
-                continue
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Removes the sockets of servers that were killed."""
+    for path in folder.glob(f"{_SOCKET}*"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: its process lives
-                path.unlink()
-            finally:
-                os.close(fd)
+                asking.connect(str(path))
+            except ConnectionRefusedError:
+                if path.is_socket():
+                    path.unlink()
 
 
 class RingWriter:

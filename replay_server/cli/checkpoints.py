@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import Timeout, ask, connect, with_access
+from replay_server.cli.connection import Timeout, ask, connect, reach, with_access
 from replay_server.cli.documents import checkpoint_document
 from replay_server.cli.output import AsJson, console, print_json, say
 
@@ -23,6 +23,7 @@ def checkpoint(
 ) -> None:
     """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile."""
     with connect(access, timeout) as client:
+        reach(client, timeout)
         written = ask(lambda: client.checkpoint(name))
     if as_json:
         print_json({"name": written})
@@ -39,6 +40,7 @@ def checkpoints(
 ) -> None:
     """List the server's checkpoints, the newest first. Status 1 if one is damaged."""
     with connect(access, timeout) as client:
+        reach(client, timeout)
         found = ask(lambda: client.checkpoints(verify=verify))
     if as_json:
         print_json([checkpoint_document(entry) for entry in found])

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_REACH = 5.0
+"""Seconds in which a server must answer before a command lets it work for long."""
 ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer of the server.")]
 
 
-def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callable[..., R]:
+def with_access(command: Callable[Concatenate[dict[str, Any], P], R], *, named: bool = False) -> Callable[..., R]:
     """Decorator that adds the options for reaching the server. The command gets them as its first argument.
 
+    `named`: with --name, for a command whose client the server lists.
     Settings that are not given come from the environment or a file (replay_client.access). There is no option for a
     token, because other users of a machine can read command lines.
     """
@@ -52,6 +55,8 @@ def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callabl
         ),
         option("--client-config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
     ]
+    if named:
+        options.append(option("--name", "Name under which the server lists this process. [env: REPLAY_NAME; host:pid]"))
 
     @functools.wraps(command)
     def run(**given: Any) -> R:
@@ -65,13 +70,23 @@ def with_access(command: Callable[Concatenate[dict[str, Any], P], R]) -> Callabl
     return run
 
 
+as_worker = functools.partial(with_access, named=True)
+"""The same for a command that generates or trains: nobody misses any other after its end."""
+
+
 def connect(access: dict[str, Any], timeout: float) -> ReplayClient:
+    """A client without a name, for a command that comes and goes."""
     from replay_client import ReplayClient
 
     try:
-        return ReplayClient.from_env(timeout, **access)
+        return ReplayClient.from_env(timeout, **access | {"name": ""})
     except ValueError as error:
         fail(in_flags(str(error), access))
+
+
+def reach(client: ReplayClient, timeout: float) -> None:
+    """Ends the command soon if no server answers. For commands whose own timeout is for long work of the server."""
+    ask(lambda: client.policy(timeout=min(timeout, _REACH)))
 
 
 def in_flags(message: str, access: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +36,7 @@ def doctor(
     from replay_client.diagnosis import Level
 
     with connect(access, timeout) as client:
-        findings, address = [_access(access), *examine(client, by_shard)], client.address
+        findings, address = [_access(access), _grpc(), *examine(client, by_shard)], client.address
     worst = {finding.level for finding in findings}
     healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
     if as_json:
@@ -59,6 +60,19 @@ def _access(given: dict[str, Any]) -> Finding:
         remedy = "let the server use TLS ([security] tls_cert), and name its authority here: --tls-ca or REPLAY_TLS_CA"
         return Finding("access", Level.WARNING, f"{token}, not encrypted, to another machine", remedy)
     return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
+
+
+def _grpc() -> Finding:
+    """Whether gRPC's event engine is off, as this command's environment has it."""
+    from replay_client.diagnosis import Finding, Level
+    from replay_protos import NO_EVENT_ENGINE
+
+    if (setting := os.environ["GRPC_EXPERIMENTS"]) != NO_EVENT_ENGINE:
+        return Finding(
+            "grpc", Level.OK, f"the environment has GRPC_EXPERIMENTS={setting} in place of {NO_EVENT_ENGINE}"
+        )
+    program = f"a program that imports grpc before replay_client needs GRPC_EXPERIMENTS={NO_EVENT_ENGINE}"
+    return Finding("grpc", Level.OK, f"its event engine is off here; {program}")
 
 
 def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:

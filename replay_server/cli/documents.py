@@ -41,6 +41,9 @@ def server_document(address: str, info: ServerInfo) -> Document:
         "sample_streams": info.sample_streams,
         "admission": None if info.admission is None else _fields(info.admission),
         "tables": {name: table_document(table) for name, table in info.tables.items()},
+        "long_wait": info.long_wait,
+        "silences": [_fields(silence) for silence in info.silences],
+        "clients": [_fields(client) for client in info.clients],
     }
 
 
@@ -55,7 +58,7 @@ def table_document(table: TableInfo) -> Document:
 
 
 def policy_document(policy: Policy) -> Document:
-    return {"version": policy.version, "weights": policy.weights, "age": policy.age}
+    return {"version": policy.version, "weights": policy.weights, "age": policy.age, "usual": policy.usual or None}
 
 
 def checkpoint_document(checkpoint: CheckpointInfo) -> Document:

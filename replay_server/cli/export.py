@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from replay_client.units import counted
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.output import AsJson, fail, print_json, say
 
@@ -44,7 +45,7 @@ def export(
     if as_json:
         print_json({"table": table, "file": str(file), "items": count})
     else:
-        say(f"{count} items of {table} written to {file}")
+        say(f"{counted(count, 'item')} of {table} written to {file}")
 
 
 @with_access
@@ -67,7 +68,7 @@ def import_items(
     if as_json:
         print_json({"file": str(file), "items": count})
     else:
-        say(f"{count} items of {file} inserted")
+        say(f"{counted(count, 'item')} of {file} inserted")
 
 
 def _insert_all(client: Any, file: Path, table: str | None) -> int:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replay_server.cli.show import completion_slices
-
 if TYPE_CHECKING:
     from replay_client import ReplayClient, RolloutGroup
     from replay_client.records import ItemInfo, StoredItem
@@ -35,7 +33,8 @@ GROUP_COLUMNS = (
     Column("prompt_id", "str", lambda group: group.prompt_id),
     Column("group_size", "int", lambda group: group.group_size),
     Column("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
-    Column("completion_tokens", "list of int", lambda group: group.completion_lengths.tolist()),
+    Column("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
+    Column("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
     Column("rewards", "list of float", lambda group: group.rewards.tolist()),
     Column("advantages", "list of float", lambda group: group.advantages.tolist()),
     Column("mean_logprobs", "list of float", lambda group: mean_logprobs(group)),
@@ -55,7 +54,7 @@ ITEM_COLUMNS = {
     "bytes": "int",
 }
 """What the server knows of an item. Keys are strings: they have 64 bits, and many readers keep only 53."""
-TEXT_COLUMNS = {"prompt": "str", "completions": "list of str"}
+TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
 """With a tokenizer."""
 PAYLOAD = "payload"
 """The bytes of the item, which `import` needs. In JSON lines they are in base64."""
@@ -120,18 +119,20 @@ def _item_row(info: ItemInfo, table: str) -> Row:
 
 def _texts(group: RolloutGroup | None, decoder: Any) -> Row:
     if group is None:
-        return {"prompt": None, "completions": None}
+        return dict.fromkeys(TEXT_COLUMNS)
+    shared = group.prompt_ids.size
     return {
         "prompt": decoder.decode(group.prompt_ids.tolist()),
-        "completions": [decoder.decode(ids.tolist()) for ids in group.completions()],
+        "contexts": [decoder.decode(ids[shared:].tolist()) for ids in group.prompts()],
+        "completions": [decoder.decode(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
     }
 
 
 def mean_logprobs(group: RolloutGroup) -> list[float | None]:
     """The mean of the known log-probabilities of each completion; null where none is known."""
     means = []
-    for start, stop in completion_slices(group):
-        logprobs = group.rollout_logprobs[start:stop]
+    for span in group.sampled_spans():
+        logprobs = group.rollout_logprobs[span]
         known = logprobs[~np.isnan(logprobs)]
         means.append(float(known.mean()) if known.size else None)
     return means

@@ -13,5 +13,5 @@ def need(what: str, extra: str, *modules: str) -> None:
     if missing:
         fail(
             f"{what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'replay-server[{extra}]', or in a clone of the repository pip install '.[{extra}]'"
+            f"pip install '.[{extra}]' in a clone of the repository"
         )

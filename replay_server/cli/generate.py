@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_server.cli.config_file import ConfigFile
-from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.connection import as_worker, in_flags
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model, loading
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from replay_client.generator.group_maker import PromptSource
 
 
-@with_access
+@as_worker
 def generate(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
@@ -90,15 +90,23 @@ def generate(
     priority: Annotated[
         str, typer.Option(help="Of each group: advantage (TRL's score), learnability (p(1-p)), or module:function.")
     ] = "advantage",
-    drop_zero_variance: Annotated[bool, typer.Option(help="Do not insert groups whose rewards are all equal.")] = False,
+    drop_zero_variance: Annotated[
+        bool, typer.Option(help="Do not insert groups that carry no gradient: all rewards are equal.")
+    ] = False,
     on_prompt_error: Annotated[
         str, typer.Option(help="When a prompt or a reward fails: raise, or skip the prompt.")
     ] = "raise",
     when_full: Annotated[
         str, typer.Option(help="When a full table refuses a group: wait, or drop the group.")
     ] = "wait",
-    reward_threads: Annotated[int, typer.Option(help="Groups that reward functions score at the same time.")] = 1,
+    reward_threads: Annotated[
+        int | None,
+        typer.Option(help="Groups that reward functions score at the same time. [1; 8 for those that are thread_safe]"),
+    ] = None,
     reward_timeout: Annotated[float, typer.Option(help="Most seconds for one reward function and one group.")] = 300.0,
+    stale_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for newer weights when the server refuses all groups as too old.")
+    ] = 600.0,
     metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
     metrics_interval: Annotated[float, typer.Option(help="Seconds between those lines.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
@@ -112,13 +120,15 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
-    from replay_client.scoring import is_zero_variance
+    from replay_client.heartbeat import beat
+    from replay_client.scoring import carries_gradient
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
         settings = GeneratorConfig(
             group_size=group_size,
             sampling=SamplingConfig(
@@ -137,6 +147,7 @@ def generate(
             when_full=when_full,  # type: ignore[arg-type]
             reward_threads=reward_threads,
             reward_timeout=reward_timeout,
+            stale_timeout=stale_timeout,
             metrics_path=metrics,
             metrics_interval=metrics_interval,
         )
@@ -153,7 +164,7 @@ def generate(
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
         fail(in_flags(in_words(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
     report = Report(as_json)
-    keep = (lambda group: not is_zero_variance(group.rewards)) if drop_zero_variance else None
+    keep = carries_gradient if drop_zero_variance else None
     try:
         stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
     except (ReplayError, ValueError, OSError, ImportError) as error:

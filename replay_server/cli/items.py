@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from replay_client.units import counted
 from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
 from replay_server.cli.documents import item_document
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, print_json, say
@@ -83,7 +84,7 @@ def items(
     if found.items:
         out.print(view)
     out.print(
-        f"{len(found.items)} of {found.matching} items"
+        f"{len(found.items)} of {counted(found.matching, 'item')}"
         + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
     )
 
@@ -98,7 +99,7 @@ def delete(
     timeout: Timeout = 5.0,
 ) -> None:
     """Delete items from one table. Other tables keep them. Status 1 if a key was not there."""
-    confirm(f"Delete {len(set(keys))} items from {table}?", yes)
+    confirm(f"Delete {counted(len(set(keys)), 'item')} from {table}?", yes)
     with connect(access, timeout) as client:
         result = ask(lambda: client.delete(table, keys))
     if as_json:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from replay_client.units import byte_size, duration, waiting
+from replay_client.units import byte_size, counted, duration, waiting
 from replay_server.cli.documents import Document, config_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def headline(address: str, info: ServerInfo) -> Text:
     bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
     line.append(
         f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
-        f"{info.items} items, {byte_size(info.bytes)}{bound}  {info.storage}",
+        f"{counted(info.items, 'item')}, {byte_size(info.bytes)}{bound}  {info.storage}",
         style="not bold",
     )
     return line
@@ -146,7 +146,8 @@ def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
 
 
 def waits(info: ServerInfo) -> list[Text]:
-    """A line for each kind of request that waits, with the reason."""
+    """A line for each side that is gone, and for each kind of request that waits, with the reason."""
+    gone = [Text(f"{silence.side} gone: {silence.reason}", style="red") for silence in info.silences]
     lines = []
     for table in info.tables.values():
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
@@ -154,7 +155,17 @@ def waits(info: ServerInfo) -> list[Text]:
                 lines.append(f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}")
     if info.admission is not None and (wait := info.admission.acquiring).count:
         lines.append(f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}")
-    return [Text(line, style="yellow") for line in lines]
+    return gone + [Text(line, style="yellow") for line in lines]
+
+
+def clients(info: ServerInfo) -> Iterator[Text]:
+    """A line for each client that inserts, samples or publishes, with its last sign of life."""
+    for client in info.clients:
+        state = "ended" if client.ended else "connected" if client.open else "not connected"
+        yield Text(
+            f"{client.role} {client.name}: {state}, seen {duration(client.age)} ago",
+            style="" if client.open or client.ended else "yellow",
+        )
 
 
 def permits(info: ServerInfo) -> Text | None:

@@ -49,6 +49,7 @@ def serve(
     """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
     from pydantic import ValidationError
 
+    from replay_protos import event_loop
     from replay_server.config import DEFAULT_TABLES, Config, ServerSection
     from replay_server.server import ReplayServer
     from replay_server.tables.config import explain
@@ -70,7 +71,7 @@ def serve(
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         gc.disable()  # until the server has started: a start with data makes as many objects as there are items
-        asyncio.run(_run(server))
+        event_loop.run(_run(server))
     except ValidationError as error:
         fail(explain(error))
     except (ValueError, OSError) as error:

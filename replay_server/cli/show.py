@@ -123,40 +123,46 @@ def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -
         },
         "prompt": prompt,
         "completions": [
-            _completion(group, row, start, stop, decoder, tokens)
-            for row, (start, stop) in enumerate(completion_slices(group))
+            _completion(group, row, span, decoder, tokens) for row, span in enumerate(group.sampled_spans())
         ],
     }
 
 
-def _completion(
-    group: RolloutGroup, row: int, start: int, stop: int, decoder: Decoder | None, tokens: bool
-) -> Document:
-    ids, logprobs = group.completion_ids[start:stop].tolist(), group.rollout_logprobs[start:stop]
+def _completion(group: RolloutGroup, row: int, span: slice, decoder: Decoder | None, tokens: bool) -> Document:
+    ids, logprobs = group.completion_ids[span].tolist(), group.rollout_logprobs[span]
     known = logprobs[~np.isnan(logprobs)]
     completion: Document = {
-        "tokens": stop - start,
+        "tokens": len(ids),
         "reward": float(group.rewards[row]),
         "advantage": float(group.advantages[row]),
         "mean_logprob": float(known.mean()) if known.size else None,
         "unknown_logprobs": int(logprobs.size - known.size),
         "finish_reason": group.finish_reasons[row] if group.finish_reasons else None,
     }
+    if group.context_lengths is not None:
+        context = _context_ids(group, row, span)
+        completion["context"] = {"tokens": len(context)}
+        if decoder is not None:
+            completion["context"]["text"] = decoder.decode(context)
+        if tokens:
+            completion["context"]["ids"] = context
     if group.loss_mask is not None:
-        completion["masked_tokens"] = int((~group.loss_mask[start:stop]).sum())
+        completion["masked_tokens"] = int((~group.loss_mask[span]).sum())
     if decoder is not None:
         completion["text"] = decoder.decode(ids)
     if tokens:
         completion["ids"] = ids
         completion["logprobs"] = logprobs.tolist()
         if group.loss_mask is not None:
-            completion["loss_mask"] = group.loss_mask[start:stop].tolist()
+            completion["loss_mask"] = group.loss_mask[span].tolist()
     return completion
 
 
-def completion_slices(group: RolloutGroup) -> list[tuple[int, int]]:
-    ends = np.cumsum(group.completion_lengths)
-    return [(int(end - n), int(end)) for end, n in zip(ends, group.completion_lengths, strict=True)]
+def _context_ids(group: RolloutGroup, row: int, span: slice) -> list[int]:
+    """The tokens of the context of a completion, which stands before its `span`."""
+    length = 0 if group.context_lengths is None else int(group.context_lengths[row])
+    ids: list[int] = group.completion_ids[span.start - length : span.start].tolist()
+    return ids
 
 
 def _effective(held: Membership) -> str:
@@ -198,9 +204,7 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     ]
     if tokens:
         lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for row, ((start, stop), completion) in enumerate(
-        zip(completion_slices(group), document["completions"], strict=True)
-    ):
+    for row, (span, completion) in enumerate(zip(group.sampled_spans(), document["completions"], strict=True)):
         mean = completion["mean_logprob"]
         parts = [
             f"completion {row}: {_tokens(completion['tokens'])}",
@@ -214,11 +218,14 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
             parts.append(f"{_tokens(completion['masked_tokens'])} masked")
         if completion["finish_reason"] is not None:
             parts.append(f"ended by {completion['finish_reason']}")
-        lines += [
-            Text(),
-            Text("  ".join(parts), style="bold"),
-            _words(completion, group.completion_ids[start:stop].tolist()),
-        ]
+        lines += [Text(), Text("  ".join(parts), style="bold")]
+        if (context := completion.get("context", {})).get("tokens"):
+            lines += [
+                Text(f"after {_tokens(context['tokens'])} of its own context:"),
+                _words(context, _context_ids(group, row, span)),
+                Text("it wrote:"),
+            ]
+        lines.append(_words(completion, group.completion_ids[span].tolist()))
         if tokens:
             for name in ("ids", "logprobs", "loss_mask"):
                 if name in completion:

@@ -24,7 +24,7 @@ def tables(access: dict[str, Any], by_shard: ByShard = False, as_json: AsJson = 
     out.print(overview.TableView(list(info.tables.values())))
     if (line := overview.permits(info)) is not None:
         out.print(line)
-    for line in overview.waits(info):
+    for line in (*overview.clients(info), *overview.waits(info)):
         out.print(line, soft_wrap=True)
     for row in overview.shard_rows(info) if by_shard else ():
         out.print(row)

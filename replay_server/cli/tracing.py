@@ -33,7 +33,10 @@ def set_up_tracing(service: str) -> bool:
 
             chosen = OTLPSpanExporter()
     except ImportError as error:
-        fail(f"OTEL_TRACES_EXPORTER={exporter} needs packages: pip install 'replay-server[otel]' ({error})")
+        fail(
+            f"OTEL_TRACES_EXPORTER={exporter} needs packages ({error}): "
+            f"pip install '.[otel]' in a clone of the repository"
+        )
     provider = TracerProvider(resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}))
     provider.add_span_processor(BatchSpanProcessor(chosen))
     trace.set_tracer_provider(provider)

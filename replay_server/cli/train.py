@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import in_flags, with_access
+from replay_server.cli.connection import as_worker, in_flags
 from replay_server.cli.extras import need
 from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
 from replay_server.cli.model import check_model, loading
@@ -23,7 +23,7 @@ EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 
 
-@with_access
+@as_worker
 def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
@@ -47,7 +47,9 @@ def train(
         typer.Option(help="Reward of these completions, as --reward of `replay generate`; repeatable. [exact_match]"),
     ] = None,
     eval_max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of these completions.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds to wait for a server that went away. [without end]")
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Show no progress and no summary; metrics.jsonl has it all.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
@@ -68,6 +70,7 @@ def train(
 
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
+    from replay_client.heartbeat import beat
     from replay_trainer import GRPOTrainer
     from replay_trainer.config import config_from
 
@@ -78,6 +81,7 @@ def train(
         message = _as_typed(str(error), options, given, access)
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
     try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_client.units import counted
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.documents import Document, config_of, table_document
-from replay_server.cli.output import AsJson, Yes, confirm, misuse, print_json, say
+from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import TableInfo
@@ -37,6 +38,7 @@ def update(
     wanted = dict(_change(change) for change in changes)
     with connect(access, timeout) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
+        _check(table, wanted)
         if loss := _losses(info, wanted):
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
@@ -69,7 +71,7 @@ def reset(
     if as_json:
         print_json({"removed": removed})
     else:
-        say(f"{removed} items removed from {table or 'all tables'}")
+        say(f"{counted(removed, 'item')} removed from {table or 'all tables'}")
 
 
 def _change(text: str) -> tuple[str, Any]:
@@ -84,6 +86,22 @@ def _change(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _check(table: str, wanted: Document) -> None:
+    """Ends the command if the server will refuse a value, before anybody is asked to accept a loss.
+
+    Only what is wrong with a single field: whether it fits the other fields, the server knows.
+    """
+    from pydantic import ValidationError
+
+    from replay_server.tables.config import TableConfig, explain
+
+    try:
+        TableConfig.model_validate({"name": table} | wanted)
+    except ValidationError as error:
+        if any(problem["loc"] for problem in error.errors()):
+            fail(f"table {table!r}: {explain(error)}")
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:

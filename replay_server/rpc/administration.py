@@ -16,6 +16,7 @@ from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, once, unary
+from replay_server.rpc.silences import long_wait, silences
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 
@@ -45,6 +46,9 @@ class AdministrationMethods:
         server_info.uptime = self.buffer.clock() - self._started
         server_info.insert_streams = self.backend.insert_streams
         server_info.sample_streams = self.backend.sample_streams
+        server_info.long_wait = long_wait(self.buffer, self.backend.clients)
+        server_info.silences.extend(silences(self.buffer, self.backend.clients))
+        server_info.clients.extend(info.clients(self.buffer, self.backend.clients))
         server_info.time = time.time()
         server_info.resident_bytes = host.resident_bytes()
         server_info.memory_available = host.memory_available()

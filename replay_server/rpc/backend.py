@@ -5,6 +5,7 @@ from __future__ import annotations
 from replay_server.config import LimitsSection
 from replay_server.limits import MAX_ROWS_OUTSTANDING
 from replay_server.rpc.budget import Budget
+from replay_server.rpc.clients import Clients
 from replay_server.rpc.memory_guard import MemoryGuard
 from replay_server.rpc.open_calls import OpenCalls
 from replay_server.rpc.unread import Unread
@@ -27,6 +28,7 @@ class Backend:
         self.memory = MemoryGuard(limits.memory_share)
         # With a journal the payloads lie in a file.
         self.unread = Unread(limits.max_unread_bytes, lambda: buffer.bytes if journal is None else 0)
+        self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""
         self.insert_streams = 0

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
+from replay_server.rpc.clients import Clients
 from replay_server.storage.checkpoint_file import Summary
 from replay_server.storage.checkpoints import Listed
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
-from replay_server.tables.meters import Quantiles
+from replay_server.tables.meters import Activity, Quantiles
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
@@ -21,7 +22,8 @@ from replay_server.tables.waiting import Line
 
 def policy(buffer: ReplayBuffer) -> pb.Policy:
     current = buffer.policy
-    return pb.Policy(version=current.version, weights=current.weights, age=max(0.0, buffer.clock() - current.set_at))
+    age = max(0.0, buffer.clock() - current.set_at)
+    return pb.Policy(version=current.version, weights=current.weights, age=age, usual=buffer.versions.usual)
 
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
@@ -81,6 +83,8 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         insert_blocked_share=table.insert_blocked.share(now),
         sample_blocked_share=table.sample_blocked.share(now),
         limiter=_limiter(table.limiter),
+        inserted=_rhythm(table.inserted, now),
+        sampled=_rhythm(table.sampled, now),
         **table.counts(),
     )
 
@@ -98,6 +102,24 @@ def _limiter(limiter: RateLimiter) -> pb.Limiter:
         difference=limiter.inserts * limiter.samples_per_insert - limiter.samples,
         size=max(0, limiter.size),
     )
+
+
+def _rhythm(activity: Activity, now: float) -> pb.Rhythm:
+    return pb.Rhythm(age=max(0.0, now - activity.last), usual=activity.rhythm.usual)
+
+
+def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
+    now = buffer.clock()
+    return [
+        pb.ClientInfo(
+            name=client.name,
+            role=", ".join(sorted(client.roles)),
+            age=max(0.0, now - client.seen),
+            open=client.open,
+            ended=client.ended,
+        )
+        for client in known
+    ]
 
 
 def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:

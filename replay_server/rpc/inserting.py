@@ -19,6 +19,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_server.errors import Refused, busy, draining, invalid
 from replay_server.rpc.backend import Backend
+from replay_server.rpc.clients import Role, Seen
 from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_back
 from replay_server.rpc.messages import InsertMessage, read_messages
 from replay_server.rpc.open_calls import Context
@@ -40,11 +41,12 @@ class InsertMethods:
     @unary
     async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
         decided = Decided()
-        async for part in self._decisions(_once(request), context.peer()):
-            decided.extend(part)
-        if self.backend.journal is not None:
-            await self.backend.journal.durable()
-            refuse_rolled_back(decided, self.backend.journal)
+        with self.backend.clients.calling(context, Role.GENERATOR) as seen:
+            async for part in self._decisions(_once(request), context.peer(), seen):
+                decided.extend(part)
+            if self.backend.journal is not None:
+                await self.backend.journal.durable()
+                refuse_rolled_back(decided, self.backend.journal)
         if len(decided.keys) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
         return decided.response()
@@ -55,25 +57,31 @@ class InsertMethods:
     ) -> AsyncIterator[pb.InsertResponse]:
         self.backend.insert_streams += 1
         try:
-            decisions = self._decisions(requests, context.peer())
-            if self.backend.journal is not None:
-                decisions = acknowledge(self.backend.journal, decisions)
-            async for decided in decisions:
-                yield decided.response()
+            with self.backend.clients.calling(context, Role.GENERATOR) as seen:
+                decisions = self._decisions(requests, context.peer(), seen)
+                if self.backend.journal is not None:
+                    decisions = acknowledge(self.backend.journal, decisions)
+                async for decided in decisions:
+                    yield decided.response()
         finally:
             self.backend.insert_streams -= 1
 
-    def _decisions(self, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str) -> AsyncIterator[Decided]:
+    def _decisions(
+        self, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str, seen: Seen
+    ) -> AsyncIterator[Decided]:
         backend = self.backend
         messages = read_messages(
             requests, backend.buffer.max_payload_bytes, backend.unfinished, client, backend.limits.stall_timeout
         )
-        return decide(backend, messages, client)
+        return decide(backend, messages, client, seen)
 
 
-async def decide(backend: Backend, messages: AsyncIterator[InsertMessage], client: str) -> AsyncIterator[Decided]:
+async def decide(
+    backend: Backend, messages: AsyncIterator[InsertMessage], client: str, seen: Seen
+) -> AsyncIterator[Decided]:
     """Inserts or refuses each row, and waits for its tables where that is necessary."""
     async for message in messages:
+        seen()
         decided, first = Decided(), True
         for batch in _short_batches(message.batches):
             at = 0

@@ -10,6 +10,7 @@ from replay_server.errors import invalid, unsupported
 from replay_server.limits import MAX_SHARE, MAX_WEIGHTS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
+from replay_server.rpc.clients import Role
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, unary
 from replay_server.tables.admission import Admission
@@ -35,8 +36,14 @@ class PolicyMethods:
         share = request.share if request.HasField("share") else None
         if share is not None and not 0 <= share <= MAX_SHARE:
             raise invalid(f"share {share}: must be a number from 0 to {MAX_SHARE:g}")
-        self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
+        with self.backend.clients.calling(context, Role.TRAINER):
+            self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
         return info.policy(self.buffer)
+
+    @unary
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        self.backend.clients.leave(context)
+        return pb.LeaveResponse()
 
     @unary
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Context) -> pb.Policy:
@@ -61,8 +68,9 @@ class PolicyMethods:
         timeout = request.timeout if request.HasField("timeout") else None
         pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout), request.request)
         try:
-            grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
-            await self.backend.durable()
+            with self.backend.clients.calling(context, Role.GENERATOR):
+                grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
+                await self.backend.durable()
         except asyncio.CancelledError:
             admission.abandon(pending)
             raise

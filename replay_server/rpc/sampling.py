@@ -26,6 +26,7 @@ from replay_server.limits import (
     MAX_SCOPE,
 )
 from replay_server.rpc.backend import Backend
+from replay_server.rpc.clients import Role, Seen
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
@@ -52,8 +53,8 @@ class SampleMethods:
         _check_lease(request.lease)
         backend, buffer = self.backend, self.backend.buffer
         self.leases.give_back_of(request.request)
-        batch_id, batch, payloads = await draw(buffer, request)
-        with ExitStack() as share, ExitStack() as undo:
+        with backend.clients.calling(context, Role.TRAINER), ExitStack() as share, ExitStack() as undo:
+            batch_id, batch, payloads = await draw(buffer, request)
             undo.callback(buffer.give_back, batch_id)
             if request.lease:
                 share.enter_context(backend.outstanding.held(context.peer(), len(batch)))
@@ -92,13 +93,14 @@ class SampleMethods:
         client = context.peer()
         if self._streams[client] >= MAX_SAMPLE_STREAMS:
             raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
-        sample_stream = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases)
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
-            async with aclosing(sample_stream.responses()) as responses:
-                async for response in responses:
-                    yield response
+            with self.backend.clients.calling(context, Role.TRAINER) as seen:
+                ahead = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases, seen)
+                async with aclosing(ahead.responses()) as responses:
+                    async for response in responses:
+                        yield response
         finally:
             self.backend.sample_streams -= 1
             self._streams[client] -= 1
@@ -238,8 +240,11 @@ class SampleStream:
         opening: pb.SampleStreamRequest,
         stream_of: dict[int, SampleStream],
         leases: Leases,
+        seen: Seen,
     ) -> None:
+        """Raises Refused for too much credit. `seen` is called for each message of the reader."""
         self._backend = backend
+        self._seen = seen
         self._stream_of = stream_of
         self._leases = leases
         self._buffer = backend.buffer
@@ -299,6 +304,7 @@ class SampleStream:
     async def _read_requests(self) -> None:
         try:
             async for request in self._requests:
+                self._seen()
                 for _ in range(self._credit_of(request)):
                     self._credit.release()
                 if request.take:

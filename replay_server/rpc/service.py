@@ -67,8 +67,9 @@ class ReplayService:
         }
 
     def close(self) -> None:
-        """Ends the calls that would not end by themselves."""
+        """Ends the calls that would not end by themselves, and gives clients no more rings."""
         self.backend.calls.close()
+        self.shared_memory.close()
 
 
 def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Latencies | None = None) -> None:

@@ -1,7 +1,7 @@
 """Shared memory: gives clients on this host rings, and carries the payloads of their streams through them.
 
 * A ring belongs to one connection and one stream, and ends with the call of ShareMemory that opened it.
-* A ring carries nothing before its client has proven that it has the same memory.
+* A ring carries nothing before its client has received its memory.
 * The memory of all rings counts against one budget (`max_shared_bytes`).
 * Where no ring can be had, payloads travel in the messages as before. Nothing above this module can tell.
 """
@@ -25,6 +25,7 @@ from replay_protos.shared_memory import (
     HEADER,
     MAX_CAPACITY,
     FrameWriter,
+    Handover,
     RingReader,
     Segment,
     remove_stale,
@@ -47,18 +48,26 @@ Call = Callable[[Any, Context], Awaitable[None]]
 
 class SharedMemoryMethods:
     def __init__(self, backend: Backend, folder: Path | None) -> None:
-        """`folder` lies in memory, and clients on this host see it too; None: no client gets a ring."""
+        """In `folder`, which clients on this host see too, they find the socket; None: no client gets a ring."""
         self.backend = backend
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
         self._idle: dict[tuple[str, int], Segment | FrameWriter | RingReader] = {}
-        """The rings that are proven and that no call uses now, by connection and id."""
+        """The rings that their clients have mapped and that no call uses now, by connection and id."""
         self._open: set[tuple[str, int]] = set()
         """The rings whose call of ShareMemory lasts."""
         self._short = False
         """Whether the last ring was refused for lack of room."""
-        if folder is not None and folder.is_dir():
+        self._handover: Handover | None = None
+        """Made for the first client that asks for a ring."""
+        if folder is not None:
             remove_stale(folder)
+
+    def close(self) -> None:
+        """Removes the socket, and refuses further rings. Those in use stay."""
+        self._folder = None
+        if self._handover is not None:
+            self._handover.close()
 
     @endless
     async def ShareMemory(
@@ -86,22 +95,35 @@ class SharedMemoryMethods:
         if capacity % 4096 or capacity > MAX_CAPACITY:
             raise invalid(f"a ring of {capacity} bytes: a multiple of 4096, at most {MAX_CAPACITY}")
         try:
+            handover = self._open_handover(self._folder)
+        except OSError as error:
+            return self._no_room(f"{self._folder} cannot hold a socket: {error.strerror or error}")
+        try:
             self._budget.take(client, cost := max(HEADER + capacity, _LEAST_COST))
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
             # On a thread: the system zeroes all of the memory now.
-            segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
+            segment = await asyncio.to_thread(Segment.create, capacity)
         except BaseException as error:
             self._budget.give_back(client, cost)
             if not isinstance(error, OSError):
                 raise
-            return self._no_room(f"{self._folder} cannot hold shared memory: {error.strerror}")
+            return self._no_room(f"the system gives no memory for rings: {error.strerror}")
         # A stream may use the memory for longer than this call lasts.
         weakref.finalize(segment, self._budget.give_back, client, cost).atexit = False
+        handover.offer(segment)
         self._short = False
         opened[segment.ring_id] = segment
-        return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
+        return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(handover.path))
+
+    def _open_handover(self, folder: Path) -> Handover:
+        if self._handover is not None and not self._handover.path.exists():  # somebody tidied the folder
+            self._handover.close()
+            self._handover = None
+        if self._handover is None:
+            self._handover = Handover(folder)
+        return self._handover
 
     def _no_room(self, why: str) -> pb.ShareMemoryResponse:
         if not self._short:  # one line until there is room again
@@ -112,8 +134,7 @@ class SharedMemoryMethods:
     def _begin(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
         if (segment := opened.get(ring_id)) is None:
             raise invalid(f"ring {ring_id} is not one of this stream's")
-        segment.forget_name()
-        if not segment.proven():
+        if not segment.handed_over:
             return pb.ShareMemoryResponse(refusal="the client does not have the memory of the ring")
         if segment.capacity:
             self._idle[client, ring_id] = segment
@@ -123,7 +144,8 @@ class SharedMemoryMethods:
         return pb.ShareMemoryResponse(ring=ring_id)
 
     def _end(self, client: str, segment: Segment) -> None:
-        segment.forget_name()
+        if self._handover is not None:
+            self._handover.withdraw(segment)
         self._idle.pop((client, segment.ring_id), None)
         self._open.discard((client, segment.ring_id))
 

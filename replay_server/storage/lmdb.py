@@ -103,6 +103,8 @@ class LmdbStorage:
         self.error = ""
         """Why the last commit failed, if it did."""
         self._room = 0
+        self._lacking = 0
+        """Bytes for which there was no room; 0: there is room."""
         self._looked_at = -_LOOK_EVERY
 
     def _check_openable(self) -> None:
@@ -174,12 +176,25 @@ class LmdbStorage:
             free, reserve = self._free_bytes()
             self._looked_at, self._room = now, free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
-            free, reserve = self._free_bytes()
-            return (
-                f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
-                f"{reserve} stay so"
-            )
+            if not self._lacking:
+                log.error("%s: such inserts are refused until there is room", self._no_room(nbytes))
+            self._lacking = nbytes
+            return self._no_room(nbytes)
+        if nbytes >= self._lacking:
+            self._has_room()
         return None
+
+    def _no_room(self, nbytes: int) -> str:
+        free, reserve = self._free_bytes()
+        return (
+            f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
+            f"{reserve} stay so"
+        )
+
+    def _has_room(self) -> None:
+        if self._lacking:
+            log.warning("data_dir %s has room again", self.directory)
+        self._lacking = 0
 
     def _free_bytes(self) -> tuple[int, int]:
         """The free bytes of the disk, and how many of them are reserved."""
@@ -195,9 +210,11 @@ class LmdbStorage:
         return free // 2
 
     def facts(self) -> StorageFacts:
-        blocks = (self.directory / "data.mdb").stat().st_blocks
+        blocks, error = (self.directory / "data.mdb").stat().st_blocks, self.error
+        if not error and self._lacking:  # nobody may insert any more, so look whether there is room now
+            error = self.why_full(self._lacking) or ""
         return StorageFacts(
-            "lmdb", disk_bytes=blocks * 512, commits=self.commits, error=self.error, fell_back=self.fell_back
+            "lmdb", disk_bytes=blocks * 512, commits=self.commits, error=error, fell_back=self.fell_back
         )
 
     # ------------------------------------------------------------------------------------------------ commits

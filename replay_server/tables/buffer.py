@@ -43,6 +43,7 @@ from replay_server.tables.lines import (
     insertable_at_once,
     silence,
 )
+from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
 from replay_server.tables.table import Table
@@ -78,7 +79,7 @@ class ReplayBuffer:
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.known_keys = KnownKeys()
-        self.policy = Policy(set_at=clock())
+        self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
@@ -434,6 +435,7 @@ class ReplayBuffer:
                 f"if the trainer really went back"
             )
         self.policy = Policy(version, weights, self.clock())
+        self.versions.beat(self.policy.set_at)
         for table in self.tables.values():
             table.set_policy_version(version)
             table.drop_stale(version)

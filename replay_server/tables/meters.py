@@ -1,8 +1,10 @@
-"""Meters: counters, rates over the last minute, and quantiles of columns."""
+"""Meters: counters, rates over the last minute, usual intervals, and quantiles of columns."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -11,6 +13,10 @@ from replay_server.tables.columns import FloatArray, IntArray
 WINDOW = 60  # seconds
 MANY = 1 << 13
 """Of more values than this, quantiles are estimated."""
+_PAUSES = 256
+"""Pauses that a rhythm remembers."""
+_LONGEST = 3
+"""The pauses of a rhythm are measured against its third longest."""
 _rng = np.random.default_rng()
 
 
@@ -63,6 +69,52 @@ class Meter:
         for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
             self._buckets[passed % WINDOW] = 0.0
         self._second = max(self._second, second)
+
+
+class Rhythm:
+    """How often something usually happens.
+
+    Things come in bursts: a step's groups within seconds, then nothing until the next step. The interval that counts
+    is the one between bursts. So it is the median of the long pauses: those at least half as long as the third longest
+    of the last ones. A single stall or two do not change it.
+    """
+
+    def __init__(self, apart: float = 0.0) -> None:
+        """What happens less than `apart` seconds after something else is a part of that."""
+        self._apart = apart
+        self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        self._begun: float | None = None
+        self._usual = 0.0
+        self._stale = False
+
+    def beat(self, now: float) -> None:
+        """It happens now."""
+        if self._begun is None:
+            self._begun = now
+        elif (pause := now - self._begun) >= self._apart:
+            self._pauses.append(pause)
+            self._begun, self._stale = now, True
+
+    @property
+    def usual(self) -> float:
+        """Seconds between two times; 0: unknown, for fewer than three pauses."""
+        if self._stale and len(self._pauses) >= _LONGEST:
+            third = sorted(self._pauses)[-_LONGEST]
+            self._usual = median(pause for pause in self._pauses if pause >= third / 2)
+            self._stale = False
+        return self._usual
+
+
+class Activity(Meter):
+    """A meter that also knows how often it usually moves."""
+
+    def __init__(self, now: float) -> None:
+        super().__init__(now)
+        self.rhythm = Rhythm(apart=1.0)
+
+    def add(self, amount: float, now: float) -> None:
+        super().add(amount, now)
+        self.rhythm.beat(now)
 
 
 class BlockedTime:

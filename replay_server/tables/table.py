@@ -23,7 +23,7 @@ import numpy as np
 from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import BlockedTime, Counters, Meter
+from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.scopes import Scopes
 from replay_server.tables.selectors import effective_priorities
 
@@ -39,8 +39,8 @@ class Table:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.config.seed)
-        self.inserted = Meter(self.clock())
-        self.sampled = Meter(self.clock())
+        self.inserted = Activity(self.clock())
+        self.sampled = Activity(self.clock())
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0

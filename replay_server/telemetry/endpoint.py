@@ -1,5 +1,6 @@
-"""MetricsEndpoint: gives the metrics to Prometheus over HTTP, on threads of its own.
+"""MetricsEndpoint: gives metrics to Prometheus and health to containers over HTTP, on threads of its own.
 
+* /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing else.
 * A scrape asks the event loop once, for the server info. It formats the metrics on its own thread.
 * Silent connections cost a bounded number of threads: one connection too many cuts the oldest.
 """
@@ -13,8 +14,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from http.server import ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, MetricsHandler, ProcessCollector
 
@@ -23,10 +25,12 @@ from replay_server.telemetry.latency import Latencies
 from replay_server.telemetry.prometheus import ServerCollector
 
 log = logging.getLogger("replay_server")
+T = TypeVar("T")
 
 PATH = "/metrics"
+HEALTH = "/health"
 _LOOP_SECONDS = 5.0
-"""How long a scrape waits for the event loop."""
+"""How long a scrape or a look at the health waits for the event loop."""
 _SILENT_SECONDS = 10.0
 """After which a connection is cut that sends or reads nothing."""
 _MAX_CONNECTIONS = 16
@@ -52,22 +56,10 @@ class MetricsEndpoint:
         self._thread = threading.Thread(target=self._http.serve_forever, name="replay-metrics", daemon=True)
 
     def start(self, info: Callable[[], pb.ServerInfo], latencies: Latencies) -> None:
-        """Responds to scrapes from now on. `info` is called on the event loop that runs now."""
+        """Responds from now on. `info` is called on the event loop that runs now."""
         loop = asyncio.get_running_loop()
-
-        def ask() -> pb.ServerInfo:
-            answer: Future[pb.ServerInfo] = Future()
-
-            def look() -> None:
-                try:
-                    answer.set_result(info())
-                except Exception as error:
-                    answer.set_exception(error)
-
-            loop.call_soon_threadsafe(look)
-            return answer.result(_LOOP_SECONDS)
-
-        self._registry.register(ServerCollector(ask, latencies))
+        self._http.on_loop = partial(_result_of, loop)
+        self._registry.register(ServerCollector(partial(_result_of, loop, info), latencies))
         self._thread.start()
 
     def close(self) -> None:
@@ -77,8 +69,24 @@ class MetricsEndpoint:
         self._http.server_close()
 
 
+def _result_of(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
+    """What `function` returns on the event loop. Raises TimeoutError if that is busy, RuntimeError if it is closed."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    loop.call_soon_threadsafe(call)
+    return answer.result(_LOOP_SECONDS)
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    on_loop: Callable[[Callable[[], None]], None]
+    """Returns when the function has run on the server's event loop."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -110,13 +118,25 @@ class _Handler(MetricsHandler):
     timeout = _SILENT_SECONDS
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            self.send_error(404, explain=f"metrics are at {PATH}")
-            return
+        path = self.path.partition("?")[0]
         try:
-            super().do_GET()
+            if path == PATH:
+                super().do_GET()
+            elif path == HEALTH:
+                self._say_health()
+            else:
+                self.send_error(404, explain=f"metrics are at {PATH}, health is at {HEALTH}")
         except (TimeoutError, RuntimeError):  # the event loop is busy, or closed
             self.send_error(503, explain="the server is busy or shutting down")
+
+    def _say_health(self) -> None:
+        assert isinstance(self.server, _Server)
+        self.server.on_loop(lambda: None)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
 
     def log_message(self, format: str, *values: object) -> None:
         log.debug("metrics: " + format, *values)

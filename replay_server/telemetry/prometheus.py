@@ -40,6 +40,7 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         info = self._ask()
         yield from server_metrics(info)
+        yield from client_metrics(info)
         yield from table_metrics(info)
         yield from latency_metrics(self._latencies)
 
@@ -47,6 +48,10 @@ class ServerCollector(Collector):
 def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     about = {"version": info.version, "storage": info.storage, "server_id": str(info.server_id)}
     yield InfoMetricFamily("replay_server", "Version, storage, and an id that is new at each start.", about)
+    on_disk = info.storage != "memory"
+    if on_disk:
+        yield CounterMetricFamily("replay_commits", "Commits to the disk since the start.", value=info.commits)
+        yield CounterMetricFamily("replay_damaged", "Items lost because their bytes were damaged.", value=info.damaged)
     gauges: dict[str, tuple[str, float | None]] = {
         "replay_uptime_seconds": ("Since the start.", info.uptime),
         "replay_items": ("Payloads held.", info.items),
@@ -56,12 +61,18 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
         "replay_disk_available_bytes": ("Space that the disk of data_dir has left.", info.disk_available or None),
         "replay_fell_back": (
             "1: the start found damage on the disk, and went back to an older state.",
-            None if info.storage == "memory" else float(bool(info.fell_back)),
+            float(bool(info.fell_back)) if on_disk else None,
+        ),
+        "replay_commit_failing": (
+            "1: the server cannot write to data_dir, and refuses inserts.",
+            float(bool(info.commit_error)) if on_disk else None,
         ),
         "replay_insert_streams": ("Open streams of inserts.", info.insert_streams),
         "replay_sample_streams": ("Open streams of samples.", info.sample_streams),
         "replay_policy_version": ("Finished updates of the trainer.", info.policy.version),
         "replay_policy_age_seconds": ("Since the policy version was set.", info.policy.age),
+        "replay_policy_usual_seconds": ("Usually between two versions, where it is known.", info.policy.usual or None),
+        "replay_long_wait_seconds": ("From which on a wait is long: three usual steps.", info.long_wait),
     }
     if info.HasField("admission"):
         admission = info.admission
@@ -84,6 +95,22 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     for name, (text, value) in gauges.items():
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
+
+
+def client_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
+    silent = GaugeMetricFamily(
+        "replay_silent_seconds",
+        "Since when a side of the run is gone: three usual intervals without a sign, and it did not say that it ends. "
+        "0: it is there, or unknown.",
+        labels=["side"],
+    )
+    for side in ("trainer", "generators"):
+        silent.add_metric([side], max((each.age for each in info.silences if each.side == side), default=0.0))
+    yield silent
+    there = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
+    for role in ("trainer", "generator"):
+        there.add_metric([role], sum(role in each.role and each.open > 0 for each in info.clients))
+    yield there
 
 
 def table_metrics(info: pb.ServerInfo) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from replay_server import TableConfig
 
 VERSION = "0.1.0"
 NOW = 1000.0
-LONG = diagnosis.LONG_WAIT
+LONG = 20.0
 
 QUEUE = {"rate_limiter": {"type": "queue", "max_size": 64}, "forward_to": "replay"}
 POOL = {"sampler": "prioritized", "remover": "min_heap", "max_size": 512, "max_staleness": 20}
@@ -36,6 +36,7 @@ def server(*tables: TableInfo, **fields: Any) -> ServerInfo:
         "uptime": 3600.0,
         "max_bytes": 10**9,
         "memory_available": 10**10,
+        "long_wait": LONG,
         "policy": pb.Policy(version=60, weights="step-60", age=1.0),
     }
     return server_info_of(pb.ServerInfo(tables=tables, **defaults | fields))
@@ -65,6 +66,9 @@ HEALTHY = {
     ),
     "generators that wait for a step that takes longer than their groups": tutorial(
         admission=admission(accepted=990, acquiring=waiting(LONG / 2))
+    ),
+    "a trainer that waits for as long as steps of this run take": tutorial(
+        {"sampling": waiting(3 * LONG)}, long_wait=4 * LONG, admission=admission(acquiring=waiting(3 * LONG))
     ),
     "a trainer that waits a moment for its next batch": tutorial({"sampling": waiting(LONG / 2)}),
     "a server that started a moment ago": server(
@@ -103,13 +107,26 @@ SICK = {
         Level.FAILURE,
         "cannot write to data_dir and refuses inserts: No space left on device",
     ),
+    "one damaged record": (server(damaged=1), "disk", Level.WARNING, "1 item lost, because"),
     "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", Level.FAILURE, "to commit 7"),
-    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items were lost"),
+    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items lost, because bytes on disk are damaged"),
     "a trainer that publishes no version": (
         server(table("pool", samples=5), policy=pb.Policy()),
         "policy",
         Level.WARNING,
         "no policy version was ever published",
+    ),
+    "a trainer that is gone": (
+        tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago")]),
+        "trainer",
+        Level.FAILURE,
+        "no new policy version since version 29, 94 s ago",
+    ),
+    "generators that are gone": (
+        tutorial(silences=[pb.Silence(side="generators", table="rollouts", reason="nobody inserts into rollouts")]),
+        "generators",
+        Level.FAILURE,
+        "nobody inserts into rollouts",
     ),
     "permits that expire": (
         tutorial(admission=admission(expired=4)),
@@ -222,7 +239,7 @@ SICK = {
         server(table("pool", evicted=60, evicted_unsampled=60)),
         "pool",
         Level.WARNING,
-        "60 items (60% of all) were evicted before anybody sampled them",
+        "60 items (60% of all) evicted before anybody sampled them",
     ),
     "a pool that refuses what its queue forwards": (
         tutorial({"forward_refused": 5}),

@@ -1,13 +1,15 @@
 """RolloutGroup and its byte format."""
 
+import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_client import RolloutGroup, group_from_completions
+from replay_client import RolloutGroup, group_from_completions, group_from_rows
 from replay_client.rollout import ALIGNMENT, MAGIC
 from tests.factories import make_group
 
@@ -105,6 +107,14 @@ def test_another_format_version_is_refused_by_its_number():
         ({"advantages": [[1.0, 2.0]]}, "one-dimensional"),
         ({"loss_mask": [True]}, "loss_mask has 1 entries"),
         ({"finish_reasons": ("stop",)}, "finish_reasons has 1"),
+        ({"context_lengths": [0]}, "context_lengths has 1 entries, not S = 2"),
+        ({"context_lengths": [0, -1]}, r"context_lengths\[1\] is -1, .* from 0 to 2"),
+        ({"context_lengths": [0, 3]}, r"context_lengths\[1\] is 3, .* from 0 to 2, the tokens of the sequence"),
+        (
+            {"context_lengths": [0, 1]},
+            "rollout_logprobs holds 0 at token 1, which context_lengths says is context: write NaN there",
+        ),
+        ({"context_lengths": [0, 1], "prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [2**40]}, "outside int32"),
         ({"completion_ids": [1.5, 2.0, 3.0]}, "must hold int32"),
         ({"prompt_ids": []}, "prompt_ids is empty"),
@@ -113,6 +123,11 @@ def test_another_format_version_is_refused_by_its_number():
         ({"advantages": [1.0, math.nan]}, r"advantages \[1.0, nan\] must be finite"),
         ({"rewards": [1.0, math.inf]}, r"rewards \[1.0, inf\] must be finite"),
         ({"advantages": [math.inf, 0.0]}, "must be finite"),
+        ({"advantages": [1.0, -1e30]}, r"advantages holds 1e\+30: no trainer can use a value beyond ±1e\+09"),
+        ({"rewards": [3e38, 0.0]}, r"rewards holds 3e\+38: no trainer"),
+        ({"sampling": {"temperature": 1e-30}}, r"temperature 1e-30, not one from 0.001 to 1000 \(0: greedy\)"),
+        ({"sampling": {"temperature": 1e30}}, r"temperature 1e\+30"),
+        ({"sampling": {"temperature": math.nan}}, "temperature nan"),
         ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),
         ({"policy_version": None}, "policy_version must be an integer, not None"),
@@ -137,7 +152,77 @@ def test_fields_that_contradict_each_other_are_refused_by_name(fields, words):
         RolloutGroup(**(valid | fields))
 
 
+def make_group_with_contexts() -> RolloutGroup:
+    """Rows whose prompts are 1 2, 1 2 3 4 and 1 2 5."""
+    return group_from_rows(
+        prompts=[[1, 2], [1, 2, 3, 4], [1, 2, 5]],
+        completions=[[7, 8], [9], []],
+        logprobs=[[-1.0, math.nan], [-2.0], []],
+        loss_masks=[[True, False], [True], []],
+        rewards=[1.0, 0.0, 0.0],
+        advantages=[1.0, -1.0, 0.0],
+    )
+
+
+def test_rows_with_prompts_of_their_own_share_the_common_beginning_and_keep_the_rest_as_context():
+    group = make_group_with_contexts()
+    assert group.prompt_ids.tolist() == [1, 2]
+    assert group.completion_ids.tolist() == [7, 8, 3, 4, 9, 5]
+    assert (group.completion_lengths.tolist(), group.context_lengths.tolist()) == ([2, 3, 1], [0, 2, 1])
+    np.testing.assert_array_equal(group.rollout_logprobs, np.float32([-1, math.nan, math.nan, math.nan, -2, math.nan]))
+    # What was given comes back.
+    assert [prompt.tolist() for prompt in group.prompts()] == [[1, 2], [1, 2, 3, 4], [1, 2, 5]]
+    assert group.prompt_lengths.tolist() == [2, 4, 3]
+    assert [group.completion_ids[span].tolist() for span in group.sampled_spans()] == [[7, 8], [9], []]
+    assert group.sampled_lengths.tolist() == [2, 1, 0]
+    assert group.trained_mask.tolist() == [True, False, False, False, True, False]
+    decoded = RolloutGroup.decode(group.encode())
+    assert decoded == group
+    assert decoded.context_lengths.tolist() == [0, 2, 1]
+    assert decoded != replace(group, context_lengths=None)
+    assert decoded != replace(group, context_lengths=[0, 2, 0])
+
+
+def test_rows_without_a_common_beginning_have_an_empty_shared_prompt():
+    group = group_from_rows(
+        prompts=[[1], [2, 3]], completions=[[7], [8]], logprobs=[[-1.0], [-1.0]], rewards=[1, 0], advantages=[1, -1]
+    )
+    assert group.prompt_ids.size == 0
+    assert group.loss_mask is None
+    assert [prompt.tolist() for prompt in RolloutGroup.decode(group.encode()).prompts()] == [[1], [2, 3]]
+
+
+def test_a_group_without_contexts_has_the_bytes_that_it_always_had():
+    group = group_from_rows(
+        prompts=[[1, 2]] * 2, completions=[[7], [8]], logprobs=[[-1.0], [-1.0]], rewards=[1, 0], advantages=[1, -1]
+    )
+    assert group.context_lengths is None
+    assert group.trained_mask.tolist() == [True, True]
+    assert hashlib.sha256(group.encode()).hexdigest() == (
+        "7011934e560cc94c2d570e73c1c0552e8bd33995f17a5dad9f749fcce38d67eb"
+    )
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5),
+    length=st.integers(0, 3),
+)
+def test_any_prompts_come_back_as_they_were(prompts, length):
+    group = group_from_rows(
+        prompts=prompts,
+        completions=[[9] * length for _ in prompts],
+        logprobs=[[-1.0] * length for _ in prompts],
+        rewards=[0.0] * len(prompts),
+        advantages=[0.0] * len(prompts),
+    )
+    again = RolloutGroup.decode(group.encode())
+    assert again == group
+    assert [prompt.tolist() for prompt in again.prompts()] == prompts
+    assert all(again.completion_ids[span].tolist() == [9] * length for span in again.sampled_spans())
+
+
 def test_what_no_trainer_can_use_is_refused_when_made_and_still_decodes():
+    RolloutGroup.decode(make_group(sampling={"temperature": 0}).encode())  # greedy, for an evaluation
     valid = {"prompt_ids": [1], "completions": [[2, 3], []], "logprobs": [[-0.5, math.nan], []], "rewards": [1, 0]}
     group = group_from_completions(**valid, advantages=[1.0, -1.0])
     with pytest.raises(ValueError, match="completions must hold int32, not float64"):

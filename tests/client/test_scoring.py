@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay_client.scoring import group_advantages, group_learnability, group_priority, is_zero_variance
+from replay_client.scoring import (
+    carries_gradient,
+    group_advantages,
+    group_learnability,
+    group_priority,
+    is_zero_variance,
+)
+from tests.factories import make_group
 
 
 def test_advantages_of_binary_rewards_by_hand():
@@ -64,3 +71,60 @@ def test_bad_rewards_are_refused(rewards):
 def test_an_unknown_scale_is_refused():
     with pytest.raises(ValueError, match="'batch'"):
         group_advantages([1.0, 0.0], scale="batch")
+
+
+def group_of(rewards, advantages=None, **fields):
+    group = make_group(rewards=rewards, **fields)
+    if advantages is not None:
+        group.advantages = np.array(advantages, np.float32)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("group", "carries"),
+    [
+        (group_of([1.0, 0.0]), {None: True, "group": True, "batch": True, "none": True}),
+        (group_of([1.0, 1.0]), {None: False, "group": False, "batch": False, "none": False}),
+        (group_of([1.0], [0.7]), {None: True, "group": False, "batch": False, "none": False}),
+        (group_of([1.0], [0.0]), {None: False, "group": False}),
+        (group_of([1.0, 1.0], [0.5, 0.5]), {None: True, "group": False}),
+        (group_of([1.0, 0.0], [0.0, 0.0]), {None: False, "group": True}),
+        (group_of([0.1, 0.1 + 4e-7], [-2e-3, 2e-3]), {None: False, "group": False}),
+        (group_of([1.0, 0.0], [1e-4, 0.0]), {None: True}),
+        (group_of([1.0, 0.0], completions=[[5], [6]], loss_mask=[False, False]), {None: False, "group": False}),
+        (
+            group_of([1.0, 0.5, 0.0], completions=[[5], [6], [7]], loss_mask=[False, True, False]),
+            {None: False, "group": False},
+        ),
+        (group_of([1.0, 0.5, 0.0], completions=[[], [6], []]), {None: False, "group": False}),
+        (
+            group_of([1.0, 0.0], completions=[[5], [6]], logprobs=math.nan, context_lengths=[1, 1]),
+            {None: False, "group": False},
+        ),
+    ],
+    ids=[
+        "rewards that differ",
+        "equal rewards",
+        "a group of one with an advantage",
+        "a group of one without",
+        "equal rewards with advantages from a baseline",
+        "advantages that are all 0",
+        "rewards that differ by rounding",
+        "a small advantage",
+        "every token masked",
+        "the only completion that is trained on is average",
+        "the only completion with tokens is average",
+        "nothing but contexts",
+    ],
+)
+def test_a_group_carries_a_gradient_if_what_is_trained_on_has_an_advantage(group, carries):
+    assert {scale: carries_gradient(group, scale) for scale in carries} == carries
+
+
+def test_a_gradient_of_an_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match="'std'"):
+        carries_gradient(make_group(), "std")
+
+
+def test_the_priority_of_a_group_of_one_is_its_advantage():
+    assert group_priority([0.3], [-0.7]) == pytest.approx(0.7)

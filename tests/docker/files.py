@@ -1,11 +1,9 @@
-"""The compose files and Dockerfiles as compose reads them: merged, interpolated, with what the images add."""
+"""The compose files and Dockerfiles as compose reads them: merged and interpolated."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +24,6 @@ def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
     found = instructions(dockerfile)
     start = max(number for number, (word, _) in enumerate(found) if word == "FROM")
     return found[start:]
-
-
-@dataclass
-class Image:
-    """What an image hands to its containers."""
-
-    entrypoint: list[str] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, dockerfile: Path) -> Image:
-        image = cls()
-        for word, rest in last_stage(dockerfile):
-            if word == "ENTRYPOINT":
-                image.entrypoint = json.loads(rest)
-            elif word == "CMD":
-                image.command = json.loads(rest)
-            elif word == "ENV":
-                image.environment |= dict(pair.split("=", 1) for pair in rest.split())
-        return image
 
 
 def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
@@ -81,21 +58,6 @@ def load(*names: str, variables: Mapping[str, str] | None = None) -> dict[str, A
         merged = merge(merged, yaml.safe_load((DOCKER / name).read_text()))
     loaded: dict[str, Any] = interpolate(merged, variables or {})
     return loaded
-
-
-def services(compose: Mapping[str, Any], profiles: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """The services that run with these profiles, each after those that it depends on."""
-    wanted = {
-        name: service
-        for name, service in compose["services"].items()
-        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
-    }
-    ordered: dict[str, dict[str, Any]] = {}
-    while len(ordered) < len(wanted):
-        ready = [n for n, s in wanted.items() if n not in ordered and set(s.get("depends_on", {})) <= set(ordered)]
-        assert ready, f"depends_on goes round in a circle, or names what does not run: {set(wanted) - set(ordered)}"
-        ordered |= {name: wanted[name] for name in ready}
-    return ordered
 
 
 def dockerfile_of(service: Mapping[str, Any]) -> Path | None:

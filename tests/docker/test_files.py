@@ -22,6 +22,9 @@ def tool(name: str, *arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+PROJECT = tomllib.loads((files.ROOT / "pyproject.toml").read_text())["project"]
+
+
 def our_services() -> dict:
     return files.load("compose.yaml", "compose.secure.yaml")["services"]
 
@@ -41,14 +44,40 @@ def test_a_dockerfile_pins_its_base_drops_root_and_copies_what_the_context_has(d
     found = files.instructions(dockerfile)
     (base,) = [rest.removeprefix("PYTHON=") for word, rest in found if word == "ARG" and rest.startswith("PYTHON=")]
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
-    assert {rest for word, rest in found if word == "FROM"} == {"${PYTHON} AS build", "${PYTHON}"}
+    stages = [rest for word, rest in found if word == "FROM"]
+    assert stages == ["${PYTHON} AS dependencies", "${PYTHON} AS wheel", "${PYTHON}"]
     stage = files.last_stage(dockerfile)
     assert ("USER", "10001:10001") in stage
     assert max(n for n, (word, _) in enumerate(stage) if word == "RUN") < stage.index(("USER", "10001:10001"))
-    extras = tomllib.loads((files.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    text = dockerfile.read_text()
-    for extra in re.findall(r"\)\[(\w+)\]\"", text) + re.findall(r"EXTRA=([\w-]+)", text):
-        assert extra in extras
+    assert ("ARG", f"VERSION={PROJECT['version']}") in stage
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_a_change_of_the_code_leaves_the_layer_with_the_dependencies(dockerfile):
+    found = files.instructions(dockerfile)
+    copied = [rest.split() for word, rest in found[: found.index(("FROM", "${PYTHON} AS wheel"))] if word == "COPY"]
+    variant = r"\$\{VARIANT\}|server"
+    (names,) = copied
+    assert names[:2] == ["pyproject.toml", "docker/requirements.py"]
+    assert re.fullmatch(rf"docker/constraints/({variant})\.txt", names[2])
+    (wheel,) = [rest for word, rest in files.last_stage(dockerfile) if "/wheels/" in rest]
+    assert wheel == "pip install --no-cache-dir --no-deps /wheels/*.whl"
+
+
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"])
+def test_an_image_installs_what_an_extra_asks_for_with_what_that_names(extra):
+    done = subprocess.run(
+        [sys.executable, files.DOCKER / "requirements.py", extra],
+        cwd=files.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    asked, listed = done.stdout.splitlines(), PROJECT["optional-dependencies"]
+    assert set(PROJECT["dependencies"]) <= set(asked)
+    for named in (extra, *{"demo": ["trainer", "dashboard"], "dev": ["trl", "trainer"]}.get(extra, [])):
+        assert {line for line in listed[named] if not line.startswith(PROJECT["name"])} <= set(asked)
+    assert not any(line.startswith(PROJECT["name"]) for line in asked)
 
 
 def test_the_build_context_holds_what_the_wheel_is_made_of():
@@ -59,6 +88,7 @@ def test_the_build_context_holds_what_the_wheel_is_made_of():
     project = tomllib.loads((files.ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     needed = {path.partition("/")[0] for path in packages} | {"pyproject.toml", "README.md", "LICENSE"}
+    needed |= {"docker/requirements.py", "docker/constraints"}
     assert needed <= kept
 
 
@@ -73,7 +103,7 @@ def test_a_service_is_confined_limited_and_pinned(name):
     assert "no-new-privileges:true" in service["security_opt"]
     assert any(mount.startswith("/tmp") for mount in service["tmpfs"])
     assert {"cpus", "memory", "pids"} <= set(service["deploy"]["resources"]["limits"])
-    assert re.search(r":v?\d+\.\d+\.\d+(-cpu)?$", service["image"])
+    assert re.search(r":v?\d+\.\d+\.\d+(\.dev\d+)?(-cpu)?$", service["image"])
     assert "healthcheck" in service
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
@@ -90,8 +120,26 @@ def test_what_services_mount_and_wait_for_exists():
             assert wanted["condition"] != "service_healthy" or not check.get("disable")
         dockerfile = files.dockerfile_of(service)
         assert dockerfile is None or dockerfile.exists()
-    for profiles in ((), ("gpu",), ("cpu",), ("gpu", "metrics"), ("cpu", "metrics")):
-        assert "server" in files.services(compose, profiles)
+
+
+def test_the_defaults_ask_for_nothing_that_a_small_machine_or_an_older_engine_lacks():
+    for service in our_services().values():
+        assert float(service["deploy"]["resources"]["limits"]["cpus"]) == 0  # no limit: a machine has some
+        assert "start_interval" not in service["healthcheck"]
+
+
+def test_every_variable_has_a_default_that_the_example_names():
+    text = "".join((files.DOCKER / name).read_text() for name in ("compose.yaml", "compose.secure.yaml"))
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
+    assert set(re.findall(r"\$\{(\w+)", text)) == set(used)
+    example = (files.DOCKER / ".env.example").read_text()
+    assert dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE)) == used
+    assert used["VERSION"] == PROJECT["version"]
+
+
+def test_no_health_check_starts_python():
+    for service in our_services().values():
+        assert not {"replay", "python"} & set(service["healthcheck"].get("test", []))
 
 
 def test_the_server_of_the_files_is_the_one_that_the_demo_needs():

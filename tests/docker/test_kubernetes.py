@@ -76,7 +76,6 @@ def test_labels_ports_and_names_meet():
         assert selector.items() <= labels.items()
     assert {port["targetPort"]: port["port"] for port in of("Service")["spec"]["ports"]} == ports
     assert server["livenessProbe"]["tcpSocket"]["port"] in ports
-    assert [server[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe")] == [ports["grpc"]] * 2
     config = Config.load(files.DOCKER / "replay.toml").server
     assert [config.address, config.metrics_address] == [f"0.0.0.0:{port}" for port in ports.values()]
     allowed = of("NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
@@ -84,6 +83,21 @@ def test_labels_ports_and_names_meet():
         assert allowed.items() <= PODS[name]["metadata"]["labels"].items()
         environment = {entry["name"]: entry["value"] for entry in containers(PODS[name])[-1]["env"]}
         assert environment["REPLAY_ADDRESS"] == "replay-server:7400"
+
+
+def test_probes_ask_what_the_health_checks_of_compose_ask():
+    (server,) = containers(PODS["replay-server"])
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    for probe in (server["startupProbe"], server["readinessProbe"]):
+        assert probe["httpGet"] == {"path": "/health", "port": "metrics"}
+    (check,) = [word for word in files.load()["services"]["server"]["healthcheck"]["test"] if "/dev/tcp" in word]
+    assert f"/dev/tcp/127.0.0.1/{ports['metrics']} " in check
+    assert "GET /health " in check
+    for name in ("trainer", "generator"):
+        container = containers(PODS[f"replay-{name}"])[-1]
+        beats = {entry["name"]: entry["value"] for entry in container["env"]}["REPLAY_HEARTBEAT"]
+        assert f"find {beats} " in container["livenessProbe"]["exec"]["command"][-1]
+        assert f"find {beats} " in files.load()["services"][name]["healthcheck"]["test"][-1]
 
 
 def test_the_containers_run_what_the_compose_services_run():

@@ -14,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError
@@ -49,12 +50,14 @@ def ask(server, tmp_path_factory):
     assert "server:7401" in config
     assert "scrape_interval: 5s" in config
     config = config.replace("server:7401", server.metrics_address).replace("scrape_interval: 5s", "scrape_interval: 1s")
+    assert "rule_files: [alerts.yml]" in config
+    config = config.replace("[alerts.yml]", f"[rules.yml, {DOCKER / 'alerts.yml'}]")
     rules = [
         {"alert": f"wait{number}", "expr": expression.replace("> 300", f"> {SHORT}")}
         for number, expression in enumerate(WAITS)
     ]
     (folder / "rules.yml").write_text(json.dumps({"groups": [{"name": "replay", "interval": "1s", "rules": rules}]}))
-    (folder / "prometheus.yml").write_text(config + "\nrule_files: [rules.yml]\n")
+    (folder / "prometheus.yml").write_text(config)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -139,8 +142,114 @@ def test_an_alert_on_waiting_goes_off_for_a_run_that_is_blocked_though_its_clien
     until(lambda: ask(firing) == [], "the run goes on and the alerts stay")
 
 
+NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+RULES = {
+    rule["alert"]: rule["expr"] for rule in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"][0]["rules"]
+}
+SERVER = {"instance": "server:7401", "job": "replay"}
+HEALTHY = {
+    "up": "1x60",
+    "replay_commit_failing": "0x60",
+    "replay_damaged_total": "0x60",
+    "replay_fell_back": "0x60",
+    'replay_silent_seconds{side="trainer"}': "0x60",
+    'replay_table_waiting_seconds{table="rollouts",operation="sample"}': "0x60",
+    "replay_permits_waiting_seconds": "0x60",
+    "replay_long_wait_seconds": "20x60",
+    "replay_bytes": "5000000000x60",
+    "replay_max_bytes": "10000000000x60",
+    "replay_disk_available_bytes": "90000000000x60",
+}
+"""Values of a healthy server, every 10 s for ten minutes."""
+GROWS = "0+10x60"
+"""A wait of as many seconds as the test lasts."""
+SICK = {
+    "ReplayServerDown": {"up": "0x60"},
+    "ReplayDiskFails": {"replay_commit_failing": "1x60"},
+    "ReplayDamage": {"replay_damaged_total": "3x60"},
+    "ReplayFellBack": {"replay_fell_back": "1x60"},
+    "ReplaySideGone": {'replay_silent_seconds{side="trainer"}': "94+10x60"},
+    "ReplayWaits": {'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS},
+    "ReplayPermitsWait": {"replay_permits_waiting_seconds": GROWS},
+    "ReplayMemoryFull": {"replay_bytes": "9100000000x60"},
+    "ReplayDiskFull": {"replay_disk_available_bytes": "4000000000x60"},
+}
+
+
+def fired(folder, values):
+    """The alerts that go off within ten minutes, as promtool computes them for these values."""
+    series = []
+    for name, course in values.items():
+        metric, _, labels = name.partition("{")
+        given = ",".join([*(f'{key}="{value}"' for key, value in SERVER.items()), *filter(None, [labels.rstrip("}")])])
+        series.append({"series": f"{metric}{{{given}}}", "values": course})
+    # promtool compares what fires with what is expected: each alert is asked for, and expected not to fire.
+    quiet = [{"eval_time": "9m", "alertname": name, "exp_alerts": []} for name in RULES]
+    tests = [{"interval": "10s", "input_series": series, "alert_rule_test": quiet}]
+    path = folder / "alerts_test.yml"
+    path.write_text(json.dumps({"rule_files": [str(DOCKER / "alerts.yml")], "tests": tests}))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True)
+    names = set(re.findall(r"alertname:\s*(\w+), time: 9m", done.stdout + done.stderr))
+    assert (done.returncode == 0) == (not names), done.stdout + done.stderr
+    return names
+
+
+@NEEDS_PROMTOOL
+@pytest.mark.parametrize("alert", RULES)
+def test_each_alert_goes_off_for_its_trouble_and_no_other_does(tmp_path, alert):
+    assert fired(tmp_path, HEALTHY | SICK[alert]) == {alert}
+
+
+@NEEDS_PROMTOOL
+@pytest.mark.parametrize(
+    "course",
+    [
+        pytest.param({}, id="nothing happens"),
+        pytest.param(
+            {
+                "replay_long_wait_seconds": "900x60",
+                'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS,
+                "replay_permits_waiting_seconds": GROWS,
+            },
+            id="steps take five minutes",
+        ),
+        pytest.param({"replay_commit_failing": "_x60", "replay_max_bytes": "_x60"}, id="no disk and no bound"),
+    ],
+)
+def test_no_alert_goes_off_for_a_healthy_server(tmp_path, course):
+    assert fired(tmp_path, HEALTHY | course) == set()
+
+
+@pytest.mark.parametrize("alert", RULES)
+def test_a_real_server_has_the_metrics_of_each_alert_and_is_healthy(ask, alert):
+    assert ask(f'ALERTS{{alertname="{alert}"}}') == []
+    names = set(re.findall(r"replay_\w+|up", RULES[alert]))
+    missing = {name for name in names if not ask(name)}
+    assert missing <= {
+        "replay_commit_failing",
+        "replay_damaged_total",
+        "replay_fell_back",
+        "replay_disk_available_bytes",
+    }
+
+
+def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
+    tables = [TableConfig(name="pool")]
+    with (
+        ReplayServer(tables, port=0, data_dir=tmp_path / "data", metrics_address="127.0.0.1:0") as server,
+        urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response,
+    ):
+        lines = response.read().decode().splitlines()
+    values = dict(line.split(" ") for line in lines if line.startswith("replay_") and "{" not in line)
+    for name in ("replay_commit_failing", "replay_damaged_total", "replay_fell_back"):
+        assert float(values[name]) == 0.0
+    assert float(values["replay_disk_available_bytes"]) > 0
+
+
+@NEEDS_PROMTOOL
 def test_promtool_finds_nothing_to_complain_about(server, ask):
     subprocess.run(["promtool", "check", "config", str(DOCKER / "prometheus.yml")], check=True)
+    subprocess.run(["promtool", "check", "rules", str(DOCKER / "alerts.yml")], check=True)
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
         result = subprocess.run(["promtool", "check", "metrics"], input=response.read(), capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.machine import free_port
 from tests.docs.blocks import ROOT, Block, blocks, write_files
-from tests.factories import until
+from tests.factories import free_port, until
 
 SHORTER = {
     "replay_trainer.demo.prepare run": "replay_trainer.demo.prepare run 0 0.005",

@@ -31,7 +31,7 @@ from tests.system.ledger import Ledger, payload_of
 CONFIG = """
 [server]
 data_dir = "{data_dir}"
-fsync = {fsync}
+fsync = "{fsync}"
 
 [admission]
 table = "work"

@@ -89,15 +89,18 @@ class FakeClient:
         self.admitted: int | None = None
         """[admission] groups_per_step; None: there is no [admission]."""
 
-    def server_info(self) -> Any:
+    def server_info(self, **_: Any) -> Any:
         admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
         return SimpleNamespace(admission=admission)
 
-    def policy(self) -> Policy:
+    def policy(self, **_: Any) -> Policy:
         return Policy(self.version, self.weights, age=0.0)
 
-    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False) -> None:
+    def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         self.version, self.weights = version, weights
+
+    def leave(self) -> None:
+        """Nobody looks at this server."""
 
     def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
         self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")
@@ -174,3 +177,24 @@ class OnlineClient(FakeClient):
             samples.append(make_sample(group, key=self.key))
         self.pool += [sample for sample in samples if not is_zero_variance(sample.group.rewards)]
         return samples
+
+
+POISON = 15
+"""A token that neither make_batches nor the probe of make_model contains."""
+
+
+def poison(model: Any, effect: str) -> None:
+    """Make `model` fail at sequences with POISON: "nan" computes NaN for them, "memory" asks for too much memory."""
+
+    def harm(_: Any, arguments: tuple[torch.Tensor, ...], embedded: torch.Tensor) -> torch.Tensor:
+        there = arguments[0] == POISON
+        if effect == "memory" and there.any():
+            torch.empty(1 << 60)
+        return torch.where(there[..., None], torch.nan, embedded) if effect == "nan" else embedded
+
+    model.get_input_embeddings().register_forward_hook(harm)
+
+
+def poisoned_sample(*, key: int = 77) -> Sample:
+    group = make_group(rewards=[1.0, 0.0], prompt=[5, 6], completions=[[7, POISON, 8], [9]], logprobs=-2.5)
+    return make_sample(group, key=key)

@@ -133,7 +133,7 @@ def _die(trainer: Any, phase: str, step: int) -> None:
     trainer._train_on = begin
     # What runs beside the loop knows the version that it writes; the loop may be further.
     if phase == "backward":
-        trainer._backward = dying(trainer._backward)
+        trainer.passes.backward = dying(trainer.passes.backward)
     elif phase == "updated":
         trainer._update = dying(trainer._update)
     elif phase == "writing":

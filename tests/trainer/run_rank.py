@@ -26,7 +26,7 @@ from replay_client import Sample
 from replay_trainer import Callback, GRPOTrainer, StepReport, background, publication, rank_files, sharded_state
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
-from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample
+from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample, poison, poisoned_sample
 
 
 class Death(Callback):
@@ -102,11 +102,14 @@ def count_bytes(folder: Path) -> None:
 def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
     die, tied, lora = options.pop("die", None), options.pop("tied", False), options.pop("lora", False)
+    effect = options.pop("poison", "")
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     if options.pop("count_bytes", False):
         count_bytes(folder)
     config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
+    if effect:
+        batches[1][3] = poisoned_sample()
     (stored,) = make_batches(1, seed=9, groups=pool_size)
     pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
 
@@ -117,6 +120,8 @@ def main(folder: Path) -> None:
     client.step = max((version_of(state) for state in saved(trainer.output_dir)), default=0)
     # The pool of each rank's own fake client knows nothing of the other's scope: shares of it stand for the server.
     client.pool = client.pool[client.rank :: client.size]
+    if effect:
+        poison(trainer.model, effect)
     if sgd:
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=config.learning_rate)
     trainer.train()

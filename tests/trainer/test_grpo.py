@@ -408,21 +408,6 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
     assert client.version == 1
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path: Path) -> None:
-    batches = make_batches(2)
-    broken = make_group(rewards=[1.0, 0.0])
-    broken.advantages[0] = 3e38  # its gradient leaves the range of float32
-    batches[1] = [make_sample(broken)]
-    trainer = make_trainer(FakeClient(batches), tmp_path)
-    with pytest.raises(
-        FloatingPointError, match=r"step 2: loss .*, gradient norm (inf|nan).*published\s+weights are intact"
-    ):
-        trainer.train()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-1")
-    assert_same_weights(loaded, trainer.model, atol=0, rtol=0)
-    assert len(lines(tmp_path)) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -583,6 +568,24 @@ def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
     deviation = {"group": [0.5**0.5] * 2 + [3**0.5] * 3, "batch": [1.7**0.5] * 5, "none": [1.0] * 5}[scale]
     offset = 0 if scale == "none" else 1e-4
     assert advantages == pytest.approx([a / (s + offset) for a, s in zip(centred, deviation, strict=True)], rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["replace", "dynamic", "none"])
+@pytest.mark.parametrize(("scale", "without"), [(None, 0.0), ("group", 1.0)], ids=["as they are", "computed anew"])
+def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(
+    tmp_path: Path, rule: str, scale: str | None, without: float
+) -> None:
+    batch = [make_sample(make_group(rewards=[1.0], completions=[[5, 6]]), key=key) for key in range(3)]
+    for sample in batch:
+        sample.group.advantages = np.ones(1, np.float32)
+        sample.payload = sample.group.encode()
+    client = FakeClient([batch], pool=[make_sample(make_group(rewards=[1.0, 0.0]), key=9)])
+    options: dict[str, Any] = {"zero_variance": rule, "scale_rewards": scale}
+    make_trainer(client, tmp_path, max_steps=1, groups_per_step=3, **options).train()
+    (line,) = lines(tmp_path)
+    assert line["fresh/zero_variance_fraction"] == without
+    assert line["replay/groups_zero_variance"] == 3 * without * (10 if rule == "dynamic" else 1)
+    assert (line["train/grad_norm"] > 0) == (without == 0 or rule == "replace")
 
 
 def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:

@@ -11,14 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, Qwen2ForCausalLM
 
 from replay_client import Sample
 from replay_client.errors import TableNotFoundError
 from replay_client.rollout import RolloutGroup
 from replay_trainer import GRPOConfig, GRPOTrainer, TableEvaluation
-from replay_trainer.inspection import Inspector, why_unusable
+from replay_trainer.inspection import Inspector, Limits, why_unusable
 from replay_trainer.ranks import Ranks
 from tests.trainer.factories import FakeClient, make_batches, make_group, make_model, make_sample
+
+SMALL = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+OPT = OPTConfig(
+    vocab_size=32, hidden_size=32, num_hidden_layers=1, ffn_dim=32, max_position_embeddings=64, num_attention_heads=2
+)
 
 
 def changed(**fields: Any) -> Sample:
@@ -43,6 +49,16 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
     "a prompt beyond the vocabulary": (lambda: changed(prompt_ids=[3, 900]), "prompt_ids holds the token 900"),
     "a negative token": (lambda: changed(completion_ids=[5, -1, 7]), "completion_ids holds the token -1"),
     "a NaN advantage": (lambda: changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
+    "an advantage beyond float32's squares": (
+        lambda: changed(advantages=[1e30, 0.0]),
+        "advantages holds 1e+30, beyond ±1e+09",
+    ),
+    "a reward that is too large": (lambda: changed(rewards=[0.0, -3e38]), "rewards holds -3e+38, beyond ±1e+09"),
+    "sampling that is almost greedy": (
+        lambda: changed(sampling={"temperature": 1e-30}),
+        "sampled at temperature 1e-30, not from 0.001 to 1000",
+    ),
+    "sampling that is too hot": (lambda: changed(sampling={"temperature": 1e30}), "sampled at temperature 1e+30"),
     "an infinite advantage": (lambda: changed(advantages=[0.0, math.inf]), "advantages holds inf"),
     "a NaN reward": (lambda: changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
     "foreign bytes": (foreign, "not a rollout group: 11 bytes that begin with b'not of o'"),
@@ -60,12 +76,56 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_trained_on_is_told_with_its_reason(name: str) -> None:
     make, words = BAD[name]
-    assert words in why_unusable(make(), vocabulary=16)
+    assert words in why_unusable(make(), Limits(vocabulary=16))
+
+
+LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5], logprobs=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "words"),
+    [
+        (GPT2LMHeadModel(GPT2Config(n_positions=64, **SMALL)), None, "have 65 tokens, and the model has 64 positions"),
+        (OPTForCausalLM(OPT), None, "have 65 tokens, and the model has 64 positions"),
+        (GPT2LMHeadModel(GPT2Config(n_positions=65, **SMALL)), None, ""),
+        (make_model(), None, ""),  # Qwen2 computes positions, also beyond the 64 that its configuration names
+        (make_model(), 65, "it has 66 tokens, more than max_group_tokens=65"),
+        (make_model(), 66, ""),
+    ],
+    ids=["beyond the positions", "a table with two more rows", "at the last position", "no table", "above", "at most"],
+)
+def test_a_group_is_as_long_as_the_model_and_the_configuration_let_it(model: Any, most: int | None, words: str) -> None:
+    reason = why_unusable(make_sample(LONG), Limits.of(model, most))
+    assert words in reason
+    assert bool(words) == bool(reason)
+
+
+def test_groups_that_are_too_long_leave_the_step(tmp_path: Path) -> None:
+    batches = make_batches(2)
+    batches[1][1] = make_sample(LONG, key=77)
+    trainer_of(FakeClient(batches), tmp_path, max_steps=2, max_group_tokens=40).train()
+    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [0, 1]
+
+
+def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Seeing(Qwen2ForCausalLM):
+        def forward(self, input_ids: Any = None, pixel_values: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, **others)
+
+    batches = make_batches(2)
+    for batch in batches:
+        extras = {"pixel_values": np.zeros((2, 3), np.float32), "ref_logprobs": np.zeros(3, np.float32)}
+        batch[0] = make_sample(make_group(rewards=[1.0, 0.0], extras=extras))
+    client: Any = FakeClient(batches)
+    config = GRPOConfig(output_dir=tmp_path, max_steps=2, groups_per_step=3, progress=False, report_to=())
+    GRPOTrainer(Seeing(make_model().config), client, config).train()
+    (said,) = [message for message in caplog.messages if "extras" in message]
+    assert "groups have pixel_values among their extras" in said
 
 
 def test_what_can_be_trained_on_has_no_reason() -> None:
     group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
-    assert why_unusable(make_sample(group), vocabulary=16) == ""
+    assert why_unusable(make_sample(group), Limits(vocabulary=16)) == ""
     assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
 
 
@@ -107,7 +167,7 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()
-    inspector = Inspector(client, Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(client, Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     assert inspector.usable([foreign()], "rollouts") == []
     assert inspector.end_draws() == 1
     client.pool = [foreign()]
@@ -151,7 +211,7 @@ def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tm
 
 
 def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
-    inspector = Inspector(FakeClient(), Ranks("cpu"), 16, "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(FakeClient(), Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     good = make_sample(make_group())
     caplog.set_level(logging.ERROR)
 
@@ -168,7 +228,8 @@ def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture
 
 
 def test_an_evaluation_leaves_out_what_does_not_decode(tmp_path: Path) -> None:
-    held_out = [foreign(), make_sample(make_group(rewards=[1.0, 0.0]), key=9)]
+    greedy = make_group(rewards=[1.0, 0.0], sampling={"temperature": 0})  # no step could train on it
+    held_out = [foreign(), changed(rewards=[math.nan, 0.0]), make_sample(greedy, key=9)]
     evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")  # type: ignore[arg-type]
     few = {"output_dir": tmp_path, "max_steps": 1, "eval_every": 1, "progress": False, "report_to": ()}
     GRPOTrainer(make_model(), FakeClient(make_batches(1)), GRPOConfig(**few), evaluate=evaluation).train()  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import shutil
 import threading
@@ -247,3 +248,45 @@ def test_a_state_of_before_there_were_checksums_and_leases_still_opens(tmp_path:
     manifest["files"]["trainer.pt"] = (tmp_path / "run/step-2/trainer.pt").stat().st_size
     (tmp_path / "run/step-2/manifest.json").write_text(json.dumps(manifest))
     assert_same(train(FakeClient(make_batches(3)), tmp_path / "run", resume=True).state_dict(), whole.state_dict())
+
+
+def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path: Path) -> None:
+    client = FakeClient(make_batches(4))
+    train(client, tmp_path, max_steps=2)
+    for _ in range(2):  # the same error again, until the cause is gone
+        with pytest.raises(
+            FloatingPointError, match=r"last good version is 2, in .*step-2\. Continue .*step-2.* \(now 1e\+30\)"
+        ):
+            train(client, tmp_path, max_steps=4, resume=True, learning_rate=1e30)
+        assert [folder.name for folder in published(tmp_path)] == ["step-0", "step-1", "step-2"]
+        assert (client.version, client.weights) == (2, str(tmp_path.resolve() / "step-2"))
+    train(client, tmp_path, max_steps=4, resume=True)
+    assert client.version == 4
+
+
+def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Path) -> None:
+    model = make_model()
+    model.lm_head.weight.data[:] = torch.nan
+    config = GRPOConfig(output_dir=tmp_path, progress=False, report_to=())
+    with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
+        GRPOTrainer(model, FakeClient(make_batches(1)), config).train()  # type: ignore[arg-type]
+    assert published(tmp_path) == []
+
+
+def test_an_interrupt_of_the_wait_does_not_end_what_is_waited_for() -> None:
+    go_on, waits = threading.Event(), threading.Event()
+    task = BackgroundTask("test")
+    task.start(lambda: go_on.wait(60))
+
+    def waiting() -> bool:
+        waits.set()
+        return True
+
+    interrupter = threading.Thread(target=lambda: waits.wait(60) and _thread.interrupt_main())
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        task.wait(waiting)
+    interrupter.join()
+    assert not task.wait(lambda: False)
+    go_on.set()
+    assert task.wait()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.errors import DeadlineExceededError
 from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
@@ -82,6 +83,21 @@ def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client: Replay
     for table in ("rollouts", "replay"):
         assert not bad & {item.key for item in client.list_items(table, limit=100)}
     assert client.get(sorted(bad)) == []
+
+
+def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(
+    client: ReplayClient, tmp_path: Path
+) -> None:
+    def ended() -> list[tuple[str, bool]]:
+        return [(each.role, each.ended) for each in client.server_info().clients if "trainer" in each.role]
+
+    insert(client, STEPS * FRESH, {})
+    with pytest.raises(DeadlineExceededError):
+        train(client, tmp_path, groups_per_step=FRESH, max_steps=STEPS + 1, sample_timeout=1.0)
+    assert ended() == [("generator, trainer", False)]
+    insert(client, 1 * FRESH, {})
+    train(client, tmp_path, groups_per_step=FRESH, max_steps=STEPS + 1, resume=True)
+    assert ended() == [("generator, trainer", True)]
 
 
 class Generators:

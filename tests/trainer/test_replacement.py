@@ -284,7 +284,7 @@ def test_a_share_comes_on_top_of_dynamic_sampling() -> None:
 
 
 def test_groups_that_drifted_leave_the_step_and_are_counted() -> None:
-    taken = shared(FakeClient(pool=make_pool(9)), 2, [MIXED, ALL_WRONG]).next(1).without([1, 3])
+    taken = shared(FakeClient(pool=make_pool(9)), 2, [MIXED, ALL_WRONG]).next(1).without([1, 3]).counting(drifted=2)
     assert keys(taken.samples) == [0, 101]
     assert taken.replaced == [1]
     assert taken.counts["groups_drifted"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replay_client.errors import ServerUnavailableError
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
 from replay_trainer.wait_log import WaitLog
 from tests.factories import until
 
@@ -86,9 +87,61 @@ def test_short_waits_are_not_logged_and_the_end_of_the_batches_ends_the_watch(ca
 def test_an_error_of_the_stream_reaches_the_trainer(caplog):
     def batches() -> Iterator[int]:
         yield 1
-        raise ServerUnavailableError("gone")
+        raise TableNotFoundError("gone")
 
     watched = WaitLog(Server(1), "rollouts").watch(batches())
     assert next(watched) == 1
-    with pytest.raises(ServerUnavailableError, match="gone"):
+    with pytest.raises(TableNotFoundError, match="gone"):
         next(watched)
+
+
+class Away(Server):
+    """Is away for this many calls of `policy`; those without a timeout wait until it is back, unless it never is."""
+
+    def __init__(self, calls: float) -> None:
+        super().__init__(7)
+        self.calls = calls
+
+    def policy(self, timeout: float | None = None) -> None:
+        self.calls -= 1
+        if self.calls >= 0 and (timeout is not None or self.calls == math.inf):
+            raise ServerUnavailableError("no replay server answers")
+
+
+@pytest.mark.parametrize(
+    ("error", "away", "ends_with"),
+    [
+        (DeadlineExceededError("no batch"), 2, None),
+        (ServerUnavailableError("gone"), 2, None),
+        (DeadlineExceededError("no batch"), 0, "no batch"),
+        (DeadlineExceededError("no batch"), math.inf, "no replay server answers"),
+        (ServerUnavailableError("gone"), math.inf, "no replay server answers"),
+    ],
+    ids=["a deadline meanwhile", "no connection", "a deadline", "a deadline, and no server", "no server"],
+)
+def test_a_deadline_does_not_count_while_the_server_is_away(error: Exception, away: float, ends_with: str | None):
+    class Batches:
+        def __init__(self) -> None:
+            self.results = iter([error, 1])
+
+        def __next__(self) -> int:
+            if isinstance(result := next(self.results), Exception):
+                raise result
+            return result
+
+    watched = WaitLog(Away(away), "rollouts").watch(Batches())
+    if ends_with is None:
+        assert next(watched) == 1
+    else:
+        with pytest.raises(ReplayError, match=ends_with):
+            next(watched)
+
+
+def test_a_wait_inside_of_a_wait_and_a_quiet_one_are_not_told(caplog):
+    caplog.set_level(logging.WARNING)
+    waits = WaitLog(Server(7), seconds=0.02)
+    quiet = WaitLog(Server(7), seconds=0.02, quiet=True)
+    with quiet.waiting("for nothing"), waits.waiting("to announce"), waits.waiting("for groups"):
+        until(lambda: len(caplog.messages) >= 2)
+    assert {message.split(" for ")[0] for message in caplog.messages[:-1]} == {"waiting to announce"}
+    assert "the server answers" in caplog.messages[0]

@@ -1,5 +1,6 @@
 """The GRPO trainer in PyTorch for the replay server. Each of its modules also works by itself."""
 
+import replay_client  # noqa: F401, before `grpc` is imported
 from replay_trainer.callbacks import Callback, Run, StepReport
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection, correct

@@ -66,21 +66,25 @@ class BackgroundTask:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
+        # Not the thread itself: after an interrupt of its `join`, Python 3.11 takes a running thread for an ended one.
+        self._ended = threading.Event()
+        self._ended.set()
         self._error: Exception | None = None
 
     def start(self, function: Callable[[], object]) -> None:
         """Run the function. The one before must have ended: call `wait` first."""
-        assert self._thread is None or not self._thread.is_alive()
+        assert self._ended.is_set()
+        self._ended.clear()
         # Not a daemon: an interpreter that ends by itself finishes the write first.
-        self._thread = threading.Thread(target=self._run, args=(function,), name=self._name)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(function,), name=self._name).start()
 
-    def wait(self) -> None:
-        """Wait until the function has ended."""
-        while self._thread is not None and self._thread.is_alive():
-            # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
-            self._thread.join(1.0)
+    def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until the function has ended, or `only_while` is false. Returns whether it has ended."""
+        # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+        while not self._ended.wait(0.5):
+            if not only_while():
+                return False
+        return True
 
     def take_error(self) -> Exception | None:
         """The error of the function if it has failed already, once."""
@@ -92,3 +96,5 @@ class BackgroundTask:
             function()
         except Exception as error:
             self._error = error
+        finally:
+            self._ended.set()

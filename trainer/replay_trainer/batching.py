@@ -34,7 +34,7 @@ class Batch:
     completion_ids_BT: Tensor
     """int64"""
     mask_BT: Tensor
-    """bool, tokens to train on: the completion without the tokens that the group's loss_mask excludes."""
+    """bool, tokens to train on: the group's `trained_mask`."""
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     advantages_B: Tensor
@@ -42,9 +42,10 @@ class Batch:
     temperature_B: Tensor
     """float32, temperature of the sampling, > 0."""
     prompt_lengths_U: Ints
-    """At least 1. Lengths and groups are NumPy arrays on the host, which cuts the batch by them."""
+    """At least 1, unless all rows of the group have contexts. Lengths and groups are NumPy arrays on the host, which
+    cuts the batch by them."""
     completion_lengths_B: Ints
-    """May be 0."""
+    """With the context of the row, which the mask leaves out; may be 0."""
     group_B: Ints
     """Index of the group that the row belongs to, ascending."""
 
@@ -99,7 +100,7 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
     Raises ValueError for an empty prompt (nothing would predict the first token), and for a temperature not above 0.
     """
     for index, group in enumerate(groups):
-        if group.prompt_ids.size == 0:
+        if not group.prompt_lengths.all():
             raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}) has an empty prompt; add a first token")
         if not 0 < _temperature(group) < np.inf:
             raise ValueError(
@@ -118,12 +119,13 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
     row = 0
     for index, group in enumerate(groups):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
+        trained_T = group.trained_mask
         start = 0
         for member, length in enumerate(group.completion_lengths.tolist()):
             tokens = slice(start, start + length)
             completion_ids_BT[row, :length] = group.completion_ids[tokens]
             if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
-                mask_BT[row, :length] = True if group.loss_mask is None else group.loss_mask[tokens]
+                mask_BT[row, :length] = trained_T[tokens]
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
             row, start = row + 1, start + length
 

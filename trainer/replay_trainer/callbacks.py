@@ -231,8 +231,8 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
         rows.append(
             {
                 "step": step,
-                "prompt": decode(group.prompt_ids),
-                "completion": decode(group.completions()[member]),
+                "prompt": decode(group.prompts()[member]),
+                "completion": decode(group.completion_ids[group.sampled_spans()[member]]),
                 "reward": float(group.rewards[member]),
                 "advantage": float(group.advantages[member]),
                 "source": "replayed" if index in replaced else "fresh",

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from replay_client.names import suggests_names, unknown_name
+from replay_client.scoring import Scale
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
 from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
-"""What happens to groups whose rewards are all equal: they give no gradient.
+"""What happens to groups that carry no gradient, because all their rewards are equal.
 replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
 draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
-ScaleRewards = Literal["group", "batch", "none"]
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 
@@ -57,9 +57,12 @@ class GRPOConfig:
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
     max_bad_share: float = 0.1
-    """Groups that cannot be trained on (token ids beyond the vocabulary, NaN advantages, bytes that do not decode) are
-    left out, deleted and counted (train/groups_skipped). The run stops if they are more than this share of the last 100
-    groups; 0: at the first one."""
+    """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
+    finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
+    than this share of the last 100 groups; 0: at the first one."""
+    max_group_tokens: int | None = None
+    """The most tokens of a group, prompt and completions together; a larger one cannot be trained on. None: no limit
+    but the model's, where it has an embedding for each position, and memory."""
     replay_share: float = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
@@ -113,7 +116,7 @@ class GRPOConfig:
     beta: float = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
     is to the base model without it, which needs no copy."""
-    scale_rewards: ScaleRewards | None = None
+    scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups."""
     max_completion_length: int | None = None
@@ -257,6 +260,7 @@ _LEAST: dict[str, float] = {
     "lease": 1.0,
     "max_dynamic_batches": 1,
     "max_bad_share": 0.0,
+    "max_group_tokens": 1,
     "replay_share": 0.0,
     "replay_start_step": 0,
     "replay_max_drift": 0.0,
@@ -288,7 +292,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_empty": get_args(OnEmpty),
     "lr_scheduler_type": get_args(Schedule),
     "loss_type": get_args(LossType),
-    "scale_rewards": (*get_args(ScaleRewards), None),
+    "scale_rewards": (*get_args(Scale), None),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replay_client import Sample
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import Scale, carries_gradient
 from replay_trainer.batching import Batch
 
 
@@ -28,17 +28,20 @@ class GroupFacts:
     age: float
     """Seconds since it was inserted."""
     times_sampled: int
+    carries_gradient: bool
 
     @classmethod
-    def of(cls, sample: Sample) -> GroupFacts:
+    def of(cls, sample: Sample, scale: Scale | None = None) -> GroupFacts:
+        """`scale`: as in `carries_gradient`."""
         group = sample.group
         return cls(
             rewards=tuple(group.rewards.tolist()),
-            lengths=tuple(group.completion_lengths.tolist()),
+            lengths=tuple(group.sampled_lengths.tolist()),
             truncated=(group.finish_reasons or ()).count("length"),
             staleness=sample.info.staleness,
             age=sample.info.age,
             times_sampled=sample.info.times_sampled,
+            carries_gradient=carries_gradient(group, scale),
         )
 
 
@@ -52,7 +55,7 @@ def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
         "groups": len(groups),
         "reward_mean": mean(rewards),
         "reward_std": mean(spreads),
-        "zero_variance_fraction": mean([float(is_zero_variance(group.rewards)) for group in groups]),
+        "zero_variance_fraction": mean([float(not group.carries_gradient) for group in groups]),
         "completion_length_mean": mean(lengths),
         "completion_length_max": max(lengths, default=math.nan),
         "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,

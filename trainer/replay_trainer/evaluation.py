@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from replay_client import ReplayClient
-from replay_client.errors import DeadlineExceededError
+import numpy as np
+
+from replay_client import ReplayClient, Sample
+from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer.callbacks import Metrics, Run
 from replay_trainer.description import GroupFacts, describe_groups
-from replay_trainer.inspection import why_unusable
 
 
 class TableEvaluation:
@@ -23,11 +24,22 @@ class TableEvaluation:
 
     def __call__(self, trainer: Run) -> Metrics:
         """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups: groups = 0, else
-        NaN. Groups that cannot be decoded are left out."""
+        NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out."""
         if not trainer.ranks.is_first:
             return {}
+        samples: list[Sample] = []
         try:
             samples = self.client.sample(self.table, self.max_groups, min_samples=1, timeout=0.0)
         except DeadlineExceededError:
-            samples = []
-        return describe_groups([GroupFacts.of(sample) for sample in samples if not why_unusable(sample)])
+            pass
+        except ServerUnavailableError:
+            self.client.policy()  # it waits for the server, as long as the client is told to
+            return self(trainer)
+        return describe_groups([GroupFacts.of(sample) for sample in samples if _has_rewards(sample)])
+
+
+def _has_rewards(sample: Sample) -> bool:
+    try:
+        return bool(np.isfinite(sample.group.rewards).all())
+    except ValueError:
+        return False

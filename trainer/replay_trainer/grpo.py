@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import copy
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.adapters import Adapter
 from replay_trainer.alarms import Alarms
-from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
+from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
-from replay_trainer.inspection import Inspector
+from replay_trainer.inspection import Inspector, Limits
 from replay_trainer.laps import Laps
 from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
+from replay_trainer.passes import Passes, StepFailure
 from replay_trainer.publication import Publication
-from replay_trainer.ranks import Ranks, gather_full, shard
+from replay_trainer.ranks import Ranks, shard
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
 from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import saved, server_checkpoint_of
+
+T = TypeVar("T")
 
 
 class GRPOTrainer:
@@ -95,8 +95,9 @@ class GRPOTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        vocabulary = len(self.policy.model.get_input_embeddings().weight)
-        self.inspector = Inspector(client, self.ranks, vocabulary, config.replay_table, config.max_bad_share)
+        self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.sharded)
+        limits = Limits.of(self.policy.model, config.max_group_tokens)
+        self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
             config.replay_table,
@@ -104,19 +105,24 @@ class GRPOTrainer:
             config.sample_timeout,
             config.max_replay_staleness,
             inspector=self.inspector,
+            scale=config.scale_rewards,
         )
         self.alarms = Alarms()
+        self.publication: Publication
+        self._skipped = 0
+        """Groups of this step, over all ranks, that could not be trained on."""
 
     def train(self) -> int:
         """Train up to `max_steps`. Returns the number of steps it made: 0 if a resumed run had them all.
 
-        Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before an update that
-        is not finite, RuntimeError if more groups than max_bad_share cannot be trained on or a version cannot be
-        published, and the errors of `Publication.start` if output_dir or the server belong to another run.
+        Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before a version is
+        published that computes no finite numbers, RuntimeError if more groups than max_bad_share cannot be trained on
+        or a version cannot be published, and the errors of `Publication.start` if output_dir or the server belong to
+        another run.
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
-        publication = Publication(
+        publication = self.publication = Publication(
             self.policy,
             self.optimizer,
             self.tokenizer,
@@ -141,26 +147,27 @@ class GRPOTrainer:
                 lease=config.lease,
                 on_lease=leases.expect,
             ) as stream:
-                waits = WaitLog(self.client, config.rollouts_table)
-                watched = leases.watch(waits.watch(stream) if self.ranks.is_first else stream)
+                waits = WaitLog(self.client, config.rollouts_table, quiet=not self.ranks.is_first)
+                watched = leases.watch(waits.watch(stream))
                 batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)
                 for step in range(version + 1, config.max_steps + 1):
                     publication.check()
-                    taken = source.next(step)
-                    skipped = self.inspector.end_draws()
-                    taken = self._without_drifted(taken)
+                    with waits.waiting("for groups"):
+                        taken = source.next(step)
+                        self._skipped = self.inspector.end_draws()
+                    taken = self._without_failing(step, taken, self._without_drifted)
                     laps.lap("replace")
 
-                    batch = self._to_batch(taken.groups)
-                    old_BT, train_metrics = self._train_on(step, batch)
+                    taken, batch, old_BT, train_metrics = self._train_on(step, taken)
                     laps.lap("update")
 
                     metrics = self._describe(step, taken, batch, old_BT) | train_metrics
-                    metrics["train/groups_skipped"] = skipped
+                    metrics["train/groups_skipped"] = self._skipped
                     metrics |= self._evaluate(step, laps)
                     if config.update_priorities:
-                        metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
+                        with waits.waiting("to update priorities"):
+                            metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
                     metrics |= _prefixed("time", laps.take())
                     metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
                     for callback in self.callbacks:
@@ -174,6 +181,7 @@ class GRPOTrainer:
             self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
+        self.client.leave()
         return max(0, config.max_steps - version)
 
     def decode(self, token_ids: Any) -> str:
@@ -196,9 +204,9 @@ class GRPOTrainer:
         run, start = ranks.from_first(secrets.token_hex(8)), config.replay_start_step
         source: GroupSource
         if config.zero_variance == "none":
-            source = KeepingSource(batches)
+            source = KeepingSource(batches, config.scale_rewards)
         elif config.zero_variance == "dynamic":
-            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches)
+            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches, config.scale_rewards)
         else:
             source = ReplacingSource(batches, self.replacer, ranks, run, start)
         if self.replayed_per_rank:
@@ -211,8 +219,13 @@ class GRPOTrainer:
         if limit is None:
             return taken
         batch = to_batch([taken.samples[i].group for i in taken.replaced], self.device)
-        drifts = group_drifts(batch, self._logprobs(batch))
-        return taken.without([i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit])
+        try:
+            drifts = group_drifts(batch, self.passes.logprobs(batch))
+        except StepFailure as failure:
+            failure.groups = [taken.replaced[group] for group in failure.groups]
+            raise
+        drifted = [i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit]
+        return taken.without(drifted).counting(drifted=len(drifted))
 
     def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for."""
@@ -231,125 +244,73 @@ class GRPOTrainer:
         flat_B = np.concatenate([np.zeros(0, np.float32), *advantages], dtype=np.float32)
         return replace(batch, advantages_B=torch.from_numpy(flat_B).to(self.device))
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """As micro_batches. If sharded, every rank makes as many forward passes as the busiest."""
-        config = self.config
-        parts = list(micro_batches(batch, config.max_tokens_per_micro_batch, packed=self.policy.route == "packed"))
-        if self.sharded:
-            # A forward pass of sharded layers waits for all ranks.
-            idle = max(self.ranks.all(len(parts))) - len(parts)
-            parts += [(np.zeros(0, np.int64), _nothing(self.device))] * idle
-        return parts
+    def _train_on(self, step: int, taken: Replacement) -> tuple[Replacement, Batch, Tensor, Metrics]:
+        """All updates of one step, without the groups that make one fail.
 
-    def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities and entropies."""
-        # Sharded weights come in bfloat16 by themselves.
-        autocast = self.config.bf16 and not self.sharded
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            logprobs_BT, entropy_BT = policy(batch)
-        return logprobs_BT, entropy_BT
-
-    @torch.no_grad()
-    def _logprobs(self, batch: Batch) -> Tensor:
-        """(B, T) log-probabilities of the batch under the current weights."""
-        logprobs_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-        for rows, micro in self._micro_batches(batch):
-            _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
-        return logprobs_BT
-
-    def _train_on(self, step: int, batch: Batch) -> tuple[Tensor, Metrics]:
-        """All updates of one step; returns the (B, T) log-probabilities before the first one, and metrics of all ranks.
-
-        Raises FloatingPointError before an update that is not finite.
+        Returns the groups that are left, their batch, its (B, T) log-probabilities before the first update, and
+        metrics of all ranks.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
-        old_BT: Tensor | None = None
-        for _ in range(self.config.num_iterations):
-            old_BT, loss, metrics = self._backward(batch, old_BT)
-            grad_norm = self._update(step, loss)
-        assert old_BT is not None
-        return old_BT, _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **metrics})
 
-    def _backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
-        """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
+        def update(taken: Replacement) -> tuple[Replacement, Batch, Tensor, Metrics]:
+            batch, old_BT = self._to_batch(taken.groups), None
+            for _ in range(self.config.num_iterations):
+                old_BT, loss, metrics = self.passes.backward(batch, old_BT)
+                grad_norm = self._update()
+            assert old_BT is not None
+            return taken, batch, old_BT, _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **metrics})
 
-        Without `old_BT` the current weights are the old ones, and this pass yields the old log-probabilities.
-        With batch_normalize they need a pass of their own, because each weight depends on all of them.
-        """
-        config, ranks = self.config, self.ranks
-        normalizer = max(ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0], 1)
-        mean_weight = None
-        if config.correction.batch_normalize:
-            decoupled = config.correction.objective == "decoupled"
-            source_BT = old_BT if decoupled and old_BT is not None else self._logprobs(batch)
-            old_BT = source_BT if old_BT is None else old_BT
-            mean_weight = self._mean_weight(batch, source_BT)
+        return self._without_failing(step, taken, update)
 
-        current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-        sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
-        for rows, micro in self._micro_batches(batch):
-            logprobs_BT, entropy_BT = self._forward(self.policy, micro)
-            _put(current_BT, rows, logprobs_BT.detach())
-            T = micro.mask_BT.shape[1]
-            micro_old_BT = logprobs_BT.detach() if old_BT is None or not rows.size else old_BT[rows, :T]
-            loss, metrics = corrected_policy_loss(
-                logprobs_BT,
-                micro_old_BT,
-                micro.rollout_logprobs_BT,
-                micro.advantages_B,
-                micro.mask_BT,
-                config.correction,
-                config.loss,
-                mean_weight=mean_weight,
-                normalizer=normalizer,
-            )
-            if self.reference is not None:
-                without_adapter = nullcontext() if self.adapter is None else self.adapter.off()
-                with torch.no_grad(), without_adapter:
-                    reference_BT, _ = self._forward(self.reference, micro)
-                penalty, kl_metrics = kl_loss(
-                    logprobs_BT, reference_BT, micro.mask_BT, config.beta, config.loss, normalizer=normalizer
-                )
-                loss, metrics = loss + penalty, metrics | kl_metrics
-            # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
-            torch.autograd.backward(loss * ranks.size if self.sharded else loss)
-            tokens = int(micro.mask_BT.sum())
-            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
-            sums["loss"] += loss.item()
-            sums["tokens"] += tokens
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
-        if not self.sharded:
-            ranks.sum_gradients(self.policy.parameters())
-
-        names = sorted(set().union(*ranks.all(set(sums))))
-        totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
-        total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
-        means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
-        return (current_BT if old_BT is None else old_BT), total_loss, means
-
-    def _mean_weight(self, batch: Batch, source_BT: Tensor) -> float | None:
-        """The mean correction weight of the step over all ranks; None: the step has no tokens."""
-        total, count = self.ranks.sum(self._correct(batch, source_BT).weight_totals())
-        return total / count if count else None
-
-    def _update(self, step: int, loss: float) -> float:
-        """One optimizer step with the accumulated gradient; returns its norm before scaling.
-
-        Raises FloatingPointError before any weight has changed if the loss or the norm is not finite.
-        """
-        parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
-        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {norm}; this update was not applied and the published "
-                f"weights are intact. Look at correction/ratio_max and train/grad_norm of the steps before, and "
-                f"resume with a lower learning_rate (now {self.config.learning_rate})"
-            )
+    def _update(self) -> float:
+        """One optimizer step with the accumulated gradient; returns its norm before scaling."""
+        norm = self.passes.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
+        """The result of `action` with as many of the groups as it can be done with; the others are put aside.
+
+        All updates of a step are made again then. Those before the failure stay: each was sound by itself.
+        """
+        while True:
+            try:
+                return action(taken)
+            except StepFailure as failure:
+                taken = self._put_aside(step, taken, failure)
+
+    def _put_aside(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
+        """The groups without those that stand out in the failure, or without any if none does on any rank.
+
+        Raises FloatingPointError if the weights are at fault and not the groups, and RuntimeError if too many groups
+        are bad.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        bad = failure.groups
+        reason = f"step {step} failed: {failure.reason}"
+        if failure.alone:
+            self._note_bad(taken, bad, reason)
+            keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
+            raise RuntimeError(
+                f"{reason}. A rank with sharded weights cannot leave a step alone, so the run stops here. The groups "
+                f"{keys} are put aside and deleted: continue with resume=True"
+            ) from failure
+        self.publication.probe()
+        if not any(self.ranks.all(bool(bad))):
+            bad = range(len(taken.samples))
+            reason += ", and no group stands out, so the step does without all of them"
+        if not any(self.ranks.all(bool(bad))):
+            raise FloatingPointError(f"{reason}: no group is left, and the weights are sound") from failure
+        self._note_bad(taken, bad, reason)
+        self._skipped += self.inspector.end_draws()
+        return taken.without(bad)
+
+    def _note_bad(self, taken: Replacement, bad: Sequence[int], reason: str) -> None:
+        for i in bad:
+            table = self.config.replay_table if i in taken.replaced else self.config.rollouts_table
+            self.inspector.put_aside(taken.samples[i].info.key, table, reason)
 
     def _evaluate(self, step: int, laps: Laps) -> Metrics:
         """The metrics of `evaluate` at the steps that are due."""
@@ -364,8 +325,8 @@ class GRPOTrainer:
         config = self.config
         drifts = group_drifts(batch, old_BT)
         part = RankPart(
-            fresh=[GroupFacts.of(sample) for sample in taken.fresh],
-            trained=[GroupFacts.of(sample) for sample in taken.samples],
+            fresh=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,
@@ -423,17 +384,6 @@ class RankPart:
     moments: Moments
     rows: int
     tokens: int
-
-
-def _nothing(device: torch.device) -> Batch:
-    """A batch of one token that is not trained on: a forward pass for a rank that has no more micro-batches."""
-    return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
-
-
-def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
-    """Write the values of a micro-batch to its rows; an idle one (see _micro_batches) has no rows."""
-    if rows.size:
-        values_BT[rows, : part_BT.shape[1]] = part_BT
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> Metrics:

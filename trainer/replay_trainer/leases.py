@@ -89,8 +89,18 @@ class GroupLeases:
     def watch(self, batches: Iterator[list[Sample]]) -> Iterator[list[Sample]]:
         """Yields the batches, and holds the leases that they come under."""
         for batch in batches:
-            self._hold(sample.info for sample in batch)
+            self.hold(batch)
             yield batch
+
+    def hold(self, batch: Iterable[Sample]) -> None:
+        """Hold the lease that a batch came under, from now until it is settled or given back."""
+        with self._lock:
+            for info in (sample.info for sample in batch):
+                if info.lease:
+                    self._held.setdefault((info.shard, info.lease), []).append(info.key)
+            # What was expected before this batch, and has not come, was revoked.
+            self._coming.clear()
+            self._list()
 
     def expect(self, samples: Sequence[Sample]) -> None:
         """A lease is about to begin. Listed before it does, it is found even if this process dies in that moment."""
@@ -174,15 +184,6 @@ class GroupLeases:
             self._coming.clear()
             self._list()
         return [key for keys in held.values() for key in keys]
-
-    def _hold(self, infos: Iterable[SampleInfo]) -> None:
-        with self._lock:
-            for info in infos:
-                if info.lease:
-                    self._held.setdefault((info.shard, info.lease), []).append(info.key)
-            # What was expected before this batch, and has not come, was revoked.
-            self._coming.clear()
-            self._list()
 
     def _list(self) -> None:
         """Write which leases are held. Without the list, what a killed rank had goes back only with time."""

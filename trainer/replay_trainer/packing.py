@@ -121,7 +121,8 @@ def packed_attention(
         end = segment.start + segment.prompt
         prompt = slice(segment.start, end)
         query_p, key_p, value_p = query[:, :, prompt], key[:, :, prompt], value[:, :, prompt]
-        outputs.append(attend(query_p, key_p, value_p))
+        if segment.prompt:  # rows that each have a context may share no token
+            outputs.append(attend(query_p, key_p, value_p))
         for length in segment.completions:
             completion = slice(end, end + length)
             query_c, key_c, value_c = query[:, :, completion], key[:, :, completion], value[:, :, completion]

@@ -18,13 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from replay_client.completions import group_from_rows
 from replay_client.rollout import RolloutGroup
 from replay_trainer.batching import to_batch
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """B completions, each a row with its own copy of the prompt. Padding is 0 in every tensor."""
+    """B completions, each a row with its own copy of the prompt. Padding is 0 in every tensor.
+
+    The context of a completion (RolloutGroup.context_lengths) is the end of its prompt here.
+    """
 
     prompt_ids_BP: Tensor
     """int64"""
@@ -70,18 +74,27 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
     a temperature not above 0.
     """
     batch = to_batch(groups, "cpu")
-    lengths_B, prompts_B = batch.completion_lengths_B, batch.prompt_lengths_U[batch.group_B]
-    P, T = int(prompts_B.max(initial=1)), batch.completion_ids_BT.shape[1]
+    prompts_B = _joined([group.prompt_lengths for group in groups], np.int64)
+    lengths_B = _joined([group.sampled_lengths for group in groups], np.int64)
+    P, T = int(prompts_B.max(initial=1)), max(int(lengths_B.max(initial=1)), 1)
     prompt_mask_BP = torch.from_numpy(np.arange(P) >= P - prompts_B[:, None])
     prompt_ids_BP = torch.zeros(prompt_mask_BP.shape, dtype=torch.int64)
-    prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(_joined([groups[g].prompt_ids for g in batch.group_B], np.int64))
+    prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(_joined([p for g in groups for p in g.prompts()], np.int64))
+    completion_mask_BT = torch.from_numpy(np.arange(T) < lengths_B[:, None])
+    # A context is part of the prompt here.
+    columns_BT = torch.from_numpy((batch.completion_lengths_B - lengths_B)[:, None] + np.arange(T))
+
+    def sampled(values_BT: Tensor) -> Tensor:
+        last = values_BT.shape[1] - 1
+        return values_BT.gather(1, columns_BT.clamp(max=last)).masked_fill(~completion_mask_BT, 0)
+
     padded = PaddedBatch(
         prompt_ids_BP=prompt_ids_BP,
         prompt_mask_BP=prompt_mask_BP,
-        completion_ids_BT=batch.completion_ids_BT,
-        completion_mask_BT=torch.from_numpy(np.arange(T) < lengths_B[:, None]),
-        loss_mask_BT=batch.mask_BT,
-        rollout_logprobs_BT=batch.rollout_logprobs_BT,
+        completion_ids_BT=sampled(batch.completion_ids_BT),
+        completion_mask_BT=completion_mask_BT,
+        loss_mask_BT=sampled(batch.mask_BT),
+        rollout_logprobs_BT=sampled(batch.rollout_logprobs_BT),
         rewards_B=torch.from_numpy(_joined([group.rewards for group in groups], np.float32)),
         advantages_B=batch.advantages_B,
         group_B=torch.from_numpy(batch.group_B),
@@ -94,8 +107,8 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     """The groups of a padded batch, for example one that was made from the tensors of another trainer.
 
     `fields` are further fields of RolloutGroup that all groups share, such as policy_version. The prompts may be padded
-    on either side. Raises ValueError if the shapes differ, the rows of a group do not follow one another or differ in
-    prompt or temperature, or a mask has a gap between tokens.
+    on either side; where those of a group differ, the common beginning is shared. Raises ValueError if the shapes
+    differ, the rows of a group do not follow one another or differ in temperature, or a mask has a gap between tokens.
     """
     host = {name: tensor.detach().cpu().numpy() for name, tensor in vars(padded).items()}
     _check(host)
@@ -111,19 +124,15 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         temperatures = set(host["temperature_B"][rows].tolist())
         if last - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
-        if any(not np.array_equal(prompts_B[row], prompts_B[first]) for row in rows):
-            raise ValueError(f"the rows of group {index} must have one prompt")
-        mask_T = np.concatenate(masks_B[first:last])
         sampling = {"temperature": temperatures.pop(), **fields.get("sampling", {})}
         groups.append(
-            RolloutGroup(
-                prompt_ids=prompts_B[first],
-                completion_ids=np.concatenate(completions_B[first:last]),
-                completion_lengths=np.array([row.size for row in completions_B[first:last]], np.int32),
-                rollout_logprobs=np.concatenate(logprobs_B[first:last]),
+            group_from_rows(
+                prompts=prompts_B[first:last],
+                completions=completions_B[first:last],
+                logprobs=logprobs_B[first:last],
                 rewards=host["rewards_B"][rows],
                 advantages=host["advantages_B"][rows],
-                loss_mask=None if mask_T.all() else mask_T,
+                loss_masks=None if all(mask.all() for mask in masks_B[first:last]) else masks_B[first:last],
                 **(fields | {"sampling": sampling}),
             )
         )

@@ -10,6 +10,7 @@ import torch
 
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import Rewards, Scorer
+from replay_client.heartbeat import beat
 from replay_trainer.callbacks import Metrics, Run
 
 
@@ -67,6 +68,7 @@ class PromptEvaluation:
         model.eval()
         try:
             for start in range(0, len(prompts), self.batch_size):
+                beat()
                 ids = [prompt.tokenize(tokenizer) for prompt in prompts[start : start + self.batch_size]]
                 for completion in self._generate(model, tokenizer, ids):
                     stops = [place for place, token in enumerate(completion) if token in _stop_tokens(model, tokenizer)]

@@ -8,7 +8,9 @@ of other ranks                             | write their rows of a full state (f
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient, Sample
+from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer.adapters import Adapter
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.batching import bare_group, to_batch
@@ -34,6 +37,7 @@ from replay_trainer.output_lock import OutputLock
 from replay_trainer.rank_files import RankFiles, put_rows, take_rows
 from replay_trainer.ranks import Ranks
 from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank, whole_optimizer_state
+from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import (
     damaged,
     load_state,
@@ -53,6 +57,10 @@ _WHOLE = StateDictOptions(full_state_dict=True)
 _SHARDED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
+_FIRST_TRY = 5.0
+"""Seconds for an announcement that the full state waits for."""
+_LAST_TRY = 10.0
+"""Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
 
 
 class Publication:
@@ -87,6 +95,9 @@ class Publication:
         self._last_saved = -config.save_every
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
+        self._waits = WaitLog(client, quiet=not ranks.is_first)
+        self._announcing = ""
+        """What waits for the server now, if all its files are written."""
         self._rank_files = RankFiles(ranks, self.output_dir) if sharded else None
 
     def start(self) -> int:
@@ -107,7 +118,9 @@ class Publication:
             raise
 
     def _start(self) -> int:
-        if (admission := self.client.server_info().admission) is not None:
+        with self._waits.waiting("for the server"):
+            admission = self.client.server_info().admission
+        if admission is not None:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
@@ -199,12 +212,13 @@ class Publication:
         A full state contains the groups of all steps so far, and not those that are `left` for later steps.
 
         Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
-        the version before. Raises RuntimeError on every rank if that one failed.
+        the version before. Raises RuntimeError on every rank if that one failed, and FloatingPointError if the weights
+        compute numbers that are not finite: nothing is written or announced then.
         """
         config = self.config
         self.finish()
+        probe = self.probe()
         full = version == config.max_steps or version - self._last_saved >= config.save_every
-        probe = self._probe()
         weights = self._weights()
         state, rows = self._state() if full else (None, None)
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
@@ -241,8 +255,13 @@ class Publication:
         self.leases.settled()
 
     def close(self) -> None:
-        """Wait for the last write and release the folder. An error of that write is logged."""
-        self._task.wait()
+        """Wait for the last write and release the folder. An error of that write is logged.
+
+        An announcement gets only some seconds more: its files are there, and a resume announces them.
+        """
+        end = time.monotonic() + _LAST_TRY
+        if not self._task.wait(lambda: not self._announcing or time.monotonic() < end):
+            logger.error("the server does not answer, so nobody has told it of %s", self._announcing)
         if (error := self._task.take_error()) is not None:
             logger.error("the last version could not be published either: %s: %s", type(error).__name__, error)
         self.lock.release()
@@ -267,21 +286,28 @@ class Publication:
             probe=probe,
             weights=weights,
         )
-        apart = self.weights_dir != self.output_dir
+        apart, announced = self.weights_dir != self.output_dir, False
         try:
             self._weights_copy.wait()
             if apart:
-                # Before the state: the generators need not wait for the disk.
-                self.client.set_policy_version(version, weights=str(write(self.weights_dir)))
+                folder = write(self.weights_dir)
+                # Before the state: the generators need not wait for the disk. Nor does the disk wait for the server.
+                with suppress(ServerUnavailableError, DeadlineExceededError):
+                    self.client.set_policy_version(version, weights=str(folder), timeout=_FIRST_TRY)
+                    announced = True
         finally:
             # After an error too: the other ranks wait for this one.
             parts = self._write_rows(version, rows)
         if state is not None or not apart:
-            folder = write(self.output_dir, state=state, server_checkpoint=checkpoint, parts=parts)
-        if not apart:
-            self.client.set_policy_version(version, weights=str(folder))
-        # Last: a trainer that is killed before this resumes from the state, which names its groups.
-        self.leases.acknowledge(groups)
+            saved_in = write(self.output_dir, state=state, server_checkpoint=checkpoint, parts=parts)
+            folder = folder if apart else saved_in
+        self._announcing = f"version {version} in {folder}"
+        with self._waits.waiting(f"to announce version {version}, which is in {folder},"):
+            if not announced:
+                self.client.set_policy_version(version, weights=str(folder))
+            # Last: a trainer that is killed before this resumes from the state, which names its groups.
+            self.leases.acknowledge(groups)
+        self._announcing = ""
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
         """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""
@@ -331,11 +357,25 @@ class Publication:
         return state, rows
 
     @torch.no_grad()
-    def _probe(self) -> dict[str, list[Any]]:
+    def probe(self) -> dict[str, list[Any]]:
         """{"token_ids": [P], "logprobs": [P - 1]}: the log-probability of each token after the ones before it.
 
-        In nats, at temperature 1, computed in the dtype of the model.
+        In nats, at temperature 1, computed in the dtype of the model. Every rank calls it. Raises FloatingPointError on
+        every rank if one of the numbers is not finite: these weights are of no use.
         """
         token_ids = probe_tokens(self.policy.model, self.tokenizer)
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))
+        if not all(self.ranks.all(bool(logprobs_BT.isfinite().all()))):
+            raise FloatingPointError(self._why_unsound())
         return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
+
+    def _why_unsound(self) -> str:
+        versions, states = self._published(), saved(self.output_dir)
+        if not states:
+            return "the model computes log-probabilities that are not finite before any step: its weights are damaged"
+        last = max(versions, key=version_of)
+        return (
+            f"the weights compute log-probabilities that are not finite, so they are not published. The last good "
+            f"version is {version_of(last)}, in {last}. Continue with resume=True from {states[-1]}, and a lower "
+            f"learning_rate (now {self.config.learning_rate:g})"
+        )

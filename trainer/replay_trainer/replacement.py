@@ -1,4 +1,4 @@
-"""Zero-variance replacement: informative groups of the pool replace groups whose completions all have one reward."""
+"""Zero-variance replacement: informative groups of the pool replace groups that carry no gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import group_priority, is_zero_variance
+from replay_client.scoring import Scale, carries_gradient, group_priority
 from replay_trainer.description import GroupFacts, describe_replayed
 from replay_trainer.inspection import Inspector
 
@@ -31,26 +31,29 @@ class Replacement:
     fresh: list[Sample]
     """All fresh groups that were taken for this step, whether it trains on them or not."""
     counts: dict[str, int]
-    """groups_zero_variance: fresh groups without variance. groups_replaced: those that a group of the pool replaced.
+    """groups_zero_variance: fresh groups without a gradient. groups_replaced: those that a group of the pool replaced.
     groups_missing: those that nothing replaced (with dynamic sampling: how many groups the batch lacks).
     groups_dropped: those that were left out. groups_added: groups of the pool beside the fresh ones.
     groups_too_stale, groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too
-    far, have no variance themselves, or because the policy has moved away from them."""
+    far, carry no gradient themselves, or because the policy has moved away from them."""
 
     @property
     def groups(self) -> list[RolloutGroup]:
         """The groups of `samples`."""
         return [sample.group for sample in self.samples]
 
-    def without(self, drifted: Sequence[int]) -> Replacement:
-        """The same without these of `samples`, which count as groups_drifted."""
-        kept = [i for i in range(len(self.samples)) if i not in drifted]
+    def without(self, left_out: Sequence[int]) -> Replacement:
+        """The same without these of `samples`."""
+        kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
             samples=[self.samples[i] for i in kept],
             replaced=[kept.index(i) for i in self.replaced if i in kept],
-            counts=self.counts | {"groups_drifted": len(drifted)},
         )
+
+    def counting(self, **counts: int) -> Replacement:
+        """The same with these `counts`."""
+        return replace(self, counts=self.counts | {f"groups_{name}": count for name, count in counts.items()})
 
     @property
     def stats(self) -> dict[str, float]:
@@ -80,12 +83,14 @@ class ZeroVarianceReplacer:
         max_staleness: int | None = None,
         *,
         inspector: Inspector | None = None,
+        scale: Scale | None = None,
     ) -> None:
         """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
 
         Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
         set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
-        trained on; without it, such a group raises ValueError.
+        trained on; without it, such a group raises ValueError. `scale`: how the trainer computes advantages anew, as
+        in `carries_gradient`.
         """
         if on_empty not in get_args(OnEmpty):
             raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
@@ -95,6 +100,7 @@ class ZeroVarianceReplacer:
         self.timeout = timeout
         self.max_staleness = max_staleness
         self.inspector = inspector
+        self.scale = scale
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -107,7 +113,7 @@ class ZeroVarianceReplacer:
         Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
         this trainer waits.
         """
-        zero_variance = [i for i, sample in enumerate(samples) if is_zero_variance(sample.group.rewards)]
+        zero_variance = [i for i, sample in enumerate(samples) if not carries_gradient(sample.group, self.scale)]
         counts = new_counts()
         keys = {*exclude, *(sample.info.key for sample in samples)}
         drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
@@ -149,9 +155,9 @@ class ZeroVarianceReplacer:
         The pool then gives groups less often that the policy has moved away from.
         """
         priorities = {
-            sample.info.key: group_priority(sample.group.rewards, sample.group.advantages) * trust[sample.info.key]
+            sample.info.key: score * trust[sample.info.key]
             for sample in samples
-            if not is_zero_variance(sample.group.rewards)
+            if (score := group_priority(sample.group.rewards, sample.group.advantages))
         }
         return self.client.update_priorities(self.table, priorities).applied if priorities else 0
 
@@ -184,7 +190,7 @@ class ZeroVarianceReplacer:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
                 # Other writers may have inserted groups that the replacer exists to remove.
-                if is_zero_variance(sample.group.rewards):
+                if not carries_gradient(sample.group, self.scale):
                     counts["groups_uninformative"] += 1
                 elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:
                     counts["groups_too_stale"] += 1

@@ -1,6 +1,6 @@
 """Group sources: how the groups of a step come from fresh batches and the pool.
 
-A group without variance has one reward for all completions, so it gives no gradient. KeepingSource, ReplacingSource and
+A group without variance is one that carries no gradient (`carries_gradient`). KeepingSource, ReplacingSource and
 DynamicSource are the three ways to treat such groups; SharingSource adds groups of the pool to any of them.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from replay_client import Sample
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import Scale, carries_gradient
 from replay_trainer.ranks import Ranks
 from replay_trainer.replacement import Replacement, ZeroVarianceReplacer, new_counts
 
@@ -31,12 +31,14 @@ class KeepingSource:
 
     left: Sequence[Sample] = ()
 
-    def __init__(self, batches: Iterator[list[Sample]]) -> None:
+    def __init__(self, batches: Iterator[list[Sample]], scale: Scale | None = None) -> None:
+        """`scale`: how the trainer computes advantages anew, as in `carries_gradient`."""
         self._batches = batches
+        self._scale = scale
 
     def next(self, step: int) -> Replacement:
         """The next fresh batch."""
-        return _unchanged(next(self._batches))
+        return _unchanged(next(self._batches), self._scale)
 
 
 class ReplacingSource:
@@ -59,7 +61,7 @@ class ReplacingSource:
         """The next fresh batch, with its groups without variance replaced."""
         fresh = next(self._batches)
         if step <= self._start:
-            return _unchanged(fresh)
+            return _unchanged(fresh, self._replacer.scale)
         return self._replacer.replace(fresh, scope=_scope(self._run, step), exclude=_keys(fresh, self._ranks))
 
 
@@ -69,9 +71,15 @@ class DynamicSource:
     It takes more fresh groups a step than it trains on: see GRPOConfig.check_admission for what the server must admit.
     """
 
-    def __init__(self, batches: Iterator[list[Sample]], size: int, max_batches: int) -> None:
-        """`size` groups a step, from at most `max_batches` fresh batches; after that the step has fewer groups."""
+    def __init__(
+        self, batches: Iterator[list[Sample]], size: int, max_batches: int, scale: Scale | None = None
+    ) -> None:
+        """`size` groups a step, from at most `max_batches` fresh batches; after that the step has fewer groups.
+
+        `scale`: how the trainer computes advantages anew, as in `carries_gradient`.
+        """
         self._batches = batches
+        self._scale = scale
         self._size = size
         self._max_batches = max_batches
         self.left: list[Sample] = []
@@ -83,10 +91,10 @@ class DynamicSource:
             if len(chosen) >= self._size:
                 break
             fresh += (batch := next(self._batches))
-            chosen = chosen + [sample for sample in batch if not is_zero_variance(sample.group.rewards)]
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._scale)]
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[: self._size], chosen[self._size :]
-        count = sum(is_zero_variance(sample.group.rewards) for sample in fresh)
+        count = sum(not carries_gradient(sample.group, self._scale) for sample in fresh)
         missing = self._size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
@@ -119,8 +127,8 @@ class SharingSource:
         return self._replacer.add(taken, self._count, scope=_scope(self._run, step), exclude=keys)
 
 
-def _unchanged(samples: list[Sample]) -> Replacement:
-    count = sum(is_zero_variance(sample.group.rewards) for sample in samples)
+def _unchanged(samples: list[Sample], scale: Scale | None) -> Replacement:
+    count = sum(not carries_gradient(sample.group, scale) for sample in samples)
     return Replacement(list(samples), [], list(samples), new_counts(zero_variance=count, missing=count))
 
 

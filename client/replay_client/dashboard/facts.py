@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from replay_client.dashboard.tokens import TokenText
 from replay_client.rollout import MAGIC, RolloutGroup
+from replay_client.scoring import carries_gradient
 
 COLUMNS = (
     *("reward_mean", "reward_std", "reward_max", "completions", "length_mean", "logprob_mean"),
@@ -53,12 +54,12 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
     rewards, logprobs = group.rewards.astype(np.float64), group.rollout_logprobs
     known = logprobs[~np.isnan(logprobs)]
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
-    answers = {ids.tobytes() for ids in group.completions()}
+    answers = {group.completion_ids[span].tobytes() for span in group.sampled_spans()}
     notes = {
-        "no variance": len(rewards) > 1 and float(np.ptp(rewards)) <= 1e-6,
+        "no variance": bool(np.isfinite(rewards).all()) and not carries_gradient(group),
         "all cut off": bool(reasons) and set(reasons) == {"length"},
         "identical answers": len(rewards) > 1 and len(answers) == 1,
-        "no log-probs": known.size == 0 and logprobs.size > 0,
+        "no log-probs": known.size == 0 and bool(group.sampled_lengths.any()),
         "bad log-probs": known.size > 0 and not -1e4 < float(known.min()) <= float(known.max()) < 1e-3,
     }
     prompt = text.text(group.prompt_ids[:4096].tolist())
@@ -72,7 +73,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
             "reward_std": float(rewards.std()),
             "reward_max": float(rewards.max()),
             "completions": float(rewards.size),
-            "length_mean": float(group.completion_lengths.mean()),
+            "length_mean": float(group.sampled_lengths.mean()),
             "logprob_mean": float(known.mean(dtype=np.float64)) if known.size else np.nan,
             "truncated_share": reasons.count("length") / len(reasons) if reasons else np.nan,
             "solved_share": float((rewards > solved_above).mean()),

@@ -53,7 +53,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
                 {"name": name, "dtype": str(array.dtype), "shape": array.shape, "head": array.reshape(-1)[:8].real}
                 for name, array in group.extras.items()
             ],
-            "masked": group.loss_mask is not None,
+            "masked": _masked(group),
             "per_token": per_token(group),
             "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
             "completions": [
@@ -65,13 +65,14 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
 
 
 def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:
-    """The numbers of one completion: reward, advantage, lengths, and its mean log-probability in nats."""
-    span = _spans(group)[row]
+    """The numbers of one completion without its context: reward, advantage, lengths, mean log-probability in nats."""
+    span = group.sampled_spans()[row]
     logprobs = group.rollout_logprobs[span]
     known = logprobs[~np.isnan(logprobs)]
     return {
         "index": row,
         "tokens": logprobs.size,
+        "context_tokens": group.prompt_lengths[row] - group.prompt_ids.size,
         "reward": group.rewards[row],
         "advantage": group.advantages[row],
         "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
@@ -84,7 +85,7 @@ def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:
 def window(
     group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens `start` to `stop` of a completion, or of the prompt (row -1): ids, text, and the arrays of these tokens.
+    """Tokens `start` to `stop` of a completion with its context, or of the prompt (row -1): ids, text, their arrays.
 
     Raises ValueError for a row that the group does not have.
     """
@@ -97,8 +98,8 @@ def window(
         span = _spans(group)[row]
         ids = group.completion_ids[span].tolist()
         arrays["logprob"] = group.rollout_logprobs[span]
-        if group.loss_mask is not None:
-            arrays["mask"] = group.loss_mask[span]
+        if _masked(group):
+            arrays["mask"] = group.trained_mask[span]
         arrays |= {name: group.extras[name][span] for name in per_token(group)}
     start = max(0, start)
     stop = min(stop, len(ids), len(ids) if whole else start + MOST_TOKENS)
@@ -116,6 +117,11 @@ def per_token(group: RolloutGroup) -> list[str]:
     return [name for name, array in group.extras.items() if array.shape == shape and array.dtype.kind in "iufb"]
 
 
+def _masked(group: RolloutGroup) -> bool:
+    """Whether there may be tokens that no trainer trains on."""
+    return group.loss_mask is not None or group.context_lengths is not None
+
+
 def _spans(group: RolloutGroup) -> list[slice]:
-    """For each completion, its slice of completion_ids."""
+    """For each completion, its slice of completion_ids, its context included."""
     return list(itertools.starmap(slice, itertools.pairwise([0, *np.cumsum(group.completion_lengths).tolist()])))

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from replay_client.diagnosis import LONG_WAIT, Finding, Level
+from replay_client.diagnosis import Finding, Level, is_long
 from replay_client.records import ServerInfo
+from replay_client.units import counted
 
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
@@ -27,23 +28,21 @@ RULES: tuple[tuple[str, float, float, str], ...] = (
 def verdict(
     info: ServerInfo | None,
     findings: Sequence[Finding],
-    idle: Mapping[str, Mapping[str, float]],
     against: Sequence[str],
 ) -> dict[str, str]:
-    """Whether the run is healthy and, if not, what blocks it: level, headline, detail, remedy.
+    """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
 
-    `info`: None when the server does not answer. `idle`: for each table the seconds since its last insert and its last
-    sample. `against`: the warning signs that `signals` found.
+    `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
     bad.sort(key=lambda finding: finding.level is not Level.FAILURE)
     if info is None:
         return _said("failure", "The server does not answer", bad[0])
-    # A wait that blocks the run comes before any other finding.
-    for headline, reason in _blocked(info, idle):
+    # Who is gone comes first: whatever waits, waits for them. Then a wait that blocks the run.
+    for headline, reason in (*_gone(info), *_blocked(info)):
         for finding in bad:
             if reason in finding.message:
-                return _said("blocked", headline, finding)
+                return _said("failure" if info.silences else "blocked", headline, finding)
     if bad and bad[0].level is Level.FAILURE:
         return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
     if against:
@@ -53,25 +52,35 @@ def verdict(
             "failure" if collapsing else "warning", headline, Finding("policy", Level.WARNING, "; ".join(against))
         )
     if bad:
-        count, remark = f"{len(bad)} thing{'s' * (len(bad) > 1)}", f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
+        count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
         return _said(
             "warning", f"Running, with {count} to look at", Finding("", bad[0].level, bottleneck(info), remark)
         )
-    return _said("ok", "Healthy", Finding("", Level.OK, bottleneck(info)))
+    idle = all(min(each.inserted.age, each.sampled.age) > max(60.0, info.long_wait) for each in info.tables.values())
+    return _said("ok", "Idle" if idle else "Healthy", Finding("", Level.OK, bottleneck(info)))
 
 
-def _blocked(info: ServerInfo, idle: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+def _gone(info: ServerInfo) -> Iterator[tuple[str, str]]:
+    """A headline for the sides that are gone, with the reason of the first."""
+    sides = dict.fromkeys(silence.side for silence in info.silences)
+    if len(sides) > 1:
+        yield "Trainer and generators are gone", info.silences[0].reason
+    elif sides:
+        yield "The trainer is gone" if "trainer" in sides else "The generators are gone", info.silences[0].reason
+
+
+def _blocked(info: ServerInfo) -> Iterator[tuple[str, str]]:
     """A headline for each wait that has become long, with the reason of the wait."""
     for name, table in info.tables.items():
         for verb, wait, other, who in (
-            ("Inserts into", table.inserting, "sample", "nobody samples it"),
-            ("Samples of", table.sampling, "insert", "nobody inserts into it"),
+            ("Inserts into", table.inserting, table.sampled, "nobody samples it"),
+            ("Samples of", table.sampling, table.inserted, "nobody inserts into it"),
         ):
-            if wait.count and wait.seconds >= LONG_WAIT:
-                cause = f": {who}" if idle[name][other] >= LONG_WAIT else ""
+            if is_long(wait, info):
+                cause = f": {who}" if other.age >= info.long_wait else ""
                 yield f"{verb} {name} are blocked{cause}", wait.reason
-    if info.admission is not None and (wait := info.admission.acquiring).count and wait.seconds >= LONG_WAIT:
-        cause = ": no policy version was published" if info.policy.age >= LONG_WAIT else ""
+    if info.admission is not None and is_long(wait := info.admission.acquiring, info):
+        cause = ": no policy version was published" if info.policy.age >= info.long_wait else ""
         yield f"Generators are blocked{cause}", wait.reason
 
 
@@ -121,4 +130,7 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
 
 
 def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:
-    return {"level": level, "headline": headline, "detail": finding.message, "remedy": finding.remedy}
+    # What stands before the colon is short enough for the top of every view.
+    short = f"{finding.check} fails" if headline.startswith(f"{finding.check}: ") else headline.partition(":")[0]
+    said = {"level": level, "headline": headline, "short": short}
+    return said | {"detail": finding.message, "remedy": finding.remedy}

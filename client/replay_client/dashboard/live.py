@@ -53,7 +53,6 @@ class Live:
         self._problem = ""
         self._problem_since = 0.0
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._moved: dict[tuple[str, str], tuple[int, float]] = {}
         self._looks = 0
         self._frame = b""
         self._seen = asyncio.Condition()
@@ -125,9 +124,6 @@ class Live:
             if before is not None and table.inserts >= before.inserts and table.samples >= before.samples:
                 rates = [(table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds]
             point["tables"][name] = [*rates, table.size]
-            for verb, count in (("insert", table.inserts), ("sample", table.samples)):
-                if self._moved.get((name, verb), (-1, 0.0))[0] != count:
-                    self._moved[name, verb] = count, now
         self._history.append(point)
 
     def _document(self) -> dict[str, Any]:
@@ -140,17 +136,16 @@ class Live:
             "point": self._history[-1],
             "server": None,
         } | self._more()
-        idle: dict[str, dict[str, float]] = {}
         findings: list[Finding] = []
         if info is not None:
-            idle = {name: {v: now - self._moved[name, v][1] for v in ("insert", "sample")} for name in info.tables}
             findings = list(diagnose(info, version("replay-server"), now))
             tables = [plain(table) | {"config": json.loads(table.config)} for table in info.tables.values()]
             facts = {name: value for name, value in vars(info).items() if isinstance(value, str | int | float)}
             document |= {"server": facts, "policy": vars(info.policy), "admission": info.admission, "tables": tables}
+            document |= {"clients": plain(info.clients), "silences": plain(info.silences)}
             document["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         answering = None if self._problem else info
-        verdict_ = verdict(answering, findings, idle, document["signals"])
-        return document | {"idle": idle, "findings": [vars(each) for each in findings], "verdict": verdict_}
+        verdict_ = verdict(answering, findings, document["signals"])
+        return document | {"findings": [vars(each) for each in findings], "verdict": verdict_}

@@ -64,11 +64,11 @@ class GeneratorConfig:
     when_full: Literal["wait", "drop"] = "wait"
     """What happens when a full table refuses a group (its own `when_full` is "reject"). wait: try again. drop: leave
     the group out. A busy server and failing storage are always waited for."""
-    reward_threads: int = 1
-    """Groups whose reward functions run at the same time, if the functions are not async. Above 1 they must be
-    thread-safe."""
+    reward_threads: int | None = None
+    """Groups that reward functions score at the same time, if the functions are not async. None: 1, and 8 for functions
+    with the decorator `thread_safe`. Above 1 all functions must be thread-safe."""
     reward_timeout: float | None = 300.0
-    """Longest time for one reward function and one group. Then the function has failed."""
+    """Longest time for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: Path | None = None
@@ -79,6 +79,9 @@ class GeneratorConfig:
     """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
     permit_timeout: float = 30.0
     """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
+    stale_timeout: float | None = 600.0
+    """The server may refuse all groups of the engine's weights as too old. The generator waits this long for newer
+    weights, and then the run ends. None: for ever."""
     stop_grace: float = 2.0
     """How long groups that are being generated may go on after `stop`."""
 
@@ -91,8 +94,9 @@ class GeneratorConfig:
         for name in ("probe_tolerance", "metrics_interval", "insert_timeout", "permit_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.reward_timeout is not None and not self.reward_timeout > 0:
-            raise ValueError(f"reward_timeout must be above 0, or None for no limit, not {self.reward_timeout}")
+        for name in ("reward_timeout", "stale_timeout"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, or None for no limit, not {getattr(self, name)}")
         load_priority(self.priority)
         for name, valid in _CHOICES.items():
             if getattr(self, name) not in valid:

@@ -30,8 +30,11 @@ from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
 from replay_client.generator.server import GeneratorServer
+from replay_client.generator.stale import StaleGroups
+from replay_client.heartbeat import beat
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
+from replay_protos import event_loop
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
@@ -81,6 +84,7 @@ class RolloutGenerator:
         self._maker = GroupMaker(engine, self._policy, reward, self.config, keep)
         self._metrics = GeneratorMetrics(self.config.solved_reward)
         self._server = GeneratorServer(client, self.config, self._metrics.stats)
+        self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: set[asyncio.Task[None]] = set()
@@ -98,8 +102,8 @@ class RolloutGenerator:
     async def run(self) -> None:
         """Generate until the prompts run out, `stop` is called or something fails; then close the engine.
 
-        Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, ServerUnavailableError,
-        and any error of the engine.
+        Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, StaleWeightsError,
+        ServerUnavailableError, and any error of the engine.
         """
         try:
             with MetricsFile(self.config.metrics_path) if self.config.metrics_path else nullcontext() as file:
@@ -130,6 +134,8 @@ class RolloutGenerator:
             if file is not None:
                 self._see_policy()
                 file.write(self._metrics.line())
+        if self._failure is None:
+            await self._server.leave()
 
     def stop(self) -> None:
         """Start no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""
@@ -175,6 +181,9 @@ class RolloutGenerator:
         stats["reloads"] = policy.reloads
         stats["probe_max_difference"] = policy.difference
         stats["groups_under_way"] = len(self._groups)
+        # Only the engine that has servers counts them.
+        stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
+        stats["servers_away"] = getattr(self._engine, "servers_away", 0)
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room for it and a permit."""
@@ -196,6 +205,7 @@ class RolloutGenerator:
                 self._skip(error)
                 continue
             await self._slots.acquire()
+            await self._stale.hold()
             times = GroupTimes(permit=-time.monotonic())
             lease = await self._server.acquire() if admission else None
             times.permit += time.monotonic()
@@ -229,9 +239,13 @@ class RolloutGenerator:
                 self._skip(error)
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
+                if error.counts_as == "stale_refused":
+                    self._stale.refused(group.policy_version, error.__cause__)
         else:
+            self._stale.inserted()
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
+        beat()
         if self._on_group is not None:
             self._on_group(self.stats)
 
@@ -285,4 +299,4 @@ def run_generator(
             await generator.run()
             return generator.stats
 
-    return asyncio.run(main())
+    return event_loop.run(main())

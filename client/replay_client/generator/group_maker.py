@@ -14,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.completions import group_from_completions
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.metrics import GroupTimes
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Message, Prompt, PromptError
 from replay_client.generator.rewards import RewardError, Rewards, Scorer
-from replay_client.rollout import RolloutGroup, group_from_completions
+from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import carries_gradient
 
 _RECENT_GROUPS = 64  # rates and means of GeneratorStats cover this many groups
 
@@ -46,6 +46,8 @@ class GeneratorStats(TypedDict):
     """Groups that the caller's `keep` rejected."""
     stale_refused: int
     """Groups that were too old when they arrived."""
+    stale_seconds: float
+    """For which generation was held, because all groups would have been too old."""
     full_refused: int
     """Inserts that a table with `when_full = "reject"` had no room for."""
     server_refused: int
@@ -56,11 +58,15 @@ class GeneratorStats(TypedDict):
     """How often no permit came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
+    servers_lost: int
+    """How often a vLLM server went away; 0 with other engines than vllm-server."""
+    servers_away: int
+    """vLLM servers that are away now."""
 
 
 def _no_stats() -> GeneratorStats:
     stats: Any = dict.fromkeys(GeneratorStats.__annotations__, 0)
-    stats.update(tokens_per_second=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
+    stats.update(tokens_per_second=0.0, stale_seconds=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
     result: GeneratorStats = stats
     return result
 
@@ -80,6 +86,7 @@ class _Inserted:
     """An inserted group, until the next line."""
 
     rewards_G: npt.NDArray[np.float32]
+    carries_gradient: bool
     lengths_G: npt.NDArray[np.int32]
     finish_reasons: tuple[str, ...]
     by_function: Mapping[str, npt.NDArray[np.float32]]
@@ -125,6 +132,7 @@ class GeneratorMetrics:
         self._groups.append(
             _Inserted(
                 group.rewards,
+                carries_gradient(group),
                 group.completion_lengths,
                 group.finish_reasons or (),
                 by_function,
@@ -161,7 +169,7 @@ class GeneratorMetrics:
                 f"reward/{name}": _mean(np.concatenate([group.by_function[name] for group in groups])) for name in names
             },
             "solve_rate": _mean(rewards >= self.solved_reward),
-            "zero_variance_share": _mean([is_zero_variance(group.rewards_G) for group in groups]),
+            "zero_variance_share": _mean([not group.carries_gradient for group in groups]),
             "completion_tokens_mean": _mean(lengths),
             "completion_tokens_max": int(lengths.max()) if groups else None,
             "truncated_share": _mean([reason == "length" for reason in reasons]),

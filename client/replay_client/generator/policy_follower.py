@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
 from replay_client.generator.probe import Probe
 from replay_client.generator.wait_log import LOG_SECONDS, WaitLog
+from replay_client.generator.weights import WeightsDamagedError, WeightsNotAllowedError, check_inside, check_whole
+from replay_client.heartbeat import beat
 from replay_client.records import Policy
 
 if TYPE_CHECKING:
@@ -32,10 +33,6 @@ ReloadMode = Literal["between_groups", "at_once"]
 
 class WeightsNotFoundError(ReplayError):
     """This machine cannot read the newest weights that the trainer published."""
-
-
-class WeightsNotAllowedError(ReplayError):
-    """The newest weights are outside of the folder from which this generator may load."""
 
 
 class WeightsMismatchError(ReplayError):
@@ -67,10 +64,12 @@ class PolicyFollower:
         self._condition = asyncio.Condition()
         self._generating = 0
         self._reloading = False
+        self._following = False
         self._loaded: Policy | None = None
         self._warned = False
         self.newest_version = 0
         """Of the trainer, as far as this process knows."""
+        self._without_weights = False  # the newest policy
         self.version = 0
         """Of the weights in the engine."""
         self.reloads = 0
@@ -100,12 +99,28 @@ class PolicyFollower:
         seconds, self._reload_seconds = self._reload_seconds, []
         return seconds
 
+    async def wait_for_other_weights(self, seconds: float) -> None:
+        """Returns when the engine has other weights than now, or after `seconds`."""
+        version = self.version
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._condition:
+                await self._condition.wait_for(lambda: self.version != version)
+
+    def why_old(self) -> str:
+        """Why the engine has no newer weights, in words."""
+        if not self._following:
+            return f"the engine has version {self.version}, and does not follow the policy (follow_policy)"
+        if self.version >= self.newest_version:
+            return f"the engine has version {self.version}, the newest that this generator knows"
+        why = "which was published without weights" if self._without_weights else "whose weights are not loaded yet"
+        return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
+
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
         policy = await self._client.policy()
         if not policy.weights and wait:
             policy = await self._first_published()
-        self.newest_version = policy.version
+        self._see(policy)
         if policy.weights:
             await self._load(policy)
 
@@ -125,10 +140,14 @@ class PolicyFollower:
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""
+        self._following = True
         async for policy in self._watch():
-            self.newest_version = policy.version
+            self._see(policy)
             if policy.weights and not self._is_loaded(policy):
                 await self._reload(policy)
+
+    def _see(self, policy: Policy) -> None:
+        self.newest_version, self._without_weights = policy.version, not policy.weights
 
     async def _watch(self) -> AsyncGenerator[Policy]:
         """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
@@ -160,9 +179,8 @@ class PolicyFollower:
         """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
         while True:
-            self._check_allowed(policy)
             try:
-                probe = Probe.read(policy.weights)
+                probe = await self._read_probe(policy)
                 await self._engine.load_weights(policy.weights, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
@@ -175,27 +193,31 @@ class PolicyFollower:
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy = newest
+        beat()
         self._loaded = policy
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self.reloads += 1
         self._reload_seconds.append(time.monotonic() - started)
 
-    def _check_allowed(self, policy: Policy) -> None:
-        root = self._weights_root
-        if root is not None and not Path(policy.weights).resolve().is_relative_to(Path(root).resolve()):
-            raise WeightsNotAllowedError(
-                f"policy {policy.version}: its weights are in {policy.weights!r}, and this generator loads only from "
-                f"weights_root {os.fspath(root)!r}. If they are the trainer's, start the generator with their "
-                "folder as --weights-root; if not, find out which client set the policy version"
-            )
+    async def _read_probe(self, policy: Policy) -> Probe | None:
+        """The trainer's probe. Raises an error for weights that are not allowed, or, without a probe, are damaged."""
+        try:
+            if self._weights_root is not None:
+                check_inside(policy.weights, self._weights_root)
+            if (probe := Probe.read(policy.weights)) is None:
+                # In a thread: it reads all files, as the engine does right after it.
+                await asyncio.to_thread(check_whole, policy.weights, self._engine.model)
+        except (WeightsNotAllowedError, WeightsDamagedError) as error:
+            raise type(error)(f"policy {policy.version}: {error}") from None
+        return probe
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:
             if not self._warned:
                 logger.warning(
-                    "%s has no probe.json, so the generator cannot check that the engine uses these weights; this "
-                    "is the only warning",
+                    "%s has no probe.json, so the generator checks the files, but cannot check that the engine uses "
+                    "these weights; this is the only warning",
                     policy.weights,
                 )
             self._warned = True

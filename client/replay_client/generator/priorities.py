@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from replay_client.generator.functions import load_function
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import FloatArray, group_learnability, group_priority
+from replay_client.scoring import carries_gradient, group_learnability, group_priority, trained_advantages
 
 Priority = Callable[[RolloutGroup], float]
 """Finite and not negative. Tables do not forward an item of priority 0 to the pool."""
@@ -17,12 +15,12 @@ Priority = Callable[[RolloutGroup], float]
 
 def advantage(group: RolloutGroup) -> float:
     """`scoring.group_priority` of the completions that are trained on; the others have no gradient."""
-    return group_priority(group.rewards, _trained_advantages(group))
+    return group_priority(group.rewards, trained_advantages(group)) if carries_gradient(group) else 0.0
 
 
 def learnability(group: RolloutGroup) -> float:
-    """`scoring.group_learnability`; 0 if no completion that is trained on has an advantage."""
-    return group_learnability(group.rewards) if _trained_advantages(group).any() else 0.0
+    """`scoring.group_learnability`; 0 for a group that carries no gradient."""
+    return group_learnability(group.rewards) if carries_gradient(group) else 0.0
 
 
 BUILT_IN = {"advantage": advantage, "learnability": learnability}
@@ -50,15 +48,3 @@ def load_priority(name: str | Priority) -> Priority:
         return number
 
     return checked
-
-
-def _trained_advantages(group: RolloutGroup) -> FloatArray:
-    """Advantages (G,), 0 for completions that the loss mask excludes."""
-    if group.loss_mask is None:
-        return group.advantages
-    ends_G = np.cumsum(group.completion_lengths)
-    trained_G = [
-        bool(group.loss_mask[end - length : end].any())
-        for end, length in zip(ends_G, group.completion_lengths, strict=True)
-    ]
-    return np.where(trained_G, group.advantages, 0.0).astype(np.float32)

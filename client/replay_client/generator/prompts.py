@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import json
@@ -107,17 +108,42 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r}")
 
 
+_OTHER_FILES = (
+    (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
+    (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
+    (b"PAR1", "a Parquet file", "give the folder of a data set, or write it as JSON lines"),
+    (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+)
+"""How files begin that people give by mistake, and what to do with them."""
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {error.start + 1}, {line[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
+            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
+        ) from error
+
+
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
-    """All prompts of a file with one JSON object a line. Empty lines do not count.
+    """All prompts of a file in UTF-8 with one JSON object a line. Empty lines do not count, nor does a byte order mark.
 
     Raises ValueError that names file and line, for a line without a prompt and for a file without prompts.
     """
+    content = Path(path).read_bytes()
+    for start, kind, remedy in _OTHER_FILES:
+        if content.startswith(start):
+            raise ValueError(f"{path}, line 1: this is {kind}, and prompts are lines of JSON in UTF-8: {remedy}")
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(_decoded(line))
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__} where an object with a {prompt_field!r} belongs")
             prompts.append(Prompt.of(row, prompt_field))
@@ -160,8 +186,15 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Draws the order and reads the rows one by one, so a large data set starts at once.
+    Draws the order and reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no
+    rows.
     """
+    if not len(rows):
+        raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
+    return _cycle(rows, seed, epochs, prompt_field)
+
+
+def _cycle(rows: PromptRows, seed: int, epochs: int | None, prompt_field: str) -> Iterator[Prompt]:
     for epoch in range(epochs) if epochs is not None else itertools.count():
         draw = random.Random(f"{seed}/{epoch}")
         moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored

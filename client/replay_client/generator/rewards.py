@@ -7,7 +7,9 @@ import inspect
 import math
 import numbers
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +27,9 @@ GroupRewardFunction = Callable[[Mapping[str, Any], list[str]], Sequence[float] |
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SCORES_GROUPS = "scores_groups"
+_THREAD_SAFE = "thread_safe"
+_SAFE_THREADS = 8
+"""Groups that functions with the decorator `thread_safe` score at the same time, unless the caller gives a number."""
 
 
 class RewardError(ReplayError):
@@ -34,6 +39,12 @@ class RewardError(ReplayError):
 def group_reward(function: Function) -> Function:
     """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
     setattr(function, _SCORES_GROUPS, True)
+    return function
+
+
+def thread_safe(function: Function) -> Function:
+    """Decorator for a function that may score several groups at the same time, in a thread each."""
+    setattr(function, _THREAD_SAFE, True)
     return function
 
 
@@ -62,9 +73,10 @@ Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunctio
 class Scorer:
     """Calls reward functions without blocking the event loop."""
 
-    def __init__(self, rewards: Rewards, *, threads: int = 1, timeout: float | None = None) -> None:
-        """`threads`: groups that functions without async may score at the same time. `timeout`: seconds for one
-        function and one group. Raises ValueError for an empty list, and for two functions with one name."""
+    def __init__(self, rewards: Rewards, *, threads: int | None = None, timeout: float | None = None) -> None:
+        """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
+        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. Raises ValueError for an
+        empty list, and for two functions with one name."""
         listed = rewards if isinstance(rewards, Sequence) else [rewards]
         self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
         names = [reward.name for reward in self.rewards]
@@ -73,7 +85,8 @@ class Scorer:
         if len(set(names)) < len(names):
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
-        self._threads = asyncio.Semaphore(threads)
+        self._threads = asyncio.Semaphore(threads or 1)
+        self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
 
     async def score(
         self, row: Mapping[str, Any], texts: Sequence[str]
@@ -84,15 +97,17 @@ class Scorer:
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
     async def _call(self, reward: Reward, row: Mapping[str, Any], texts: list[str]) -> npt.NDArray[np.float64]:
-        try:
-            async with asyncio.timeout(self._timeout) as limit:
-                results = await self._results(reward.function, row, texts)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise _failed(reward, f"raised TimeoutError: {error}") from error
-            raise _failed(reward, f"took longer than {self._timeout:g} s for {len(texts)} completions") from error
-        except Exception as error:
-            raise _failed(reward, f"raised {type(error).__name__}: {error}") from error
+        # The clock starts with the call: a function does not answer for the groups that wait for its thread.
+        async with self._thread(reward.function):
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
+                    results = await _results(reward.function, row, texts)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise _failed(reward, f"raised TimeoutError: {error}", error) from error
+                raise _failed(reward, f"took longer than {self._timeout:g} s for {len(texts)} completions") from error
+            except Exception as error:
+                raise _failed(reward, f"raised {type(error).__name__}: {error}", error) from error
         if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
             raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
         values = list(results)
@@ -110,20 +125,27 @@ class Scorer:
             raise _failed(reward, f"returned {rewards.tolist()}: rewards must be finite")
         return rewards
 
-    async def _results(self, function: Callable[..., Any], row: Mapping[str, Any], texts: list[str]) -> Any:
-        whole = getattr(function, _SCORES_GROUPS, False)
+    def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
+        """Surrounds a call. One that needs a thread waits for it."""
+        if _is_async(function):
+            return nullcontext()
+        return self._safe_threads if getattr(function, _THREAD_SAFE, False) else self._threads
 
-        def call() -> Any:
-            return function(row, texts) if whole else [function(row, text) for text in texts]
 
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-            results = call()
-        else:
-            async with self._threads:
-                results = await in_daemon_thread(call)
-        if whole:
-            return await results if inspect.isawaitable(results) else results
-        return await asyncio.gather(*map(_resolved, results))
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def _results(function: Callable[..., Any], row: Mapping[str, Any], texts: list[str]) -> Any:
+    whole = getattr(function, _SCORES_GROUPS, False)
+
+    def call() -> Any:
+        return function(row, texts) if whole else [function(row, text) for text in texts]
+
+    results = call() if _is_async(function) else await in_daemon_thread(call)
+    if whole:
+        return await results if inspect.isawaitable(results) else results
+    return await asyncio.gather(*map(_resolved, results))
 
 
 async def in_daemon_thread(work: Callable[[], Any]) -> Any:
@@ -173,5 +195,20 @@ async def _resolved(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _failed(reward: Reward, how: str) -> RewardError:
-    return RewardError(f"reward function {reward.name!r} {how}")
+def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
+    return RewardError(f"reward function {reward.name!r} {how}{_where(reward.function, error)}")
+
+
+def _where(function: Callable[..., Any], error: Exception | None) -> str:
+    """The line of the function's file in which an error came up; without one the line where the function begins."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    # Called from here, and perhaps in a library by the end: the caller's own line is the one to look at.
+    start = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=-1) + 1
+    own = [frame for frame in frames[start:] if frame.filename == frames[start].filename]
+    if own:
+        return f" ({own[-1].filename}, line {own[-1].lineno})"
+    plain: Any = inspect.unwrap(function)
+    if not hasattr(plain, "__code__"):
+        plain = type(plain).__call__  # an object that can be called
+    code = getattr(plain, "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RELEASE_SECONDS = 2.0  # to give permits back at the end; the server takes the others back after their time to live
+_RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
 _SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
@@ -88,6 +88,10 @@ class GeneratorServer:
     async def release_all(self) -> None:
         """Gives back every permit that was neither used nor given back."""
         await asyncio.gather(*map(self.release, [*self._leases]))
+
+    async def leave(self) -> None:
+        """Says that this generator ends on purpose, if the server can be reached soon."""
+        await self._client.leave(timeout=_RELEASE_SECONDS)
 
     async def insert(self, group: RolloutGroup, lease: PermitLease | None) -> None:
         """Returns when the group is in its tables and its permit is used up.

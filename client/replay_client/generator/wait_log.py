@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from replay_client.heartbeat import beat
+
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 30.0
@@ -16,13 +18,16 @@ _SHORT_WAIT = 1.0
 class WaitLog:
     """One log for all waits of a kind, however many are under way at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: str = "the generator goes on") -> None:
+        """`end`: what the line about the end of a wait says."""
+        self._end = end
         self._since: float | None = None
         self._next_line = 0.0
         self._logged = False
 
     def wait(self, reason: str) -> None:
         """An attempt has failed and will be made again."""
+        beat()
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -35,5 +40,5 @@ class WaitLog:
     def go_on(self) -> None:
         """An attempt has succeeded."""
         if self._logged and self._since is not None and (waited := time.monotonic() - self._since) > _SHORT_WAIT:
-            logger.warning("the generator goes on after %.0f s", waited)
+            logger.warning("%s after %.0f s", self._end, waited)
         self._since, self._logged = None, False

@@ -67,20 +67,19 @@ class ShardedClient(AsyncReplayClient):
         tls: TLS | bool = False,
         allow_insecure_token: bool = False,
         shared_memory: bool = True,
+        name: str | None = None,
     ) -> None:
         """As AsyncReplayClient. Raises ValueError for an address that comes twice, or for none."""
         check_timeout(timeout)
-
-        def make_client(one: str) -> AsyncReplayClient:
-            return AsyncReplayClient(
-                one,
-                timeout,
-                token=token,
-                tls=tls,
-                allow_insecure_token=allow_insecure_token,
-                shared_memory=shared_memory,
-            )
-
+        make_client = partial(
+            AsyncReplayClient,
+            timeout=timeout,
+            token=token,
+            tls=tls,
+            allow_insecure_token=allow_insecure_token,
+            shared_memory=shared_memory,
+            name=name,
+        )
         self._timeout = timeout
         self._names = RayNames.of(address) if isinstance(address, str) else None
         self._following: asyncio.Task[None] | None = None
@@ -373,6 +372,9 @@ class ShardedClient(AsyncReplayClient):
         return await self._permits.release(lease, count, self._deadline(timeout))
 
     # ------------------------------------------------------------------------------------------------ the client
+
+    async def leave(self, *, timeout: Timeout = 5.0) -> None:
+        await self._fleet.try_to_ask(lambda client: client.leave(timeout=timeout), self._fleet.up())
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """As AsyncReplayClient, on every shard, but not at one moment. Returns "SHARD/NAME" of each, with commas.

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import AdmissionInfo, ItemInfo, ItemPage, Policy, ServerInfo, TableInfo
+from replay_client.records import (
+    AdmissionInfo,
+    ClientInfo,
+    ItemInfo,
+    ItemPage,
+    Policy,
+    ServerInfo,
+    Silence,
+    TableInfo,
+)
 from replay_protos import replay_pb2 as pb
 
 
@@ -59,9 +68,38 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
         "commit_error": "; ".join(errors),
         "fell_back": "; ".join(fallen),
         "tables": {name: merge_tables(parts) for name, parts in tables.items()},
+        "long_wait": max(info.long_wait for info in every),
+        "silences": merge_silences(every),
+        "clients": merge_clients([client for info in every for client in info.clients]),
     }
     assert merged.keys() == {item.name for item in fields(ServerInfo)}
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
+
+
+def merge_silences(infos: Sequence[ServerInfo]) -> tuple[Silence, ...]:
+    """Those of which all shards say the same: a side is gone only if no shard hears of it. The shortest of them."""
+    parts: dict[tuple[str, str], list[Silence]] = {}
+    for info in infos:
+        for silence in info.silences:
+            parts.setdefault((silence.side, silence.table), []).append(silence)
+    return tuple(min(of_one, key=lambda part: part.age) for of_one in parts.values() if len(of_one) == len(infos))
+
+
+def merge_clients(parts: Sequence[ClientInfo]) -> tuple[ClientInfo, ...]:
+    """One client for each name, as the shard that heard of it last knows it."""
+    merged: dict[str, ClientInfo] = {}
+    for part in sorted(parts, key=lambda part: part.age):
+        if (client := merged.setdefault(part.name, part)) is part:
+            continue
+        roles = {*client.role.split(", "), *part.role.split(", ")}
+        merged[part.name] = ClientInfo(
+            name=client.name,
+            role=", ".join(sorted(roles)),
+            age=client.age,
+            open=client.open + part.open,
+            ended=client.ended,
+        )
+    return tuple(merged.values())
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:
@@ -76,14 +114,15 @@ def merge_admissions(parts: Sequence[AdmissionInfo]) -> AdmissionInfo | None:
     counts = ("groups_per_step", "accepted", "running", "capacity", "expired")
     merged = AdmissionInfo(**{name: sum(getattr(part, name) for part in parts) for name in counts})
     merged.max_staleness = max(part.max_staleness for part in parts)
+    merged.table = parts[0].table
     merged.acquiring.CopyFrom(_waiting([part.acquiring for part in parts]))
     return merged
 
 
 _SUMS = (
     *("size", "bytes", "reserved", "inserts", "samples", "consumed", "deleted", "evicted", "evicted_unsampled"),
-    *("stale", "stale_refused", "duplicates", "forwarded", "forward_refused", "inserts_per_second"),
-    "samples_per_second",
+    *("evicted_on_arrival", "stale", "stale_refused", "duplicates", "forwarded", "forward_refused"),
+    *("inserts_per_second", "samples_per_second"),
 )
 _MEANS = ("insert_blocked_share", "sample_blocked_share")
 _QUANTILES = ("age", "staleness", "priority", "effective_priority")
@@ -100,6 +139,10 @@ def merge_tables(parts: Sequence[TableInfo]) -> TableInfo:
     merged.sampling.CopyFrom(_waiting([part.sampling for part in parts]))
     for name in _QUANTILES:
         getattr(merged, name).CopyFrom(_quantiles([(part.size, getattr(part, name)) for part in parts if part.size]))
+    for name in ("inserted", "sampled"):
+        rhythms = [getattr(part, name) for part in parts]
+        getattr(merged, name).age = min(rhythm.age for rhythm in rhythms)
+        getattr(merged, name).usual = max(rhythm.usual for rhythm in rhythms)
     limiters = [part.limiter for part in parts]
     merged.limiter.CopyFrom(limiters[0])
     for name in ("min_size", "min_diff", "max_diff", "difference", "size"):

@@ -36,7 +36,8 @@ class RayNames:
             import ray
         except ImportError:
             raise ValueError(
-                f"{address} needs Ray: pip install 'replay-server[ray]', or name host:port of each shard"
+                f"{address} needs Ray: pip install '.[ray]' in a clone of the repository, or name host:port of each "
+                f"shard"
             ) from None
         if not ray.is_initialized():
             try:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient, ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient, group_from_rows
 from replay_client.dashboard import app as dashboard_app
 from replay_client.dashboard import live
 from replay_client.dashboard.app import Settings
@@ -259,6 +259,26 @@ def test_windows_of_tokens_together_are_the_completion(pool, tmp_path):
         assert answer_of(url, f"/api/groups/{key}/tokens?completion=7")[0] == 400
         whole = asked(url, f"/api/groups/{key}?whole=1")["group"]["completions"][0]["window"]
         assert (whole["ids"], whole["text"]) == (ids, text)
+
+
+def test_the_context_of_a_completion_is_masked_and_not_counted_as_written_by_the_policy(pool, url):
+    group = group_from_rows(
+        prompts=[[3, 4], [3, 4, 5, 6]],
+        completions=[[7, 8], [7, 8]],
+        logprobs=[[-1.0, np.nan], [-2.0, -2.0]],
+        rewards=[1, 0],
+        advantages=[1, -1],
+    )
+    found = asked(url, f"/api/groups/{pool.insert(group, {'pool': 1.0})}")["group"]
+    first, last = found["completions"]
+    names = ("tokens", "context_tokens", "unknown_logprobs", "masked_tokens")
+    assert [[each[name] for name in names] for each in (first, last)] == [[2, 0, 1, 0], [2, 2, 0, 0]]
+    assert found["masked"]
+    assert last["window"]["ids"] == [5, 6, 7, 8]
+    assert last["window"]["arrays"]["mask"] == [False, False, True, True]
+    until(lambda: asked(url, "/api/groups?table=pool")["read"] == 1)
+    (row,) = asked(url, "/api/groups?table=pool&flag=identical+answers")["rows"]
+    assert row["length_mean"] == 2
 
 
 def test_the_tokenizer_of_the_published_weights_is_found(pool, url, tmp_path):

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient, diagnosis
-from replay_client.dashboard import app, health
+from replay_client import ReplayClient
+from replay_client.dashboard import app
 from replay_client.dashboard.app import Settings
+from replay_client.generator.prompts import Prompt
 from replay_server import ReplayServer, TableConfig
+from replay_server.rpc import silences
 from tests.client.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.client.dashboard.load import HOSTILE, make_tokenizer
 from tests.factories import make_group, server_process
@@ -94,8 +96,8 @@ def test_several_servers_are_one_run_with_a_row_for_each(opened):
 
 
 def test_it_says_first_what_blocks_the_run_and_then_that_it_goes_on(opened, monkeypatch):
-    for module in (diagnosis, health):
-        monkeypatch.setattr(module, "LONG_WAIT", 1.0)
+    for name in ("LONG_WAIT", "FIRST_STEPS"):
+        monkeypatch.setattr(silences, name, 1.0)
     queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 2})
     with ReplayServer(tables=[queue], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
         writer = client.writer()
@@ -111,6 +113,75 @@ def test_it_says_first_what_blocks_the_run_and_then_that_it_goes_on(opened, monk
             client.sample("rollouts", 2)
             until(lambda: "blocked" not in tab.inner_text(".verdict h1"))
         writer.close()
+
+
+LONG_NAME = "rollouts-of-the-second-environment-with-long-answers"
+
+
+@pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_the_top_of_the_page_cuts_nothing_off(opened, monkeypatch, viewport):
+    for name in ("LONG_WAIT", "FIRST_STEPS"):
+        monkeypatch.setattr(silences, name, 1.0)
+    table = TableConfig(name=LONG_NAME, rate_limiter={"type": "queue", "max_size": 1})
+    with ReplayServer(tables=[table], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
+        writer = client.writer()
+        for _ in range(2):
+            writer.insert(make_group(), {LONG_NAME: 1.0})
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url, viewport=viewport).go("overview")
+            tab.wait_for_selector(f".pill >> text=Inserts into {LONG_NAME} are blocked")
+            cut = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.innerText)"
+            assert tab.eval_on_selector_all(".state, .pill, .pill span", cut) == []
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        writer.close()
+
+
+def test_a_trainer_that_is_gone_is_named(opened, monkeypatch):
+    monkeypatch.setattr(silences, "LONG_WAIT", 1.0)
+    with (
+        ReplayServer(tables=[TableConfig(name="pool")], port=0) as server,
+        ReplayClient(server.address, name="trainer-a") as client,
+        ReplayClient(server.address, name="gen-a") as generator,
+        serving(Settings({"address": server.address})) as url,
+    ):
+        generator.insert(make_group(), {"pool": 1.0})
+        for version in range(1, 6):
+            client.set_policy_version(version)
+        tab = opened(url).go("overview")
+        tab.wait_for_selector(".verdict h1 >> text=The trainer is gone")
+        assert "no new policy version since version 5" in tab.inner_text(".verdict")
+        assert "trainer-a (" in tab.inner_text(".verdict")
+        assert "trainer-a" in tab.inner_text(".node.trainer.gone")
+        assert "usual: " in tab.inner_text(".back")
+        rows = tab.eval_on_selector_all(
+            ".card.clients tbody tr", "rows => rows.map(row => [row.children[0].innerText, row.children[1].innerText])"
+        )
+        assert sorted(rows) == [["gen-a", "generator"], ["trainer-a", "trainer"]]
+        tab.evaluate(f"{AXE}; 0")
+        found = tab.evaluate("tags => axe.run(document, {runOnly: tags})", LEVEL_AA)
+        assert [each["id"] for each in found["violations"]] == []
+        client.leave()
+        tab.wait_for_selector(".card.clients tr:has-text('trainer-a') >> text=ended")
+        until(lambda: "gone" not in tab.inner_text(".verdict h1"))
+
+
+def test_the_text_of_a_prompt_comes_before_its_name_if_that_is_a_hash(opened, tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    prompt = "Ada has 3 apples and gets 4 more."
+    name = Prompt.of({"prompt": prompt}).prompt_id
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server, ReplayClient(server.address) as client:
+        client.insert(make_group(prompt=tokenizer.encode(prompt).ids, prompt_id=name), {"pool": 1.0})
+        client.insert(make_group(prompt=tokenizer.encode(prompt).ids, prompt_id="add-7"), {"pool": 1.0})
+        with serving(Settings({"address": server.address}, tmp_path)) as url:
+            tab = opened(url).go("groups/pool")
+            for view, cells in (
+                ("groups/pool", ".space .row .prompt"),
+                ("prompts", ".strip:not(.head) > :first-child"),
+            ):
+                tab.evaluate("view => location.hash = `#/${view}`", view)
+                until(lambda cells=cells: tab.locator(cells, has_text="Ada").count() == 2)
+                shown = sorted("".join(text.split()) for text in tab.locator(cells).all_inner_texts())
+                assert shown == ["".join(text.split()) for text in (f"{prompt} {name[:8]}…", f"add-7 {prompt}")]
 
 
 def test_groups_are_filtered_by_notes_bars_and_text_and_sorted_by_column(opened, page_url):
@@ -302,6 +373,8 @@ def test_a_server_that_goes_and_comes_back_is_followed(opened, tmp_path):
             server.kill()
             tab.wait_for_selector("#banner >> text=The server has not answered")
             assert "The server does not answer" in tab.inner_text(".verdict h1")
+            until(lambda: "no replay server answers" in tab.inner_text(".verdict"))
+            assert tab.inner_text("body").count("no replay server answers") == 1
             with server_process(tmp_path, address=address):
                 tab.wait_for_selector("#banner p", state="detached")
                 client.insert(make_group(), {"replay": 1.0})

@@ -128,44 +128,66 @@ def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
 def info_of(**fields) -> ServerInfo:
     table = TableInfo(name="rollouts", inserts_per_second=9.0, sample_blocked_share=0.4)
     given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(3, "", 1.0), "admission": None}
+    given |= {"long_wait": 20.0, "silences": (), "clients": ()}
     return ServerInfo(**given | {"tables": {"rollouts": table}} | fields)
 
 
-BUSY = {"rollouts": {"insert": 0.1, "sample": 0.1}}
 WARNING = Finding("memory", Level.WARNING, "nothing bounds the bytes", "set max_bytes")
 
 
 def test_one_sentence_says_how_the_run_is():
-    healthy = verdict(info_of(), [], BUSY, [])
+    healthy = verdict(info_of(), [], [])
     assert (healthy["level"], healthy["headline"]) == ("ok", "Healthy")
     assert healthy["detail"] == "The trainer waits for rollouts 40% of the time: generators set the pace."
-    warned = verdict(info_of(), [WARNING], BUSY, [])
+    warned = verdict(info_of(), [WARNING], [])
     assert (warned["headline"], warned["remedy"][:7]) == ("Running, with 1 thing to look at", "memory:")
-    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], BUSY, ["x: y"])
+    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], ["x: y"])
     assert (failed["level"], failed["headline"], failed["remedy"]) == ("failure", "disk: it is full", "make room")
-    collapsing = verdict(info_of(), [WARNING], BUSY, ["entropy fell: the policy is collapsing"])
+    collapsing = verdict(info_of(), [WARNING], ["entropy fell: the policy is collapsing"])
     assert (collapsing["level"], collapsing["headline"]) == ("failure", "The policy is collapsing")
-    gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], {}, [])
+    gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], [])
     assert (gone["headline"], gone["detail"]) == ("The server does not answer", "no answer")
 
 
 def test_a_wait_that_is_long_is_told_first_with_the_side_that_is_silent():
     table = TableInfo(name="rollouts", inserting=pb.Waiting(count=2, reason="it is full", seconds=60.0))
+    table.sampled.age = 70.0
     info = info_of(tables={"rollouts": table})
     found = [WARNING, Finding("rollouts", Level.WARNING, "2 wait: it is full", "start a trainer")]
-    silent = verdict(info, found, {"rollouts": {"insert": 60.0, "sample": 70.0}}, [])
+    silent = verdict(info, found, [])
     assert silent["headline"] == "Inserts into rollouts are blocked: nobody samples it"
     assert silent["remedy"] == "start a trainer"
-    slow = verdict(info, found, {"rollouts": {"insert": 60.0, "sample": 1.0}}, [])
+    table.sampled.age = 1.0
+    slow = verdict(info, found, [])
     assert slow["headline"] == "Inserts into rollouts are blocked"
     waits = pb.AdmissionInfo(acquiring=pb.Waiting(count=1, reason="too far ahead", seconds=60.0))
     permits = verdict(
         info_of(admission=waits, policy=Policy(3, "", 60.0)),
         [Finding("permits", Level.WARNING, "too far ahead")],
-        BUSY,
         [],
     )
     assert permits["headline"] == "Generators are blocked: no policy version was published"
+
+
+def test_who_is_gone_is_told_before_what_waits_for_them():
+    table = TableInfo(name="rollouts", inserting=pb.Waiting(count=2, reason="it is full", seconds=60.0))
+    silence = pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago; usual: 31 s")
+    found = [
+        Finding("rollouts", Level.WARNING, "2 wait: it is full", "start a trainer"),
+        Finding("trainer", Level.FAILURE, silence.reason, "start it again"),
+    ]
+    said = verdict(info_of(tables={"rollouts": table}, silences=(silence,)), found, ["fresh/reward_mean fell"])
+    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", silence.reason)
+    both = (silence, pb.Silence(side="generators", reason="nobody inserts into rollouts, 90 s ago"))
+    assert verdict(info_of(silences=both), found, [])["headline"] == "Trainer and generators are gone"
+
+
+@pytest.mark.parametrize(
+    ("age", "long_wait", "headline"), [(50.0, 20.0, "Healthy"), (500.0, 20.0, "Idle"), (500.0, 900.0, "Healthy")]
+)
+def test_a_server_that_nobody_uses_is_idle_and_one_with_long_steps_is_not(age, long_wait, headline):
+    table = TableInfo(name="rollouts", inserted=pb.Rhythm(age=age), sampled=pb.Rhythm(age=age))
+    assert verdict(info_of(tables={"rollouts": table}, long_wait=long_wait), [], [])["headline"] == headline
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -320,7 +342,7 @@ def test_without_its_extra_the_command_names_it():
     code = "import sys; sys.modules['uvicorn'] = None; from replay_server.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "dashboard"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "the page needs uvicorn, which is not installed: pip install 'replay-server[dashboard]'" in done.stderr
+    assert "the page needs uvicorn, which is not installed: pip install '.[dashboard]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -143,6 +143,8 @@ class RecordingClient:
     """Raised by the next inserts, one each."""
     gone: Exception | None = None
     """What `policy` raises from the first refused insert on."""
+    left: bool = False
+    """It said that it ends."""
     insert_keys: list[int] = field(default_factory=list)
     current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -208,6 +210,9 @@ class RecordingClient:
         self.released += lease.count
         return lease.count
 
+    async def leave(self, *, timeout: float) -> None:
+        self.left = True
+
     async def __aenter__(self) -> RecordingClient:
         return self
 
@@ -228,6 +233,7 @@ class ScriptedEngine:
 
     tokenizer: Any = field(default_factory=Letters)
     max_length: int = 64
+    model: str | None = None
     completions: Sequence[Completion] = (
         Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
         Completion([], [], "", "abort", []),

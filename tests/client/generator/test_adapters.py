@@ -123,7 +123,7 @@ async def test_a_folder_that_is_gone_or_no_lora_adapter_leaves_the_engine_as_it_
     await check(engine, adapters[0])
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "peft", None)
-        with pytest.raises(ModuleNotFoundError, match=r"peft is not installed: pip install 'replay-server\[lora\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"peft is not installed: pip install '\.\[lora\]'"):
             await engine.load_weights(str(adapters[1]), 2)
     await check(engine, adapters[0])
 

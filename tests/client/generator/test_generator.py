@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from replay_client.errors import (
     DeadlineExceededError,
@@ -23,6 +25,7 @@ from replay_client.generator import (
     GeneratorConfig,
     PromptError,
     RolloutGenerator,
+    WeightsDamagedError,
     WeightsMismatchError,
     WeightsNotAllowedError,
     WeightsNotFoundError,
@@ -36,6 +39,7 @@ from tests.client.generator.factories import (
     EOS,
     RecordingClient,
     ScriptedEngine,
+    make_model,
     make_prompts,
     make_version,
     recomputed,
@@ -364,6 +368,7 @@ async def test_without_a_number_of_groups_there_must_be_admission() -> None:
         {"probe_tolerance": 0.0},
         {"insert_timeout": 0.0},
         {"reward_timeout": 0.0},
+        {"stale_timeout": 0.0},
         {"reload": "later"},
         {"truncated": "drop"},
         {"on_prompt_error": "ignore"},
@@ -376,7 +381,8 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_name(bad: dict[str, A
         GeneratorConfig(**bad)
 
 
-async def test_stale_groups_are_counted_and_the_run_goes_on() -> None:
+async def test_stale_groups_are_counted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay_client.generator.stale._TRIAL_SECONDS", 0.05)
     client = RecordingClient(admission=True, refuse=[StaleItemError("lags by 9"), StaleItemError("lags by 9")])
     generator = make_generator(client, ScriptedEngine(), max_groups=5)
     await generator.run()
@@ -415,6 +421,22 @@ async def test_permits_are_given_back_when_the_engine_fails() -> None:
         await make_generator(client, Broken(), max_concurrent_groups=4).run()
     assert client.granted > 0
     assert not client.leases
+
+
+@pytest.mark.parametrize("ending", ["prompts run out", "stop", "failure"])
+async def test_a_generator_says_that_it_ends_unless_it_failed(ending: str) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, *_: Any) -> Any:
+            raise RuntimeError("the engine died")
+
+    client, engine = RecordingClient(), Broken() if ending == "failure" else ScriptedEngine()
+    generator = make_generator(client, engine, max_groups=3 if ending == "prompts run out" else None)
+    task = await running(generator)
+    if ending == "stop":
+        await client.inserted(1)
+        generator.stop()
+    await asyncio.wait([task], timeout=60)
+    assert (task.exception() is None) == client.left == (ending != "failure")
 
 
 async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest() -> None:
@@ -603,6 +625,72 @@ async def test_weights_outside_the_root_are_not_touched_and_end_the_run(tmp_path
     with pytest.raises(WeightsNotAllowedError, match=r"policy 1: .*weights_root .*inside.*--weights-root"):
         await make_generator(client, engine, max_groups=1, weights_root=tmp_path / "inside").run()
     assert engine.loaded == []
+
+
+@pytest.mark.parametrize("how", ["link", "linked probe", "index"])
+async def test_a_file_of_a_version_that_is_outside_the_root_is_not_read(model: Path, tmp_path: Path, how: str) -> None:
+    inside, outside = make_version(model, tmp_path / "run" / "step-1"), make_version(model, tmp_path / "elsewhere")
+    name = "probe.json" if how == "linked probe" else "model.safetensors"
+    (inside / name).unlink()
+    if how == "index":
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../../elsewhere/model.safetensors"}}
+        (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (inside / name).symlink_to(outside / name)
+    client, engine = RecordingClient(), ScriptedEngine()
+    await client.publish(1, inside)
+    says = rf"policy 1: .*there, {'model.safetensors' if how == 'index' else name} leads to .*elsewhere.*--weights-root"
+    with pytest.raises(WeightsNotAllowedError, match=says):
+        await make_generator(client, engine, max_groups=1, weights_root=tmp_path / "run").run()
+    assert engine.loaded == []
+
+
+def damage(folder: Path, how: str) -> Path:
+    """Lets the weights of a folder lack a tensor, hold NaN where few tokens meet it, or end in the middle."""
+    file = folder / "model.safetensors"
+    if how == "cut off":
+        file.write_bytes(file.read_bytes()[:-1000])
+        return folder
+    tensors = load_file(file)
+    if how == "lacks":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    elif how != "none":
+        tensors = {name: tensor.to(getattr(torch, how)) for name, tensor in tensors.items()}
+        tensors["model.embed_tokens.weight"][25, 3] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("lacks", r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight' \(1 of the tensors that .*old ones"),
+        (
+            "float32",
+            r"step-1/model\.safetensors holds NaN or infinity in 'model\.embed_tokens\.weight': .* lower learning",
+        ),
+        ("bfloat16", "holds NaN or infinity in 'model.embed_tokens.weight'"),
+        ("float16", "holds NaN or infinity in 'model.embed_tokens.weight'"),
+        ("cut off", r"model\.safetensors is no whole safetensors file: it is cut off after \d+ bytes"),
+    ],
+)
+async def test_damaged_weights_without_a_probe_end_the_run_and_are_not_loaded(
+    model: Path, tmp_path: Path, how: str, says: str
+) -> None:
+    client, engine = RecordingClient(), TransformersEngine(model, seed=0)
+    await client.publish(1, damage(make_version(model, tmp_path / "step-1", probe=False), how))
+    with pytest.raises(WeightsDamagedError, match=f"policy 1: .*{says}"):
+        await make_generator(client, engine, max_groups=1).run()
+    assert client.inserts == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_whole_weights_without_a_probe_are_loaded(tmp_path: Path, tied: bool) -> None:
+    base = make_model(tmp_path / "model", tied=tied)
+    client = RecordingClient()
+    await client.publish(1, damage(make_version(base, tmp_path / "step-1", probe=False), "none"))
+    await make_generator(client, TransformersEngine(base), max_groups=1, sampling=SamplingConfig(max_tokens=4)).run()
+    assert client.inserts[0][0].policy_version == 1
 
 
 async def test_weights_inside_the_root_are_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
-from replay_client.generator import GeneratorConfig, RolloutGenerator
+from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_client.generator.wait_log import WaitLog
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
@@ -102,11 +103,11 @@ def test_every_permit_is_used_by_an_insert_or_given_back(fates: list[str]) -> No
         assert info.admission.accepted == 5 * 3 + fates.count("insert")  # the server counts from the version on
         assert info.admission.expired == 0
 
-    with serving(groups_per_step=3, max_staleness=7) as server:
+    with serving(groups_per_step=3, max_staleness=7) as server, tempfile.TemporaryDirectory() as weights:
 
         async def main() -> None:
             async with AsyncReplayClient(server.address) as client:
-                await client.set_policy_version(5, rollback=True)
+                await client.set_policy_version(5, weights=weights, rollback=True)
             await run(server.address)
 
         asyncio.run(main())
@@ -145,6 +146,57 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
     assert (info.admission.accepted, info.admission.running) == (3, 0)
     assert info.admission.expired >= 1
     assert sum("raise permit_ttl" in record.message for record in caplog.records) == 1
+
+
+async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine()
+    with serving() as server:
+        async with generating(server.address, engine) as (generator, client, task):
+            await async_until(lambda: generator.stats["groups"] > 3)
+            await client.set_policy_version(9)
+            await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
+            started = len(engine.seeds)
+            await asyncio.sleep(0.3)
+            assert len(engine.seeds) == started
+            assert generator.stats["stale_refused"] <= 4  # those that were under way
+            await client.set_policy_version(10, weights=str(tmp_path))
+            inserted = generator.stats["groups"]
+            await async_until(lambda: generator.stats["groups"] > inserted + 10)
+            assert generator.stats["stale_seconds"] >= 0.3
+            assert not task.done()
+    (line,) = [message for message in caplog.messages if "too old on arrival" in message]
+    assert "so the generator waits for newer ones: item of policy version 0 lags 9 behind the current 9" in line
+
+
+@pytest.mark.parametrize(
+    ("follow", "why"),
+    [(True, "the newest is 9, which was published without weights"), (False, r"does not follow .*\(follow_policy\)")],
+)
+async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follow: bool, why: str) -> None:
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine(), stale_timeout=0.2, follow_policy=follow) as (
+            generator,
+            client,
+            task,
+        ):
+            await async_until(lambda: generator.stats["groups"] > 3)
+            await client.set_policy_version(9)
+            with pytest.raises(StaleWeightsError, match=rf"for 0\.2 s \(stale_timeout\) .*{why}.*raise max_staleness"):
+                await asyncio.wait_for(task, 60)
+
+
+async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay_client.generator.stale._TRIAL_SECONDS", 0.2)
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine()) as (generator, client, _):
+            await async_until(lambda: generator.stats["groups"] > 3)
+            await client.set_policy_version(9)
+            await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
+            inserted = generator.stats["groups"]
+            await client.update_table("rollouts", max_staleness=20)
+            await async_until(lambda: generator.stats["groups"] > inserted + 10)
 
 
 async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:

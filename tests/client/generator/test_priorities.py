@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replay_client.completions import group_from_completions
 from replay_client.generator import GeneratorConfig
 from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
-from replay_client.rollout import RolloutGroup, group_from_completions
+from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages, group_learnability, group_priority
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator

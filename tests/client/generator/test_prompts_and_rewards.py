@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import importlib.util
 import itertools
 import subprocess
@@ -14,7 +15,15 @@ import torch
 from transformers import AutoTokenizer
 
 from replay_client.generator.prompts import Prompt, PromptError, cycle_prompts, load_prompts, read_prompts
-from replay_client.generator.rewards import Reward, RewardError, Scorer, exact_match, group_reward, load_reward
+from replay_client.generator.rewards import (
+    Reward,
+    RewardError,
+    Scorer,
+    exact_match,
+    group_reward,
+    load_reward,
+    thread_safe,
+)
 from tests.client.generator.factories import make_model
 
 
@@ -55,6 +64,31 @@ def test_a_line_without_a_prompt_is_an_error_that_names_file_and_line(tmp_path: 
         read_prompts(path)
 
 
+def test_a_byte_order_mark_does_not_belong_to_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1+1="}\n{"prompt": "é"}\n', encoding="utf-8-sig")
+    assert [prompt.content for prompt in read_prompts(path)] == ["1+1=", "é"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"), r"line 2: byte 13, b'\\xe9', is not UTF-8: .*iconv"),
+        (gzip.compress(b'{"prompt": "a"}'), "line 1: this is a gzip file, .*gunzip"),
+        ('{"prompt": "a"}'.encode("utf-16"), "line 1: this is text in UTF-16, .*iconv"),
+        (b"PAR1\x15\x04\x15", "line 1: this is a Parquet file, "),
+    ],
+    ids=["Latin-1", "gzip", "UTF-16", "Parquet"],
+)
+def test_a_file_in_another_encoding_is_named_with_the_line_and_the_remedy(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl, {says}"):
+        read_prompts(path)
+
+
 def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, '{"prompt": "a\u2028b"}'))[0].content == "a\u2028b"
 
@@ -76,6 +110,12 @@ def test_the_order_follows_from_the_seed() -> None:
     prompts = [Prompt.of({"prompt": str(number)}) for number in range(20)]
     orders = [[p.content for p in cycle_prompts(prompts, seed=seed, epochs=2)] for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_no_prompts_are_an_error_at_once(epochs: int | None) -> None:
+    with pytest.raises(ValueError, match="no prompts to cycle through"):
+        cycle_prompts([], epochs=epochs)
 
 
 class Chats:
@@ -245,8 +285,38 @@ async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_s
     stuck.set()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-async def test_functions_that_block_run_so_many_groups_at_a_time(threads: int) -> None:
+async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wait_for_its_thread() -> None:
+    def slow(row: Any, text: str) -> float:
+        time.sleep(0.4)
+        return 1.0
+
+    scorer = Scorer(slow, timeout=3.0)  # one call has time enough, all together have not
+    groups = await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(9)))
+    assert [rewards.tolist() for rewards, _ in groups] == [[1.0]] * 9
+
+
+async def test_a_function_that_says_that_it_is_thread_safe_scores_several_groups_at_a_time() -> None:
+    together = threading.Barrier(8)
+
+    @thread_safe
+    def safe(row: Any, text: str) -> float:
+        together.wait(30)  # breaks unless eight are inside
+        return 1.0
+
+    scorer = Scorer(safe)
+    await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(8)))
+
+
+@pytest.mark.parametrize("given", [None, 1])
+async def test_other_functions_score_one_group_at_a_time(given: int | None) -> None:
+    await expect_groups_at_a_time(given, 1)
+
+
+async def test_functions_that_block_run_so_many_groups_at_a_time() -> None:
+    await expect_groups_at_a_time(3, 3)
+
+
+async def expect_groups_at_a_time(threads: int | None, expected: int) -> None:
     inside, most, lock = 0, 0, threading.Lock()
 
     def blocks(row: Any, text: str) -> float:
@@ -261,7 +331,26 @@ async def test_functions_that_block_run_so_many_groups_at_a_time(threads: int) -
 
     scorer = Scorer(blocks, threads=threads)
     await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(6)))
-    assert most == threads
+    assert most == expected
+
+
+async def test_an_error_names_the_line_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lined_rewards.py").write_text(
+        "import json\n\ndef parse(text):\n    return json.loads(text)\n\n"
+        "def strict(row, text):\n    return parse(text)['score']\n\n"
+        "async def late(row, text):\n    raise KeyError(text)\n\n"
+        "def none(row, text):\n    pass\n\n"
+        "class Model:\n    def __call__(self, row):\n        return 1.0\n\nmodel = Model()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, says in {
+        "strict": r"raised JSONDecodeError: .* \(.*lined_rewards\.py, line 4\)$",
+        "late": r"raised KeyError: 'a' \(.*lined_rewards\.py, line 10\)$",
+        "none": r"returned None, which is no number \(.*lined_rewards\.py, line 12\)$",
+        "model": r"raised TypeError: .* \(.*lined_rewards\.py, line 16\)$",
+    }.items():
+        with pytest.raises(RewardError, match=says):
+            await scored(load_reward(f"lined_rewards:{name}"))
 
 
 def test_two_rewards_need_two_names() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from replay_client import ReplayClient
 from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm import VLLMEngine
+from replay_server import ReplayServer, TableConfig
 from tests.client.generator.factories import (
     EOS,
     RecordingClient,
@@ -27,6 +31,7 @@ from tests.client.generator.factories import (
     recomputed,
     scores,
 )
+from tests.factories import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -115,6 +120,16 @@ async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLL
     first, second = [await engine.generate([3, 4], sampling, 3) for _ in range(2)]
     assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
     assert first[0].token_ids != first[1].token_ids
+
+
+@on_the_engines_loop
+async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_completed(engine: VLLMEngine) -> None:
+    prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(24)]
+    requests = [engine.generate(prompt, SamplingConfig(max_tokens=4, seed=7), 8) for prompt in prompts]
+    groups = await asyncio.gather(*requests)  # 10,752 tokens of prompts; a batch holds 2,048
+    assert [len(group) for group in groups] == [8] * 24
+    (alone,) = await asyncio.gather(engine.generate(prompts[0], SamplingConfig(max_tokens=4, seed=7), 8))
+    assert [each.token_ids for each in alone] == [each.token_ids for each in groups[0]]
 
 
 async def under_way(engine: VLLMEngine) -> None:
@@ -324,3 +339,43 @@ def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subproc
     processes = processes_of(process)
     process.kill()
     expect_gone(processes, seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("request", r"RuntimeError: CPU Generator does not use offset \(vLLM's log: \S+vllm\.log\)"),
+        ("kill", r"its process ended without a word; was it killed, for example for its memory\?"),
+    ],
+)
+def test_an_engine_that_dies_ends_the_command_with_one_sentence(
+    model: Path, tmp_path: Path, how: str, why: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "1+" * 27 + str(n)}) + "\n" for n in range(9))
+    )
+    (tmp_path / "rewards.py").write_text("def length(row, text):\n    return len(text)\n")
+    command = [sys.executable, "-m", "replay_server.cli", "generate", "--model", str(model)]
+    command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward", "rewards:length", "--max-tokens", "4"]
+    if how == "request":  # somebody switches on what this engine switches off
+        command += ["--engine-arg", "enable_chunked_prefill=true"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    tables = [TableConfig(name="rollouts", sampler="fifo", max_size=10)]
+    with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
+        process = subprocess.Popen(
+            [*command, "--address", server.address], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+        )
+        try:
+            if how == "kill":
+                until(lambda: client.server_info().tables["rollouts"].size, seconds=120.0)
+                for child in processes_of(process):
+                    if "EngineCore" in " ".join(child.cmdline()):
+                        child.kill()
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    lines = [line for line in errors.splitlines() if "Triton is installed" not in line]
+    assert process.returncode == 1, errors
+    assert re.fullmatch(rf"replay: the vLLM engine died: {why}\. What was inserted is safe: .*", "\n".join(lines)), (
+        errors
+    )

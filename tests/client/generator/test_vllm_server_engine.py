@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from tests.client.generator.factories import (
 )
 from tests.client.generator.vllm_servers import VLLMProcess
 from tests.docs.blocks import ROOT, blocks
+from tests.factories import async_until
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -167,6 +169,17 @@ class TestRealServers:
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
         await engine.close()
 
+    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(
+        self, fresh: list[VLLMProcess], model: Path
+    ) -> None:
+        engine = make_engine(model, fresh[:1])
+        sampling = SamplingConfig(max_tokens=2)
+        prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
+        groups = await asyncio.gather(*(engine.generate(prompt, sampling, 4) for prompt in prompts))
+        assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
+        assert engine.servers_lost == 0
+        await engine.close()
+
     async def test_of_several_generators_one_reloads(
         self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -210,6 +223,31 @@ class TestRealServers:
         assert label_of(fresh[1]) == label
         with pytest.raises(VLLMServerError, match="hold the same version, and their log-probabilities differ"):
             await engine.score(PROMPT)
+        await engine.close()
+
+    async def test_a_server_that_accepts_and_never_answers_holds_up_nobody_and_is_taken_back(
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make_engine(model, fresh, health_timeout=2.0, patience=0.1)
+        sampling = SamplingConfig(max_tokens=6)
+        fresh[1].freeze()
+        try:
+            groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(6)))
+            assert [len(group) for group in groups] == [2] * 6
+            assert (engine.servers_lost, engine.servers_away) == (1, 1)
+            assert f"{fresh[1].url}: it left 2 questions about its health unanswered" in caplog.text
+            # Longer than patience: it is asked for ever while the other one works.
+            await engine.load_weights(str(versions[0]), 1)
+            np.testing.assert_allclose(await engine.score(PROMPT), scores(versions[0], PROMPT), atol=1e-4)
+            (completion,) = await engine.generate(PROMPT, sampling, 1)
+            assert {*completion.policy_versions} == {1}
+            assert engine.servers_away == 1
+        finally:
+            fresh[1].thaw()
+        await async_until(lambda: not engine.servers_away, 60.0)
+        assert label_of(fresh[1]) == label_of(fresh[0])
+        assert f"{fresh[1].url} is used again, after" in caplog.text
+        assert engine.servers_lost == 1
         await engine.close()
 
     def test_the_self_test_restores_the_weights(self, fresh: list[VLLMProcess], model: Path) -> None:
@@ -342,12 +380,15 @@ ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {}, "mismatches": []},
 }
 """What vLLM 0.32 answers, as far as the engine reads it."""
+NEVER = object()
 
 
 @contextlib.contextmanager
 def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """A server with these answers and 404 for the rest, and the paths that it is asked for."""
+    """A server with these answers and 404 for the rest, and the paths that it is asked for. It gives the answer None
+    to `NEVER` at the end of the block only."""
     asked: list[str] = []
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -355,6 +396,9 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
             path = self.path.partition("?")[0]
             asked.append(path)
             answer = answers.get(path)
+            if answer is NEVER:
+                ended.wait()
+                return
             status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
             content = json.dumps(answer).encode()
             self.send_response(status)
@@ -372,6 +416,7 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
+        ended.set()
         server.shutdown()
         server.server_close()
 
@@ -399,6 +444,19 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
             {"server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}},
             {},
             "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
+        ),
+        (
+            {
+                "server_info": {
+                    "vllm_config": {
+                        "model_config": {"logprobs_mode": "processed_logprobs"},
+                        "device_config": {"device": "cpu"},
+                        "scheduler_config": {"enable_chunked_prefill": True},
+                    }
+                }
+            },
+            {},
+            "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
         ),
         ({}, {"max_length": 128}, "takes at most 64 tokens, fewer than 128: start it with --max-model-len 128"),
         ({}, {"served_model": "other"}, "serves model, not other: give the same model to both"),
@@ -444,6 +502,86 @@ async def test_a_server_that_does_not_come_back_ends_the_wait(model: Path, versi
     with pytest.raises(VLLMServerError, match="no vLLM server answers"):
         await engine.generate(PROMPT, SamplingConfig(), 1)
     await engine.close()
+
+
+def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: Path) -> None:
+    with (
+        answering(answers_for(model, server_info=NEVER)) as (url, _),
+        pytest.raises(
+            VLLMServerGoneError, match=r"no vLLM server answers at .*: no answer to /server_info within 0.2 s"
+        ),
+    ):
+        VLLMServerEngine(model, base_url=url, control_timeout=0.2)
+
+
+@pytest.mark.parametrize("silent", ["pause", "collective_rpc", "update_weight_version", "weight_info"])
+async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_the_others(
+    model: Path, versions: list[Path], silent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    label = Weights.of(str(versions[0]), 1).label
+    good = answers_for(model, weight_info={"weight_version": label}, health={})
+    with (
+        answering(good) as (url, _),
+        answering(answers_for(model, **({"health": {}, "update_weight_version": {}} | {silent: NEVER}))) as (other, _),
+    ):
+        limits = {"control_timeout": 0.3, "reload_timeout": 0.3}
+        engine = VLLMServerEngine(model, base_url=[url, other], self_test=False, **limits)
+        async with asyncio.timeout(30):
+            await engine.load_weights(str(versions[0]), 1)
+        assert (engine.servers_lost, engine.servers_away) == (1, 1)
+        assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text
+        stats = RolloutGenerator(RecordingClient(), engine, [], lambda row, text: 0.0).stats  # type: ignore[arg-type]
+        assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
+        await engine.close()
+
+
+async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = {
+        "index": 0,
+        "token_ids": [5],
+        "logprobs": {"token_logprobs": [-1.0]},
+        "text": "a",
+        "finish_reason": "stop",
+    }
+    completions = {"v1/completions": {"choices": [choice]}, "health": {}}
+    raw = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    again = answers_for(model, **completions)
+    with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
+        engine = VLLMServerEngine(model, base_url=[url, other], self_test=False)
+        again |= {"/v1/completions": (503, {}), "/server_info": raw}
+        await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
+        await async_until(lambda: asked.count("/server_info") >= 3)  # the second question came after the refusal
+        await engine.generate(PROMPT, SamplingConfig(), 1)
+        assert engine.servers_away == 1
+        again |= answers_for(model, **completions)
+        await async_until(lambda: not engine.servers_away)
+        await engine.close()
+    assert f"{other}/v1/completions answered 503; it is asked again, 1 of 2 servers are away" in caplog.text
+    assert f"{other} is used again, after" in caplog.text
+
+
+async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay_client.generator.engines.vllm_server._LONGEST_PAUSE", 0.05)
+    weights = make_version(model, tmp_path / "step-1")
+    with answering(answers_for(model)) as (url, _):
+        engine = VLLMServerEngine(model, base_url=url, self_test=False)
+    loading = asyncio.create_task(engine.load_weights(str(weights), 1))
+    await async_until(lambda: engine.servers_away)
+    assert not loading.done()
+    shutil.rmtree(weights)
+    with pytest.raises(FileNotFoundError):
+        await loading
+    await engine.close()
+
+
+@pytest.mark.parametrize("name", ["control_timeout", "reload_timeout", "health_timeout"])
+def test_a_limit_that_no_server_can_keep_is_refused_by_name(model: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be above 0, not 0"):
+        VLLMServerEngine(model, base_url="http://127.0.0.1:1", **{name: 0})
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+from tests.factories import free_port
 
 
 class VLLMProcess:
@@ -28,6 +23,7 @@ class VLLMProcess:
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
+        command += ["--no-enable-chunked-prefill"]
         command += ["--port", str(self.port), "--max-num-seqs", "16"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         settings |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -48,6 +44,13 @@ class VLLMProcess:
                 return
             except OSError:
                 time.sleep(0.3)
+
+    def freeze(self) -> None:
+        """SIGSTOP to both processes: from now on the server accepts connections and answers nothing."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL to the server and its engine."""

@@ -34,6 +34,18 @@ def test_update_names_what_is_wrong(replay):
     assert "max_size" in refused.stderr
 
 
+def test_update_refuses_a_value_that_no_table_takes_before_it_asks(client, replay):
+    for _ in range(4):
+        client.insert(b"x", {"replay": 1.0})
+    for change, words in (
+        ("max_size=-1", "max_size: Input should be greater than or equal to 1, not -1"),
+        ("max_bytes=0", "max_bytes: Input should be greater than or equal to 1, not 0"),
+        ("max_staleness=-3", "max_staleness: Input should be greater than or equal to 0, not -3"),
+    ):
+        refused = replay("update", "replay", change)
+        assert (refused.returncode, refused.stderr) == (1, f"replay: table 'replay': {words}\n")
+
+
 def test_what_loses_items_needs_a_yes(client, replay):
     keys = [client.insert(b"x", {"replay": 1.0, "rollouts": 1.0}) for _ in range(4)]
     for command in (

@@ -7,6 +7,7 @@ import sys
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
+from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from tests.factories import make_group
 from tests.server.cli.conftest import run_replay
@@ -34,9 +35,8 @@ def test_a_healthy_server_has_no_finding(tmp_path):
         client.insert(make_group(), {"pool": 1.0})
         findings = findings_of(server, "--strict")
         assert {found["level"] for found in findings} == {"ok"}
-        assert {"access", "connection", "payloads", "version", "clock", "memory", "policy", "pool"} == {
-            found["check"] for found in findings
-        }
+        checks = ["access", "grpc", "connection", "payloads", "version", "clock", "memory", "policy", "clients", "pool"]
+        assert set(checks) == {found["check"] for found in findings}
 
 
 def test_the_way_of_the_payloads_is_named_with_the_reason():
@@ -48,10 +48,19 @@ def test_the_way_of_the_payloads_is_named_with_the_reason():
             assert message in [found["message"] for found in findings_of(server) if found["check"] == "payloads"]
 
 
+def test_the_setting_is_named_for_programs_that_import_grpc_first(monkeypatch):
+    with server_with({"name": "pool"}, max_bytes="1MB") as server:
+        (said,) = [found["message"] for found in findings_of(server) if found["check"] == "grpc"]
+        assert f"imports grpc before replay_client needs GRPC_EXPERIMENTS={NO_EVENT_ENGINE}" in said
+        monkeypatch.setenv("GRPC_EXPERIMENTS", "tcp_rcv_lowat")
+        (said,) = [found["message"] for found in findings_of(server) if found["check"] == "grpc"]
+        assert "GRPC_EXPERIMENTS=tcp_rcv_lowat" in said
+
+
 def test_without_a_server_that_is_the_one_failure():
     result = run_replay("doctor", "--timeout", "0.2", address="127.0.0.1:1")
     assert result.returncode == 1
-    access, connection = result.stdout.splitlines()
+    access, _, connection = result.stdout.splitlines()
     assert access == "ok       access: no token, not encrypted"
     assert connection.startswith("failure  connection: no replay server answers at 127.0.0.1:1")
     assert "replay serve" in connection
@@ -72,7 +81,7 @@ def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_
         assert allowed.returncode == 0, allowed.stdout
         assert "access: a token, not encrypted\n" in allowed.stdout
     far = run_replay("doctor", "--timeout", "0.2", "--json", address="192.0.2.1:7400")
-    assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "failure"]
+    assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "ok", "failure"]
 
 
 def test_unbounded_memory_and_tables_that_nobody_feeds_are_warnings():

@@ -60,6 +60,34 @@ def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent,
     assert "Traceback" not in complained
 
 
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("typer", "replay: interrupted\n"),
+        ("replay_server.cli.generate", "replay: interrupted\n"),
+        ("grpc", ""),  # within the command
+    ],
+)
+def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(module, line):
+    # As the script of the package does it, with a Ctrl-C at the import of that module.
+    program = (
+        "import os, signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC)\n"
+        "from replay_server.cli import main\n"
+        "main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, "tables", "--address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", line)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_drains_and_ends_with_status_zero_after_either_signal(tmp_path, number):
     with server_process(tmp_path) as server:
@@ -103,7 +131,7 @@ def test_a_command_without_its_extra_names_it(module, command, extra, tmp_path):
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     result = run_without(module, *command.replace("PROMPTS", str(prompts)).split())
     assert (result.returncode, result.stdout) == (1, "")
-    assert f"needs {module}, which is not installed: pip install 'replay-server[{extra}]'" in result.stderr
+    assert f"needs {module}, which is not installed: pip install '.[{extra}]'" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

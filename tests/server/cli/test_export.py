@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient
+from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.demo.task import make_tokenizer
 from tests.factories import make_group
@@ -45,6 +46,7 @@ def test_an_exported_table_can_be_plotted_and_imported_into_another_server(repla
     assert [row["key"] for row in (first, second, other)] == [str(key) for key in keys]
     assert (first["rewards"], first["reward_mean"], first["staleness"]) == ([1.0, 0.0], 0.5, 1)
     assert (first["completion_tokens"], first["mean_logprobs"]) == ([1, 2], [-1.0, None])
+    assert first["context_tokens"] == [0, 0]
     assert (first["prompt_id"], first["finish_reasons"]) == ("a", ["stop", "length"])
     assert (second["group_size"], second["staleness"]) == (3, 0)
     assert (other["rewards"], other["bytes"]) == (None, 8)
@@ -72,7 +74,7 @@ def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp
     made = replay("export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"), "--no-payloads")
     assert made.returncode == 0, made.stderr
     (row,) = read_rows(file)
-    assert (row["prompt"], row["completions"]) == ("1+1=", ["2", "2"])
+    assert (row["prompt"], row["contexts"], row["completions"]) == ("1+1=", ["", ""], ["2", "2"])
     assert "payload" not in row
     refused = replay("import", str(file))
     assert (refused.returncode, refused.stderr) == (
@@ -114,6 +116,29 @@ def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_fil
     assert "not a parquet file" in replay("import", str(tmp_path / "bad.parquet")).stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("latin.jsonl", '{"prompt_id": "é"}\n'.encode("latin-1"), "latin.jsonl: not UTF-8 text"),
+        (
+            "packed.jsonl",
+            gzip.compress(b"{}\n"),
+            "packed.jsonl: not UTF-8 text: it is packed with gzip, unpack it first",
+        ),
+        ("binary.jsonl", bytes(range(256)), "binary.jsonl: not UTF-8 text"),
+        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl: not UTF-8 text: it looks like a parquet file"),
+        ("mark.jsonl", b"\xef\xbb\xbf{}\n", "mark.jsonl, row 1: there is no key, table, priority"),
+        ("packed.parquet", gzip.compress(b"{}\n"), "packed.parquet: not a parquet file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(replay, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    refused = replay("import", str(tmp_path / name))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"replay: {tmp_path}/{words}")
+    assert refused.stderr.count("\n") == 1
+
+
 def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
     group = make_group(rewards=[0.0, 0.0])
     group.rollout_logprobs[:] = math.nan
@@ -121,3 +146,26 @@ def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
     file = tmp_path / "x.jsonl"
     replay("export", "replay", str(file))
     assert read_rows(file)[0]["mean_logprobs"] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(replay, client, tmp_path, name):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    group = group_from_rows(
+        prompts=[tokenizer(text).input_ids for text in ("1+1=", "1+23=")],
+        completions=[tokenizer("2").input_ids, tokenizer("24").input_ids],
+        logprobs=[[-1.0], [-2.0, np.nan]],
+        rewards=[1, 0],
+        advantages=[1, -1],
+    )
+    key = client.insert(group, {"replay": 1.0})
+    file = tmp_path / name
+    made = replay("export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"))
+    assert made.returncode == 0, made.stderr
+    (row,) = read_rows(file)
+    assert (row["prompt"], row["contexts"], row["completions"]) == ("1+", ["1=", "23="], ["2", "24"])
+    assert (row["context_tokens"], row["completion_tokens"], row["mean_logprobs"]) == ([2, 3], [1, 2], [-1.0, -2.0])
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
+        run_replay("import", str(file), address=target.address)
+        assert there.get([key])[0].group == group

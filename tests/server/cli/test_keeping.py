@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from replay_client import ReplayClient
 from tests.factories import server_process
 
@@ -51,6 +53,14 @@ def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
         listed = replay("checkpoints", "--address", server.address)
         assert listed.returncode == 1
         assert "damaged: its end is missing" in listed.stdout
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "checkpoints"])
+def test_without_a_server_they_say_so_soon_though_a_checkpoint_may_take_long(command):
+    refused = replay(command, "--address", "127.0.0.1:1")  # it has 60 s, and the command's own timeout is 600 s
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("replay: no replay server answers at 127.0.0.1:1 (tried for 5 s)")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_what_cannot_be_started_is_one_clear_line(tmp_path):

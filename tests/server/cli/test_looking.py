@@ -16,6 +16,7 @@ import threading
 import numpy as np
 import pytest
 
+from replay_client import ReplayClient, group_from_rows
 from replay_trainer.demo.task import make_tokenizer
 from tests.factories import make_group, server_process, until
 from tests.server.cli.conftest import run_replay
@@ -40,9 +41,22 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     table = data["tables"]["replay"]
     assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
     assert table["config"]["sampler"]["type"] == "prioritized"
-    assert (data["policy"], data["admission"]) == ({"version": 0, "weights": "", "age": data["policy"]["age"]}, None)
+    policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "usual": None}
+    assert (data["policy"], data["admission"]) == (policy, None)
     client.insert(b"x", {"replay": 1.0})
     thread.join()
+
+
+def test_tables_names_who_works_here_and_who_has_ended(client, server, replay):
+    with ReplayClient(server.address, name="gen-a") as other, other.writer() as writer:
+        writer.insert(b"x", {"replay": 1.0})
+        writer.flush()
+        assert re.search(r"^generator gen-a: connected, seen \d\.\d s ago$", replay("tables").stdout, re.MULTILINE)
+    until(lambda: not any(each.open for each in client.server_info().clients))
+    assert "generator gen-a: not connected, seen " in replay("tables").stdout
+    with ReplayClient(server.address, name="gen-a") as other:
+        other.leave()
+    assert "generator gen-a: ended, seen " in replay("tables").stdout
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
@@ -73,14 +87,16 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     client.insert(make_group(), {"replay": 1.0})
     data = document(replay("tables", "--json"))
     server_fields = """
-        address admission bytes commit_error commits damaged disk_available disk_bytes fell_back insert_streams items
-        max_bytes memory_available policy resident_bytes sample_streams server_id storage tables time uptime version
+        address admission bytes clients commit_error commits damaged disk_available disk_bytes fell_back insert_streams
+        items long_wait max_bytes memory_available policy resident_bytes sample_streams server_id silences storage
+        tables time uptime version
     """
     assert sorted(data) == server_fields.split()
     table_fields = """
         age bytes config consumed deleted duplicates effective_priority evicted evicted_on_arrival evicted_unsampled
-        forward_refused forwarded insert_blocked_share inserting inserts inserts_per_second limiter name priority
-        reserved sample_blocked_share samples samples_per_second sampling size stale stale_refused staleness
+        forward_refused forwarded insert_blocked_share inserted inserting inserts inserts_per_second limiter name
+        priority reserved sample_blocked_share sampled samples samples_per_second sampling size stale stale_refused
+        staleness
     """
     assert sorted(data["tables"]["replay"]) == table_fields.split()
     page = document(replay("items", "replay", "--json"))
@@ -135,6 +151,26 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
     assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
     assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
     assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+
+
+def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    group = group_from_rows(
+        prompts=[tokenizer(text).input_ids for text in ("1+1=", "1+23=")],
+        completions=[tokenizer("2").input_ids, tokenizer("24").input_ids],
+        logprobs=[[-1.0], [-2.0, np.nan]],
+        rewards=[1, 0],
+        advantages=[1, -1],
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
+    assert "prompt: 2 tokens\n1+\n" in shown
+    assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
+    assert "after 3 tokens of its own context:\n23=\nit wrote:\n24\n" in shown
+    last = document(replay("show", str(key), "--tokens", "--json"))["group"]["completions"][1]
+    assert last["context"] == {"tokens": 3, "ids": group.completion_ids[3:6].tolist()}
+    assert (last["ids"], last["logprobs"]) == (group.completion_ids[6:].tolist(), [-2.0, None])
 
 
 def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):

@@ -35,7 +35,7 @@ class Asking:
 
     def ring(self, capacity: int = CAPACITY) -> Segment:
         opened = self(open=capacity)
-        segment = Segment.attach(Path(opened.path), opened.ring, capacity)
+        segment = Segment.receive(Path(opened.path), opened.ring, capacity)
         assert self(mapped=opened.ring).ring == opened.ring
         return segment
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,8 +87,9 @@ def works(address: str, expected: str = "shared memory") -> None:
 
 def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, folder):
     works(server.address)
-    assert list(folder.iterdir()) == []
     until(lambda: shared_bytes(server) == 0, "a ring is still counted")
+    server.stop()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["ring", "grpc"])
@@ -162,21 +164,61 @@ def test_an_asyncio_client_says_how_payloads_travel(server):
 
 
 def test_a_client_that_does_not_see_the_folder_uses_grpc_and_says_why(server, monkeypatch):
-    def not_here(path: Path, *_: int) -> Segment:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+    receive = Segment.receive
 
-    monkeypatch.setattr(Segment, "attach", not_here)
+    def elsewhere(path: Path, *ring: int) -> Segment:
+        return receive(path.parent / "elsewhere" / path.name, *ring)
+
+    monkeypatch.setattr(Segment, "receive", elsewhere)
     works(server.address, "grpc: the server runs on another host, or in a container")
     until(lambda: shared_bytes(server) == 0, "a ring is still counted")
 
 
-def test_a_client_of_another_user_uses_grpc_and_says_why(server, monkeypatch):
-    # The server has asked before: the client's own look at the owner is what fails.
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    works(server.address, "grpc: client and server run as different users")
+def test_a_client_whose_folder_shows_the_socket_of_another_host_uses_grpc_and_says_why(server, folder, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(str(folder / "left"))
+    receive = Segment.receive
+    monkeypatch.setattr(Segment, "receive", lambda path, *ring: receive(folder / "left", *ring))
+    works(server.address, "grpc: the server runs on another host, or in a container")
 
 
-def test_a_ring_without_proof_carries_nothing(stub):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_client_of_another_user_uses_grpc_and_says_why(server, folder):
+    folder.chmod(0o755)
+    program = (
+        "import concurrent.futures.thread, os, sys; from replay_client import ReplayClient\n"
+        "with ReplayClient(sys.argv[1]) as client:\n"
+        "    client.insert(b'small', {'plain': 1.0}); os.setuid(65534)\n"
+        "    client.insert(bytes(1 << 20), {'plain': 1.0}); print(client.transport)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, server.address], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.startswith("grpc: client and server run as different users"), ended.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make namespaces")
+def test_a_client_in_a_container_that_shares_the_folder_has_rings(server):
+    """Processes, mounts, users of memory and host name of its own: what a container has, but for the network."""
+    program = (
+        "import os, sys; from replay_client import ReplayClient\n"
+        "with ReplayClient(sys.argv[1]) as client:\n"
+        "    client.insert(bytes(1 << 20), {'plain': 1.0}); print(os.getpid(), client.transport)"
+    )
+    unshare = ["unshare", "--pid", "--fork", "--mount", "--ipc", "--uts"]
+    command = [*unshare, sys.executable, "-c", program, server.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "unshare failed" in ended.stderr:
+        pytest.skip("no namespace can be made here")
+    assert ended.stdout.strip() == "1 shared memory", ended.stderr
+
+
+def test_a_server_makes_its_socket_again_if_somebody_tidies_the_folder(server, folder):
+    works(server.address)
+    for path in folder.iterdir():
+        path.unlink()
+    works(server.address)
+
+
+def test_a_ring_that_its_client_has_not_received_carries_nothing(stub):
     with asking(stub) as session:
         opened = session(open=CAPACITY)
         assert "does not have the memory" in session(mapped=opened.ring).refusal
@@ -187,35 +229,33 @@ def test_a_ring_without_proof_carries_nothing(stub):
 # --------------------------------------------------------------------------------------------------- no room
 
 
-def test_a_full_folder_means_grpc_one_log_line_and_no_file(server, folder, monkeypatch, caplog):
+def test_a_system_without_memory_means_grpc_and_one_log_line(server, monkeypatch, caplog):
     def no_room(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with caplog.at_level(logging.WARNING, "replay_server"):
-        works(server.address, f"grpc: {folder} cannot hold shared memory: No space left on device")
+        works(server.address, "grpc: the system gives no memory for rings: No space left on device")
         works(server.address, "grpc: ")
-    assert len([record for record in caplog.records if "cannot hold" in record.getMessage()]) == 1
-    assert list(folder.iterdir()) == []
+    assert len([record for record in caplog.records if "no memory for rings" in record.getMessage()]) == 1
     assert shared_bytes(server) == 0
 
 
-def test_a_small_file_system_that_fills_up_is_no_error(tmp_path):
-    """A real file system of 24 MB: one ring of a client fits, and not the next."""
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m,mode=1777", "tmpfs", str(mounted)]
+def test_a_folder_that_is_missing_or_full_means_grpc(tmp_path):
+    """Full: a real file system in memory, which gives no more files."""
+    with ReplayServer(tables=TABLES, port=0, shared_memory=tmp_path / "missing") as server:
+        works(server.address, f"grpc: {tmp_path / 'missing'} cannot hold a socket: No such file")
+    (mounted := tmp_path / "full").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=2,mode=1777", "tmpfs", str(mounted)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         with ReplayServer(tables=TABLES, port=0, shared_memory=mounted) as server:
-            with ReplayClient(server.address) as first:
-                first.insert(bytes(MB), {"plain": 1.0})
-                assert first.transport == "shared memory"
-                works(server.address, f"grpc: {mounted} cannot hold shared memory")
-                (mounted / "other").write_bytes(bytes(2 * MB))
-                first.insert(bytes(MB), {"plain": 1.0})  # its ring was reserved: no access to it fails
+            (mounted / "other").touch()
+            works(server.address, f"grpc: {mounted} cannot hold a socket: No space left")
             until(lambda: shared_bytes(server) == 0)
+            (mounted / "other").unlink()
+            works(server.address)
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
@@ -343,7 +383,7 @@ def start_client(address: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_client_leaves_no_file_and_no_memory(server, folder):
+def test_a_killed_client_leaves_no_memory(server):
     for _ in range(3):
         process = start_client(server.address)
         assert shared_bytes(server) > 0
@@ -351,11 +391,10 @@ def test_a_killed_client_leaves_no_file_and_no_memory(server, folder):
         process.wait()
         process.stdout.close()
         until(lambda: shared_bytes(server) == 0, "the ring of a killed client is still counted")
-        until(lambda: not list(folder.iterdir()), "a ring that was being made has a file")
     works(server.address)
 
 
-def test_a_killed_server_leaves_no_file_and_clients_go_on_with_the_next_one(tmp_path, folder):
+def test_a_killed_server_leaves_only_its_socket_and_clients_go_on_with_the_next_one(tmp_path, folder):
     tables = '[[tables]]\nname = "pool"\nsampler = "uniform"\nmax_size = 64\n'
     config = f'[server]\nshared_memory = "{folder}"\n{tables}'
     with server_process(tmp_path, config) as server:
@@ -379,9 +418,9 @@ def test_a_killed_server_leaves_no_file_and_clients_go_on_with_the_next_one(tmp_
         busy.kill()
         busy.wait()
         busy.stdout.close()
-        left = list(folder.iterdir())  # of a ring that was being made in this moment
+        (left,) = folder.iterdir()
     with server_process(tmp_path, config, address):
-        until(lambda: not any(path.exists() for path in left), "the next server leaves the file of a killed process")
+        assert not left.exists(), "the next server leaves the socket of a killed one"
         stop.set()
         thread.join()
         assert failures == []
@@ -389,18 +428,6 @@ def test_a_killed_server_leaves_no_file_and_clients_go_on_with_the_next_one(tmp_
         assert client.transport == "shared memory"
         assert bytes(client.get([key])[0].payload) == b"x" * MB
         client.close()
-    assert list(folder.iterdir()) == []
-
-
-def test_a_server_removes_what_a_killed_one_left_in_the_folder(folder):
-    program = (
-        "import os, signal, sys; from pathlib import Path; from replay_protos.shared_memory import Segment;"
-        "ring = Segment.create(Path(sys.argv[1]), 4096); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=False)
-    assert len(list(folder.iterdir())) == 1
-    with ReplayServer(tables=TABLES, port=0, shared_memory=folder):
-        assert list(folder.iterdir()) == []
 
 
 def test_a_client_that_gives_up_while_it_waits_for_a_ring_still_works(server, monkeypatch):

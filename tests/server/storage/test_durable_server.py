@@ -17,6 +17,7 @@ from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from replay_server.storage.records import Delta
+from tests.factories import until
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -216,6 +217,28 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk,
         assert keys_in(client, "pool") == sorted(kept)
         assert all(bytes(item.payload) == payload for item in client.get(kept))
         assert client.policy().version == 5
+
+
+def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(small_disk, caplog):
+    payload, kept = os.urandom(200_000), []
+
+    def said(level):
+        return [record.message for record in caplog.records if record.levelname == level]
+
+    with serving(small_disk) as client, caplog.at_level("INFO", logger="replay_server"):
+        with pytest.raises(StorageError):
+            kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
+        until(lambda: client.server_info().commit_error)
+        for _ in range(3):
+            with pytest.raises(StorageError):
+                client.insert(payload, {"pool": 1.0})
+        (line,) = said("ERROR")
+        assert str(small_disk) in line
+        assert "refused until" in line
+        client.delete("pool", kept[:30])
+        until(lambda: client.server_info().commit_error == "")
+        assert len(said("WARNING")) == 1
+        client.insert(payload, {"pool": 1.0})
 
 
 @OVER_BOTH

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from tests.certificates import make_certificate
 from tests.factories import make_group, until
 
 ROOT = Path(__file__).parents[3]
@@ -165,7 +166,9 @@ def test_other_paths_are_not_found_and_name_the_right_one(server):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"http://{server.metrics_address}/", timeout=10)
     assert caught.value.code == 404
-    assert b"/metrics" in caught.value.read()
+    said = caught.value.read()
+    assert b"/metrics" in said
+    assert b"/health" in said
     caught.value.close()
 
 
@@ -259,6 +262,22 @@ def test_health_needs_no_token_and_reflection_any(tmp_path):
         assert b"GetServerInfo" in answer.file_descriptor_response.file_descriptor_proto[0]
 
 
+@pytest.mark.parametrize("secured", [False, True], ids=["open", "with tokens and TLS"])
+def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, secured):
+    security = SecuritySection()
+    if secured:
+        path = tmp_path / "tokens"
+        path.write_text("read-only:0123456789abcdef0123\n")
+        path.chmod(0o600)
+        own = make_certificate(tmp_path, "server", make_certificate(tmp_path, "ca"))
+        security = SecuritySection(tokens_file=path, tls_cert=own.cert, tls_key=own.key)
+    with (
+        ReplayServer([TableConfig(name="a")], port=0, metrics_address="127.0.0.1:0", security=security) as server,
+        urllib.request.urlopen(f"http://{server.metrics_address}/health", timeout=10) as response,
+    ):
+        assert (response.status, response.read()) == (200, b"ok")
+
+
 def test_the_process_logs_json_and_says_where_its_metrics_are():
     command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0"]
     process = subprocess.Popen(
@@ -287,13 +306,14 @@ def test_the_process_logs_json_and_says_where_its_metrics_are():
     assert lines[-1]["message"] == "stopped"
 
 
-def test_a_scrape_of_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch):
+@pytest.mark.parametrize("path", ["metrics", "health"])
+def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch, path):
     monkeypatch.setattr("replay_server.telemetry.endpoint._LOOP_SECONDS", 0.2)
     busy = threading.Event()
     server._loop.call_soon_threadsafe(busy.wait)
     try:
         with pytest.raises(urllib.error.HTTPError) as caught:
-            scrape(server.metrics_address)
+            urllib.request.urlopen(f"http://{server.metrics_address}/{path}", timeout=10)
     finally:
         busy.set()
     assert caught.value.code == 503

@@ -1,7 +1,7 @@
-"""A copy of the fields of slime's types that our function uses, for where slime is not installed.
+"""Stands in for slime's types where there is no slime: the fields that our function uses, with slime's defaults.
 
-From slime of 2026-08 (slime/utils/types.py, slime/rollout/base_types.py). slime needs SGLang and Megatron, and is
-on no index.
+REPLAY_SLIME names a folder with slime's source, of 2026-08; then the tests use slime's own types, and one compares
+these with them. slime needs SGLang and Megatron to train, and is on no index.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Sample:
     prompt: str | list[dict[str, str]] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
     label: str | None = None
@@ -32,6 +33,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_routed_experts: list[list[int]] | None = None
+    remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
 
     class Status(Enum):
@@ -43,6 +45,7 @@ class Sample:
 
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
 
 
 @dataclass
@@ -57,11 +60,9 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
-def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    output = fn(*args, **kwargs, evaluation=evaluation)
-    if not isinstance(output, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
-        output = RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
-    return output
+def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool) -> Any:
+    """The output of a rollout function of these tests, which return slime's types."""
+    return fn(*args, evaluation=evaluation)
 
 
 def load_function(path: str) -> Any:

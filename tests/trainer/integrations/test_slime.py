@@ -1,24 +1,33 @@
-"""slime's rollout function, with slime's own types where it is installed, and with a copy of their fields elsewhere."""
+"""slime's rollout function, with slime's own types if REPLAY_SLIME names its source, else with a stand-in for them."""
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
+import logging
+import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group
+from tests.factories import make_group, server_process
 from tests.trainer.integrations import slime_types
 
-if importlib.util.find_spec("slime") is None:
+if source := os.environ.get("REPLAY_SLIME"):
+    sys.path.insert(0, source)
+else:
     slime_types.install()
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 
+from replay_trainer.integrations import slime
 from replay_trainer.integrations.slime import generate_rollout
 
 POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64)
@@ -76,6 +85,17 @@ def run(server: ReplayServer, *rollouts: list[list[Sample]], **settings: object)
     return [generate_rollout(args, rollout_id, None) for rollout_id in range(len(rollouts))]
 
 
+NAMES = (
+    *("prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "weight_versions"),
+    *("remove_sample", "train_metadata", "status"),
+)
+"""What comes from the stored group; all else stays that of the place."""
+
+
+def told(sample: Sample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in NAMES}
+
+
 @pytest.mark.parametrize("key", [None, "score"])
 def test_a_group_without_variance_becomes_a_stored_one_in_its_place(server: ReplayServer, key: str | None) -> None:
     informative, barren = make_samples(0, [0.0, 1.0, 0.0], key=key), make_samples(7, [1.0, 1.0, 1.0], key=key)
@@ -84,10 +104,8 @@ def test_a_group_without_variance_becomes_a_stored_one_in_its_place(server: Repl
     assert first.samples == [informative]
     assert second.samples[0] == fresh
     for sample, source, place in zip(second.samples[1], informative, barren, strict=True):
-        names = ("prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "weight_versions")
-        assert {name: getattr(sample, name) for name in names} == {name: getattr(source, name) for name in names}
+        assert told(sample) == told(source)
         assert sample.rollout_log_probs == pytest.approx(source.rollout_log_probs)
-        assert sample.status is source.status
         # slime groups and orders by these.
         assert (sample.group_index, sample.index, sample.metadata) == (place.group_index, place.index, place.metadata)
     assert second.metrics["own"] == 1.0
@@ -121,11 +139,135 @@ def test_evaluation_is_slimes_own() -> None:
     assert generate_rollout(args, 0, None, evaluation=True) == RolloutFnEvalOutput(data={"set": {}})
 
 
+def test_each_sample_comes_back_with_its_own_prompt_and_its_own_reward(server: ReplayServer) -> None:
+    informative = make_samples(0, [0.0, 1.0, 0.0], key="score")
+    for k, sample in enumerate(informative):
+        sample.tokens = [10, 11, *[30 + k] * k, *sample.tokens[2:]]
+        sample.prompt, sample.label = f"prompt with {k} more", f"label {k}"
+        sample.reward["other"], sample.reward["words"] = np.float32(k), ["a", k]
+        sample.train_metadata = {"loss": "sft"} if k else None
+    barren = make_samples(7, [1.0, 1.0, 1.0], key="score")
+    barren[0].train_metadata = {"loss": "other"}
+    _, second = run(server, [informative], [barren], reward_key="score")
+    assert [told(sample) for sample in second.samples[0]] == [told(sample) for sample in informative]
+    with ReplayClient(server.address) as client:
+        (item,) = client.list_items("replay").items
+        group = client.get([item.key])[0].group
+    assert group.prompt_ids.tolist() == [10, 11]
+    assert group.context_lengths is not None
+    assert group.context_lengths.tolist() == [0, 1, 2]
+    assert group.finish_reasons == ("stop", "length", "length")
+
+
+def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_count_as_a_gradient(
+    server: ReplayServer,
+) -> None:
+    informative, others = make_samples(0, [0.0, 1.0, 0.5]), make_samples(1, [0.0, 1.0])
+    informative[1].remove_sample = True
+    for sample in others:
+        sample.remove_sample = True
+    barren = make_samples(7, [1.0, 1.0, 1.0], remove_sample=True)
+    first, second = run(server, [informative, others], [barren])
+    assert first.metrics["replay/fresh_zero_variance"] == 0.5  # nothing of the second group is trained on
+    with ReplayClient(server.address) as client:
+        (item,) = client.list_items("replay").items
+        group = client.get([item.key])[0].group
+    assert [group.trained_mask[span].any() for span in group.sampled_spans()] == [True, False, True]
+    assert [sample.remove_sample for sample in second.samples[0]] == [False, True, False]
+    assert second.samples[0][1].loss_mask == [0, 0]
+
+
+def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: ReplayServer) -> None:
+    informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
+    _, second = run(server, [[[sample] for sample in informative]], [[[sample] for sample in barren]])
+    assert [[told(sample) for sample in rollout] for rollout in second.samples[0]] == [
+        [told(sample)] for sample in informative
+    ]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda samples: [samples[:1], samples[1:]],
+        lambda samples: change(samples, reward=None, rollout_log_probs=None, status=Sample.Status.ABORTED),
+        lambda samples: change(samples, reward=None, status=Sample.Status.FAILED),
+        lambda samples: change(samples, rollout_log_probs=[-1.0], response_length=3, status=Sample.Status.FAILED),
+        lambda samples: change(samples, reward={"another": 1.0}),
+        lambda samples: change(samples, reward=float("nan")),
+        lambda samples: change(samples, tokens=[], response_length=0, rollout_log_probs=None, loss_mask=None),
+        lambda samples: change(samples, multimodal_inputs={"images": [object()]}),
+        lambda samples: change(samples, multimodal_train_inputs={"pixel_values": object()}),
+    ],
+    ids=[
+        *("a rollout of two samples", "aborted", "failed without a reward", "failed without log-probabilities"),
+        *("another dict", "a reward that is no number", "empty", "an image", "a processed image"),
+    ],
+)
+@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0], [1.0, 1.0, 1.0]], ids=["informative", "barren"])
+def test_a_group_that_cannot_be_stored_as_it_is_stays_as_it_is(
+    server: ReplayServer, spoil: Any, rewards: list[float]
+) -> None:
+    group = spoil(make_samples(1, rewards, key="score"))
+    _, second = run(server, [make_samples(0, [0.0, 1.0, 0.0], key="score")], [group], reward_key="score")
+    assert second.samples == [group]
+    assert second.metrics["replay/groups_left_alone"] == 1
+    assert second.metrics["replay/groups_replaced"] == 0
+    with ReplayClient(server.address) as client:
+        assert len(client.list_items("replay").items) == 1
+
+
+def change(samples: list[Sample], **fields: object) -> list[Sample]:
+    """The samples; the last one has these fields."""
+    return [*samples[:-1], dataclasses.replace(samples[-1], **fields)]
+
+
+def test_long_texts_can_be_stored(server: ReplayServer) -> None:
+    informative = make_samples(0, [0.0, 1.0])
+    for sample in informative:
+        sample.response = "x" * 3_000_000  # more than the header of a group may have
+    _, second = run(server, [informative], [make_samples(7, [1.0, 1.0])])
+    assert [sample.response for sample in second.samples[0]] == [sample.response for sample in informative]
+
+
+def test_slime_goes_on_while_the_server_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
+    with server_process(tmp_path) as server:
+        run(server, [informative])
+        pool = slime._pool(server.address, "replay", None, "continue")
+        pool.timeout = 0.2
+        server.kill()
+        with caplog.at_level(logging.WARNING, "replay_trainer"):
+            _, second = run(server, [informative], [barren])
+    assert second.samples == [barren]
+    assert (second.metrics["replay/unavailable"], second.metrics["replay/groups_missing"]) == (1.0, 1)
+    assert len([record for record in caplog.records if "is away" in record.msg]) == 1
+
+
+@pytest.mark.skipif("REPLAY_SLIME" not in os.environ, reason="REPLAY_SLIME names no folder with slime's source")
+def test_the_stand_in_has_the_fields_of_slimes_own_sample_and_slime_takes_what_is_replaced(
+    server: ReplayServer,
+) -> None:
+    from slime.observability.rollout_data_utils import validate_rollout_id_annotated
+
+    assert Sample is not slime_types.Sample
+    own = {each.name: each for each in dataclasses.fields(Sample)}
+    for each in dataclasses.fields(slime_types.Sample):
+        if each.name != "status":
+            assert (own[each.name].default, own[each.name].default_factory) == (each.default, each.default_factory)
+    statuses = [{each.name: each.value for each in kind.Status} for kind in (Sample, slime_types.Sample)]
+    assert statuses[0] == statuses[1]
+    informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
+    _, second = run(server, [informative], [barren, [[sample] for sample in barren]])
+    validate_rollout_id_annotated(second.samples)
+    assert [Sample.from_dict(sample.to_dict()) for sample in second.samples[0]] == second.samples[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"rollout_log_probs": None}, "lack rollout_log_probs"),
         ({"teacher_log_probs": [0.0]}, "have teacher_log_probs, which stored groups do not have"),
+        ({"label": object()}, "have a label that cannot be stored, <object object at"),
     ],
 )
 def test_samples_that_cannot_be_stored_are_refused(

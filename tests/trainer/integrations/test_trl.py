@@ -25,7 +25,7 @@ from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from tests.factories import make_group, server_process
 
-pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
+pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import trl
 
@@ -40,6 +40,7 @@ from tests.docs.blocks import blocks
 from tests.trainer.factories import make_model
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,
+    At,
     RecordingTrainer,
     logprobs_of,
     make_dataset,
@@ -423,17 +424,6 @@ def test_groups_beyond_the_staleness_stay_in_the_pool(tmp_path, server):
     staleness = [sample.info.staleness for step, _, _ in trainer.steps for sample in step.replaced.values()]
     assert staleness
     assert max(staleness) <= 1
-
-
-class At(TrainerCallback):
-    """Calls something at the end of a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == self.step:
-            self.action()
 
 
 def test_training_goes_on_when_the_server_is_killed_and_started_again(tmp_path):

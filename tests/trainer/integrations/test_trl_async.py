@@ -1,88 +1,202 @@
-"""ServerRollouts with the data set and the batcher that TRL's AsyncGRPOTrainer reads its queue with."""
+"""ServerRollouts in TRL's real AsyncGRPOTrainer, which trains on a CPU here, with real servers and generators."""
 
 from __future__ import annotations
 
+import json
+import logging
 import queue
-from collections import defaultdict
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("trl", reason="pip install '.[trl]'")
+
 import torch
-from accelerate import PartialState
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
-
-from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
 from replay_client.scoring import group_priority
-from replay_server import ReplayServer, TableConfig
 from replay_trainer.demo.task import make_tokenizer
-from replay_trainer.integrations.trl_async import ServerRollouts
-from tests.docs.blocks import ROOT, blocks
-from tests.factories import make_group, server_process
+from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
+from replay_trainer.output_lock import OutputLock
+from replay_trainer.weights import published
+from tests.factories import ServerProcess, make_group, server_process
 from tests.trainer.factories import make_model
+from tests.trainer.integrations.async_grpo_on_cpu import OPTIONS
+from tests.trainer.integrations.killed_async_grpo import block, insert, note_steps, save_model, train, trained
 
-TABLES = [
-    TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
-    TableConfig(name="replay", sampler="prioritized", max_size=64),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def accelerate_state() -> None:
-    """A trainer has made this state. Without it, TRL's data set cannot log that it waited for more than a second."""
-    PartialState()
+pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
+BUDGET = 26
+"""Tokens of a row: five completions of `insert`, which are a group and the first one of the next."""
+WEIGHTS = Path("runs/async/weights")
 
 
 @pytest.fixture
-def server() -> Iterator[ReplayServer]:
-    with ReplayServer(TABLES, port=0) as server:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, and its folder's parent as the current directory."""
+    monkeypatch.chdir(tmp_path)
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with server_process(tmp_path, block("toml")) as server:
         yield server
 
 
 @pytest.fixture
-def rollouts(server: ReplayServer, tmp_path: Path) -> Iterator[ServerRollouts]:
-    tokenizer = make_tokenizer()
-    made = ServerRollouts(server.address, make_model(vocabulary=len(tokenizer)), tokenizer, tmp_path / "weights")
-    yield made
-    made.stop()
+def before_step() -> Iterator[dict[int, Callable[[], None]]]:
+    """What to do in the middle of training, by the number of steps made before. trained.jsonl has the steps."""
+    actions: dict[int, Callable[[], None]] = {}
+    end = note_steps(Path("trained.jsonl"), lambda made: actions.pop(made, lambda: None)())
+    yield actions
+    end()
 
 
-def insert(address: str, *groups: Any) -> None:
+def begun(address: str, model: Path, rollouts: ServerRollouts | None = None, **options: Any) -> AsyncGRPOTrainer:
+    """A trainer whose worker has begun, and that takes no step by itself."""
+    rollouts = rollouts or ServerRollouts(address, WEIGHTS, max_staleness=3)
+    arguments: dict[str, Any] = OPTIONS | {"output_dir": "runs/async", "token_budget": BUDGET} | options
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        args=AsyncGRPOConfig(**arguments),
+        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
+        processing_class=make_tokenizer(),
+        rollout_worker=rollouts,
+        weight_transfer=rollouts,
+        callbacks=[rollouts],
+    )
+    rollouts.on_train_begin(
+        trainer.args,
+        trainer.state,
+        trainer.control,
+        model=trainer.model,
+        processing_class=trainer.processing_class,
+        train_dataloader=trainer.get_train_dataloader(),
+    )
+    return trainer
+
+
+def put(address: str, *groups: Any) -> None:
     with ReplayClient(address) as client:
         for group in groups:
             client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)})
 
 
-def dataset_of(rollouts: ServerRollouts, version: int = 1, **options: Any) -> tuple[RolloutQueueDataset, dict]:
-    metrics: dict[str, list] = defaultdict(list)
-    settings: dict[str, Any] = {"stale_after_s": 30.0, "poll_interval_s": 0.2, "max_staleness": 3} | options
-    dataset = RolloutQueueDataset(
-        rollout_queue=rollouts.rollout_buffer,
-        model_version_fn=lambda: version,
-        check_health_fn=rollouts.check_health,
-        metrics=metrics,
-        **settings,
-    )
-    return dataset, metrics
+def history(step: int) -> list[dict[str, float]]:
+    state = json.loads(Path(f"runs/async/checkpoint-{step}/trainer_state.json").read_text())
+    logged: list[dict[str, float]] = state["log_history"]
+    return logged
 
 
-def test_trls_data_set_reads_the_groups_that_generators_inserted(
-    server: ReplayServer, rollouts: ServerRollouts
+# ------------------------------------------------------------------------------------------------- the page's code
+
+
+@pytest.mark.parametrize("given", ["a folder", "an object that was saved"])
+def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
+    tmp_path: Path, server: ServerProcess, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer()
+    model = make_model(vocabulary=len(tokenizer))
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(9)))
+    root = Path(__file__).parent.parent.parent.parent
+    command = "generate --model model --prompts prompts.jsonl --reward tests.system.rewards:even_start"
+    options = "--wait-for-policy --engine transformers --group-size 4 --max-tokens 4 --max-concurrent-groups 2"
+    with Path("generate.log").open("w") as log:
+        generator = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "replay_server.cli",
+                *command.split(),
+                *options.split(),
+                "--address",
+                server.address,
+            ],
+            stdout=log,
+            stderr=log,
+            env={"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        if given == "an object that was saved":
+            AutoModelForCausalLM.from_pretrained("model").save_pretrained("own")
+            train(Path("own"), server.address, max_steps=8, token_budget=60)
+        else:
+            train(Path("model"), server.address, max_steps=8, token_budget=60)
+        assert generator.poll() is None, Path("generate.log").read_text()
+    finally:
+        generator.kill()
+        generator.wait()
+    assert [line["step"] for line in history(8) if "ratio" in line] == list(range(1, 9))
+    for line in history(8)[:-1]:
+        # The sampler's log-probabilities are those of these weights, or of weights that are a few steps older.
+        assert 0.5 < line["ratio"] < 2.0, line
+        assert 0 <= line["sample/staleness_mean"] <= 16
+    with ReplayClient(server.address) as client:
+        policy = client.policy()
+        assert (policy.version, policy.weights) == (9, str((tmp_path / WEIGHTS / "step-9").resolve()))
+        versions = {item.policy_version for item in client.list_items("replay").items}
+        assert max(versions) > 1, "the generator loaded no version that was trained"
+    loaded = AutoModelForCausalLM.from_pretrained(policy.weights)
+    for name, weight in AutoModelForCausalLM.from_pretrained("runs/async/checkpoint-8").named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), weight)
+
+
+def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
+    model: Path, server: ServerProcess, tmp_path: Path
+) -> None:
+    insert(server.address, 12)
+    with ReplayClient(server.address) as client:
+        for expected in (3, 6):
+            train(model, server.address, max_steps=2, token_budget=BUDGET, save_strategy="no")
+            policy = client.policy()
+            assert (policy.version, Path(policy.weights).name) == (expected, f"step-{expected}")
+            assert [path.name for path in published(WEIGHTS)] == [f"step-{expected - 1}", f"step-{expected}"]
+    # The server is another one, and the folder is the same.
+    with server_process(tmp_path, block("toml")) as fresh, ReplayClient(fresh.address) as client:
+        insert(fresh.address, 4)
+        train(model, fresh.address, max_steps=1, token_budget=BUDGET, save_strategy="no")
+        assert client.policy().weights == str(published(WEIGHTS)[-1])
+        assert client.policy().version == 8
+
+
+def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: ServerProcess) -> None:
+    with ReplayClient(server.address) as client:
+        client.set_policy_version(40)
+        put(server.address, *(make_group(version=version, logprobs=-6.0) for version in (38, 40)))
+        trainer = begun(server.address, model)
+        trainer._sync_weight()
+        assert (trainer.model_version, client.policy().version) == (1, 41)
+        list(islice(iter(trainer._rollout_dataset), 6))
+        assert trainer._metrics["train"]["sample/staleness_max"] == [3.0] * 3 + [1.0] * 3
+        trainer.rollout_worker.stop()
+
+
+# ---------------------------------------------------------------------------------------------------- what TRL gets
+
+
+def test_trl_reads_the_groups_that_generators_inserted(model: Path, server: ServerProcess) -> None:
     first = make_group(version=1, loss_mask=[True, False, True, True, True, True], prompt=(5, 6))
     first.rollout_logprobs[2] = np.nan  # unknown
     second = make_group(version=0, seed=1, prompt=(7, 8, 9, 10))
-    insert(server.address, first, second)
-    dataset, metrics = dataset_of(rollouts)
-    rows = list(islice(iter(dataset), 6))
+    put(server.address, first, second)
+    trainer = begun(server.address, model)
+    trainer.model_version = 1
+    rows = list(islice(iter(trainer._rollout_dataset), 6))
     for group, part in ((first, rows[:3]), (second, rows[3:])):
         assert len({row["group_id"] for row in part}) == 1
         end = 0
@@ -100,116 +214,157 @@ def test_trls_data_set_reads_the_groups_that_generators_inserted(
             assert row["advantage"] == pytest.approx(float(group.advantages[k]))
             assert row["metrics"]["reward"] == group.rewards[k]
     assert rows[0]["group_id"] != rows[3]["group_id"]
+    metrics = trainer._metrics["train"]
     assert metrics["sample/staleness_max"] == [0.0] * 3 + [1.0] * 3
-    assert all(0 <= seconds < 60 for seconds in metrics["sample/time_in_queue_s"])
+    assert all(0 <= seconds < 600 for seconds in metrics["sample/time_in_queue_s"])
+    trainer.rollout_worker.stop()
 
 
-def test_trls_batcher_takes_them(server: ReplayServer, rollouts: ServerRollouts) -> None:
-    insert(server.address, *(make_group(seed=seed, version=1) for seed in range(4)))
-    dataset, _ = dataset_of(rollouts)
-    rows = next(iter(FixedCountBatcher(dataset, num_processes=2, microbatch_size=6)))
-    assert len(rows) == 2
-    assert sum(len(row.samples) for row in rows) == 6
-
-
-def test_a_group_without_variance_is_replaced_from_the_pool(server: ReplayServer, rollouts: ServerRollouts) -> None:
+def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server: ServerProcess) -> None:
     informative, barren = make_group(version=1), make_group(rewards=(1.0, 1.0, 1.0), seed=5, version=2)
-    insert(server.address, informative, barren)
-    dataset, _ = dataset_of(rollouts, version=2)
-    rows = list(islice(iter(dataset), 6))
+    put(server.address, informative, barren)
+    trainer = begun(server.address, model)
+    rows = list(islice(iter(trainer._rollout_dataset), 6))
     # Drawn as a fresh one, the first group has joined the pool, and comes again in the place of the second.
     assert [row["input_ids"].tolist() for row in rows[3:]] == [row["input_ids"].tolist() for row in rows[:3]]
     assert [row["advantage"] for row in rows[3:]] == [row["advantage"] for row in rows[:3]]
-    told = [rollouts.metrics_queue.get_nowait() for _ in range(2)]
-    assert [each["replay/groups_replaced_total"] for each in told] == [0.0, 1.0]
-    assert [each["replay/fresh_zero_variance"] for each in told] == [(0.0, 1.0), (1.0, 1.0)]
+    logs: dict[str, float] = {}
+    trainer.model.train()
+    trainer.log(logs)
+    assert logs["replay/groups_replaced_total"] == 1.0
+    assert logs["replay/fresh_zero_variance"] == 0.5
     with pytest.raises(queue.Empty):
-        rollouts.metrics_queue.get_nowait()
+        trainer.rollout_worker.metrics_queue.get_nowait()
+    trainer.rollout_worker.stop()
 
 
-def test_an_empty_table_is_an_empty_queue_until_it_is_unhealthy(server: ReplayServer, rollouts: ServerRollouts) -> None:
-    rollouts.start()
-    with pytest.raises(queue.Empty):
-        rollouts.rollout_buffer.get(timeout=0.05)
-    assert rollouts.rollout_buffer.qsize() == 0
-    rollouts.check_health(60.0)
-    dataset, _ = dataset_of(rollouts, stale_after_s=0.0)
-    with pytest.raises(RuntimeError, match=r"no rollout came for .* 0 groups were inserted into rollouts"):
-        next(iter(dataset))
+# ------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def test_weights_and_version_reach_the_generators(server: ReplayServer, rollouts: ServerRollouts) -> None:
-    trained = make_model(seed=7, vocabulary=len(make_tokenizer()))
-    with ReplayClient(server.address) as client:
-        client.set_policy_version(40)  # of an earlier run
-        for version in (1, 2, 3):
-            with torch.no_grad():
-                trained.lm_head.weight += 1.0
-            # In the order in which TRL's trainer calls them.
-            rollouts.init_weight_transfer()
-            rollouts.pause()
-            rollouts.send_weights(trained.named_parameters())
-            rollouts.resume()
-            rollouts.update_model_version(version)
-            policy = client.policy()
-            assert policy.version == version
-            loaded = AutoModelForCausalLM.from_pretrained(policy.weights)
-            for name, parameter in loaded.named_parameters():
-                torch.testing.assert_close(parameter, trained.get_parameter(name))
-    folder = Path(policy.weights).parent
-    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
-    rollouts.destroy()
-    # A trainer that is started again from an older checkpoint counts from there.
-    again = ServerRollouts(server.address, make_model(vocabulary=45), make_tokenizer(), folder)
-    again.send_weights(trained.named_parameters())
-    again.update_model_version(2)
-    assert again.client.policy().version == 2
-    again.stop()
-
-
-def test_the_queue_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
-    config = '[server]\ndata_dir = "data"\n[[tables]]\nname = "rollouts"\n'.replace('data"', f'{tmp_path}/data"')
-    tokenizer = make_tokenizer()
-    with server_process(tmp_path, config) as first:
-        insert(first.address, make_group(version=1))
-        made = ServerRollouts(first.address, make_model(vocabulary=45), tokenizer, tmp_path / "w", pool=None)
-        first.kill()
-        with pytest.raises(queue.Empty):
-            made.rollout_buffer.get(timeout=0.2)
-        with server_process(tmp_path, config, address=first.address):
-            dataset, _ = dataset_of(made)
-            assert next(iter(dataset))["metrics"]["reward"] == 1.0
-        made.stop()
-
-
-def test_a_table_that_the_server_lacks_is_refused(server: ReplayServer, tmp_path: Path) -> None:
-    with pytest.raises(TableNotFoundError):
-        ServerRollouts(server.address, make_model(), None, tmp_path, table="other")
-
-
-def test_the_code_of_the_page_makes_worker_and_transfer(
-    server: ReplayServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_is_away_pauses_the_trainer(
+    model: Path,
+    tmp_path: Path,
+    before_step: dict[int, Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made: dict[str, Any] = {}
+    # It is away for longer than every limit: the client's, that of the pool's calls, and TRL's.
+    monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
+    monkeypatch.setattr("replay_trainer.integrations.pool._PATIENCE", 0.5)
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("toml").split("\n\n", 1)[1]
+    servers: list[ServerProcess] = []
 
-    class Trainer:
-        """AsyncGRPOTrainer needs CUDA: what it is given is what counts here."""
+    def restart() -> None:
+        servers.append(stack.enter_context(server_process(tmp_path, config, servers[0].address)))
 
-        def __init__(self, **given: Any) -> None:
-            made.update(given)
+    def kill() -> None:
+        servers[0].kill()
+        timers.append(threading.Timer(10.0, restart))
+        timers[0].start()
 
-        def train(self) -> None:
-            made["trained"] = True
+    timers: list[threading.Timer] = []
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        servers.append(stack.enter_context(server_process(tmp_path, config)))
+        insert(servers[0].address, 10)
+        before_step[2] = kill
+        train(model, servers[0].address, max_steps=6, token_budget=BUDGET, save_steps=3, heartbeat_stale_after_s=4.0)
+        timers[0].join()
+        assert trained(tmp_path) == list(range(6 * 5))
+        with ReplayClient(servers[0].address) as client:
+            table = client.server_info().tables["rollouts"]
+            assert (table.size, table.reserved, client.policy().version) == (3, 0, 7)
+    assert "the server is away, and the trainer waits for it" in caplog.text
+    assert "the trainer goes on after" in caplog.text
 
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in blocks(ROOT / "docs/how-to/trl-async.md"):
-        if block.language == "python":
-            exec(block.text, names)
-    names["AsyncGRPOTrainer"], names["AsyncGRPOConfig"] = Trainer, dict
-    names["train"](make_model(vocabulary=45), make_tokenizer(), None, None, server.address)
-    assert made["rollout_worker"] is made["weight_transfer"]
-    assert made["args"]["token_budget"] > 0
-    insert(server.address, make_group())
-    assert made["rollout_worker"].rollout_buffer.get(timeout=60.0).advantage > 0
-    made["rollout_worker"].stop()
+
+def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
+    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        first = stack.enter_context(server_process(tmp_path, block("toml")))
+        insert(first.address, 10)
+
+        def replace() -> None:
+            first.kill()
+            stack.enter_context(server_process(tmp_path, block("toml"), first.address))
+            insert(first.address, 10, first=10)
+
+        before_step[2] = replace
+        train(model, first.address, max_steps=6, token_budget=BUDGET, save_steps=3)
+        with ReplayClient(first.address) as client:
+            policy = client.policy()
+            assert (policy.version, policy.weights) == (7, str(published(WEIGHTS)[-1]))
+            assert client.server_info().tables["rollouts"].reserved == 0
+    assert "The others are no longer there" in caplog.text
+
+
+def test_a_trainer_without_generators_ends_with_what_the_server_says(model: Path, server: ServerProcess) -> None:
+    insert(server.address, 1)
+    with pytest.raises(RuntimeError, match=r"no rollout came for .* 1 groups were inserted into rollouts"):
+        train(model, server.address, max_steps=6, token_budget=BUDGET, heartbeat_stale_after_s=1.0)
+    with ReplayClient(server.address) as client:
+        assert client.server_info().tables["rollouts"].size == 1  # given back
+
+
+def test_two_trainers_on_one_server_do_not_go_unnoticed(
+    model: Path,
+    server: ServerProcess,
+    before_step: dict[int, Callable[[], None]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    insert(server.address, 12)
+
+    def second() -> None:
+        other = begun(server.address, model, ServerRollouts(server.address, "other/weights"))
+        assert "another reader holds" in caplog.text
+        other._sync_weight()
+        other.rollout_worker.stop()
+
+    before_step[2] = second
+    with pytest.raises(
+        RuntimeError, match=r"policy version 4 .*other/weights/step-4, .* left it at 3 .*another trainer"
+    ):
+        train(model, server.address, max_steps=6, token_budget=BUDGET)
+
+
+def test_a_second_trainer_in_a_folder_is_refused(model: Path, server: ServerProcess, tmp_path: Path) -> None:
+    lock = OutputLock(tmp_path / WEIGHTS)
+    assert lock.acquire() == ""
+    with pytest.raises(RuntimeError, match="in use by another training run"):
+        train(model, server.address, max_steps=1, token_budget=BUDGET)
+    lock.release()
+
+
+def test_mistakes_in_the_call_are_one_clear_error(model: Path, server: ServerProcess) -> None:
+    with pytest.raises(TableNotFoundError):
+        ServerRollouts(server.address, WEIGHTS, table="other")
+    rollouts = ServerRollouts(server.address, WEIGHTS)
+    trainer = begun(server.address, model, rollouts)
+    trainer.remove_callback(rollouts)
+    rollouts._model = None
+    with pytest.raises(RuntimeError, match=r"callbacks=\[rollouts\]"):
+        trainer.train()
+    rollouts = ServerRollouts(server.address, "other/weights")
+    trainer = begun(server.address, model, rollouts, max_steps=1)
+    rollouts.stop()
+    with pytest.raises(RuntimeError, match="one call of train"):
+        trainer.train()
+
+
+def test_frozen_weights_are_refused(model: Path, server: ServerProcess) -> None:
+    trainer = begun(server.address, model, max_steps=1)
+    trainer.rollout_worker._lock.release()
+    trainer.model.lm_head.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1 of this model are frozen, such as lm_head\.weight"):
+        trainer.train()
+
+
+def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert last_checkpoint(tmp_path / "absent") is None
+    for name, text in (("9", "{}"), ("10", '{"global_step": 10}'), ("11", '{"glob'), ("12", None), ("x", "{}")):
+        folder = tmp_path / f"checkpoint-{name}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "trainer_state.json").write_text(text)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert caplog.text.count("is not whole") == 2

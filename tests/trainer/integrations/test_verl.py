@@ -22,7 +22,7 @@ VERL = BuiltEnvironment(
     ROOT / ".venv-verl",
     (
         *("verl==0.9.1", "TransferQueue==0.1.11", "cachetools", "fastapi", "uvicorn"),
-        *("grpcio>=1.80,!=1.84.*,!=1.85.*", "msgpack>=1.1", "protobuf>=6.33.5,<8", "xxhash>=3.5"),
+        *("grpcio>=1.80,<1.84", "msgpack>=1.1", "protobuf>=6.33.5,<8", "xxhash>=3.5"),
     ),
 )
 

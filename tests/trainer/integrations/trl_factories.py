@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainerCallback
 
 from replay_trainer.demo.task import make_tokenizer, problems
 from replay_trainer.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
@@ -51,6 +52,17 @@ class RecordingTrainer(ReplayGRPOTrainer):
         self.recorded.append(step)
 
 
+class At(TrainerCallback):  # type: ignore[misc]
+    """Calls something at the end of a step."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.action()
+
+
 def make_trainer(
     folder: Any,
     *,
@@ -61,6 +73,8 @@ def make_trainer(
     callbacks: list[Any] | None = None,
     eval_dataset: Dataset | None = None,
     rollout_func: Any = None,
+    environment_factory: Any = None,
+    tokenizer: Any = None,
     **settings: Any,
 ) -> Any:
     """A trainer of four groups of four a step, without vLLM."""
@@ -79,7 +93,7 @@ def make_trainer(
         "disable_tqdm": True,
         "gradient_checkpointing": False,
     }
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     model: Any = make_model(vocabulary=len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     if settings.get("beta"):  # TRL loads the reference model by its name
@@ -94,6 +108,7 @@ def make_trainer(
         processing_class=tokenizer,
         callbacks=callbacks,
         rollout_func=rollout_func,
+        environment_factory=environment_factory,
     )
 
 

@@ -1,37 +1,49 @@
-"""GroupPool: one replay table as another project's trainer uses it. Draws groups, inserts groups, counts versions."""
+"""GroupPool: one replay table as another project's trainer uses it. Draws groups, inserts groups, counts versions.
+
+A server that is away does not end a run that could go on without it: draws are empty, inserts are lost, and the next
+call asks again (`on_unavailable="continue"`).
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
-from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    ReplayError,
+    ServerBusyError,
     ServerClosedError,
     ServerUnavailableError,
     StaleItemError,
+    StorageError,
     TableFullError,
 )
-from replay_client.scoring import group_priority, is_zero_variance
+from replay_client.scoring import carries_gradient, group_priority
 from replay_trainer.replacement import OnEmpty
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PATIENCE = 60.0
-"""Seconds that a call waits for a server that restarts."""
+OnUnavailable = Literal["continue", "raise"]
+"""What happens when the server does not come back in time.
+continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
+_AWAY = (ServerUnavailableError, ServerClosedError, ServerBusyError, StorageError)
 _PAUSE = 0.1
 """Seconds between two attempts."""
+_RETRY = 1.0
+"""Seconds for the one attempt of each call while the server is away."""
 
 
 class GroupPool:
-    """A table of informative groups. Every call waits for a server that restarts."""
+    """A table of informative groups. Calls wait for a server that restarts."""
 
     def __init__(
         self,
@@ -40,16 +52,26 @@ class GroupPool:
         on_empty: OnEmpty = "keep",
         timeout: float | None = 60.0,
         max_staleness: int | None = None,
+        on_unavailable: OnUnavailable = "continue",
     ) -> None:
-        """`on_empty="wait"` waits up to `timeout` seconds for groups; the other two do not wait.
+        """`timeout`: seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups.
 
-        Raises TableNotFoundError if the server has no such table.
+        Raises TableNotFoundError if the server has no such table, ServerUnavailableError if none answers, ValueError
+        for an unknown `on_unavailable`.
         """
+        if on_unavailable not in get_args(OnUnavailable):
+            raise ValueError(
+                f"on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, not {on_unavailable!r}"
+            )
         self.client = client
         self.table = table
         self.on_empty = on_empty
         self.timeout = timeout
         self.max_staleness = max_staleness
+        self.on_unavailable = on_unavailable
+        self.problem: ReplayError | None = None
+        """Why the server is away; None: the last call reached it."""
+        self._away_since = 0.0
         self._offset: int | None = None
         self._warned = False
         client.server_info(tables=[table])
@@ -60,21 +82,36 @@ class GroupPool:
         Several trainers may share a server. So the version never goes back: a trainer that joins starts to count at
         the version that it finds, and a trainer behind the others generates at the version of the fastest.
         """
-        current = self._call(self.client.policy).version
-        if self._offset is None:
-            self._offset = max(0, current - step)
-        version = step + self._offset
+        version = self.version_of(step)
+        if (policy := self._policy()) is None:
+            return version
+        current = policy.version
         if version > current:
             # InvalidRequestError: another trainer has set a higher version since.
             with suppress(InvalidRequestError):
-                self._call(partial(self.client.set_policy_version, version))
+                self._call(
+                    lambda: self.client.set_policy_version(version, timeout=self._limit()), DeadlineExceededError
+                )
         return max(version, current)
+
+    def version_of(self, step: int, at_least: int = 0) -> int:
+        """The policy version after `step` updates. The first call that reaches the server fixes where it counts on.
+
+        It counts on from the server's version, or from `at_least` if that is higher.
+        """
+        if self._offset is None and (policy := self._policy()) is not None:
+            self._offset = max(0, max(policy.version, at_least) - step)
+        return step + (self._offset or 0)
+
+    def _policy(self) -> Policy | None:
+        return self._call(lambda: self.client.policy(timeout=self._limit()), DeadlineExceededError)
 
     def draw(self, count: int, scope: str, accept: Callable[[RolloutGroup], bool]) -> list[Sample]:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
 
         The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
         groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout.
+        Empty while the server is away.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
@@ -87,16 +124,18 @@ class GroupPool:
                 if waits:
                     raise
                 break
+            if drawn is None:
+                break
             chosen += [sample for sample in drawn if self._usable(sample) and accept(sample.group)]
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Insert groups with their `group_priority`. Returns how many the table took."""
+        """Insert groups with their `group_priority`. Returns how many the table took; 0 while the server is away."""
         taken = 0
         for group in groups:
-            priorities = {self.table: group_priority(group.rewards, group.advantages)}
             try:
-                self._call(partial(self.client.insert, group, priorities))
+                if self._call(partial(self._insert, group), DeadlineExceededError) is None:
+                    break
                 taken += 1
             except (StaleItemError, TableFullError) as error:
                 # The trainer has used the group already: only its second use is lost.
@@ -105,18 +144,48 @@ class GroupPool:
                 self._warned = True
         return taken
 
+    def _insert(self, group: RolloutGroup) -> int:
+        priorities = {self.table: group_priority(group.rewards, group.advantages)}
+        return self.client.insert(group, priorities, timeout=self._limit())
+
     def _usable(self, sample: Sample) -> bool:
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
-        return fresh_enough and not is_zero_variance(sample.group.rewards)
+        return fresh_enough and carries_gradient(sample.group)
 
-    def _call(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`. A server that went away has _PATIENCE seconds to come back."""
-        deadline: float | None = None
+    def _limit(self) -> float | None:
+        """The timeout of a call that waits for nothing but an answer."""
+        return self.timeout if self.problem is None else _RETRY
+
+    def _call(self, attempt: Callable[[], T], *silence: type[ReplayError]) -> T | None:
+        """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
+
+        `silence`: further errors that mean so, for calls that wait for nothing but an answer.
+        """
+        errors: tuple[type[ReplayError], ...] = (*_AWAY, *silence)
+        patience = math.inf if self.timeout is None else self.timeout
+        deadline = time.monotonic() + (patience if self.problem is None else 0.0)
         while True:
             try:
-                return attempt()
-            except (ServerUnavailableError, ServerClosedError):
-                deadline = deadline or time.monotonic() + _PATIENCE
-                if time.monotonic() > deadline:
+                result = attempt()
+            except errors as error:
+                if time.monotonic() < deadline:
+                    time.sleep(_PAUSE)
+                    continue
+                if self.on_unavailable == "raise":
                     raise
-                time.sleep(_PAUSE)
+                self._leave(error)
+                return None
+            if self.problem is not None:
+                logger.warning("the replay server is back after %.0f s", time.monotonic() - self._away_since)
+                self.problem = None
+            return result
+
+    def _leave(self, error: ReplayError) -> None:
+        if self.problem is None:
+            self._away_since = time.monotonic()
+            logger.warning(
+                "the replay server is away: training goes on with fresh groups alone, and asks again at every step "
+                "(on_unavailable='raise' ends the run): %s",
+                error,
+            )
+        self.problem = error

@@ -12,6 +12,7 @@ The rows change before TRL computes anything from them, so all that it computes 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -22,20 +23,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from accelerate.utils import broadcast_object_list, gather
+from accelerate.utils import broadcast_object_list, gather, gather_object
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from replay_client import ReplayClient, RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, group_priority
+from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
+from replay_client.errors import ServerUnavailableError
+from replay_client.scoring import carries_gradient, group_advantages, group_priority
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_config import ReplayGRPOConfig
 from replay_trainer.integrations.trl_hooks import GENERATED, check_attributes, check_methods, mismatch
-from replay_trainer.integrations.trl_rows import GenerationStep, Rows
+from replay_trainer.integrations.trl_rewards import fingerprint
+from replay_trainer.integrations.trl_rows import FreshRow, GenerationStep, Rows
 
+logger = logging.getLogger(__name__)
 check_methods(GRPOTrainer)
 
 
@@ -47,8 +52,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ImportError if the installed TRL differs from the tested one, ValueError if a rank would hold parts
-        of groups, TableNotFoundError and ServerUnavailableError for a server that cannot be used."""
+        """Raises ImportError if the installed TRL differs from the tested one, TableNotFoundError and
+        ServerUnavailableError for a server that cannot be used."""
         super().__init__(*args, **kwargs)
         check_attributes(self)
         # A GRPOConfig has none of our fields: then the defaults hold.
@@ -58,11 +63,12 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._replay_step: GenerationStep | None = None
         self._vocabulary = self.model.config.get_text_config().vocab_size
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
-        if rows % self.num_generations:
-            raise ValueError(
-                f"a rank must hold whole groups: per_device_train_batch_size * steps_per_generation = {rows} is not a "
-                f"multiple of num_generations = {self.num_generations}"
-            )
+        self._groups_span_ranks = bool(rows % self.num_generations)
+        scorers = [*self.reward_funcs]
+        if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:
+            scorers.append(type(self)._calculate_rewards)
+        self._fingerprint = fingerprint(self.reward_func_names, scorers)
+        self._warned_of_rewards = False
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
     def _connect(self) -> GroupPool:
@@ -97,19 +103,24 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
         started = time.perf_counter()
         version = self.pool.advance(self.state.global_step) if self.accelerator.is_main_process else 0
-        step = GenerationStep(inputs, broadcast_object_list([version])[0], seconds=time.perf_counter() - started)
+        # The first rank asks, so that all ranks do without the server in the same steps.
+        version, away = broadcast_object_list([version, self.pool.problem is not None])
+        first = self.accelerator.process_index * len(inputs)
+        step = GenerationStep(inputs, self.num_generations, first, version, away, seconds=time.perf_counter() - started)
         self._replay_step = step
         try:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._replay_step = None
+            self.__dict__.pop("_calculate_rewards", None)
         if step.fresh is None:
             return output
         if step.final_rewards is not None:
             raise ImportError(mismatch("it does not call _calculate_rewards after _generate"))
-        with step.timed():
-            old = self._correct(step, output)
-            self.pool.insert(self._informative_groups(step, output, old))
+        if not away:
+            with step.timed():
+                old = self._correct(step, output)
+                self.pool.insert(self._informative_groups(step, self._fresh_rows(step, old)))
         self._report(step)
         return output
 
@@ -130,82 +141,121 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     each[name] = values
                 elif row < len(values):
                     each[name] = values[row]
-        rewards = super()._calculate_rewards(step.inputs, prompts, completions, completion_ids)
+        # By the method of the class, which may be a subclass with rewards of its own.
+        step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
-            rows = Rows(prompt_ids, completion_ids, tool_mask, logprobs)
-            first = self.accelerator.process_index * len(prompts)
-            step.rewards_BF = rewards[first : first + len(prompts)].clone()
-            step.fresh = rows.copy()
-            final_BF = self._replace(step, rows, prompts, completions)
-            step.final_rewards = gather(final_BF)
+            step.fresh = Rows(prompt_ids, completion_ids, tool_mask, logprobs)
+            rows = step.fresh.copy()  # the lists may belong to a rollout_func
+            trained = [bool(ids) for ids in completion_ids] if tool_mask is None else [any(mask) for mask in tool_mask]
+            step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
+            step.final_rewards = gather(self._replace(step, rows, prompts, completions))
+        # TRL asks for the rewards of the same rows next. They are known.
+        self.__dict__["_calculate_rewards"] = step.take_rewards
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The rewards that `_generate` has computed, once; otherwise TRL's own."""
-        step = self._replay_step
-        if step is None or step.final_rewards is None:
-            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[no-any-return]
-        rewards, step.final_rewards = step.final_rewards, None
-        return rewards
 
     # -------------------------------------------------------------------------------------------------- replacing
 
     def _replace(self, step: GenerationStep, rows: Rows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
         assert self.pool is not None
-        assert step.rewards_BF is not None
-        size = self.num_generations
-        priorities = [self._priority(each) for each in torch.split(step.rewards_BF, size)]
-        zero_variance = [g for g, priority in enumerate(priorities) if priority == 0]
-        wanted = max(len(zero_variance), round(self._replay.replay_share * len(priorities)))
-        if self._replay.replay_share and rows.logprobs is None:
+        assert step.rewards is not None
+        priorities = {
+            g: self._priority(step.rewards[step.rows_of(g)], step.trained[step.rows_of(g)]) for g in step.present
+        }
+        zero_variance = [g for g in step.owned if priorities[g] == 0]
+        wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
+        if self._replay.replay_share and rows.logprobs is None and not step.away:
             step.fresh_logprobs = self._logprobs(*self._padded(rows))
-        places = sorted(range(len(priorities)), key=lambda g: priorities[g])[:wanted]
-        drawn = self.pool.draw(len(places), f"{self._run}/{self._step}", self._accept)
+        places = sorted(step.owned, key=priorities.__getitem__)[:wanted]
+        drawn: list[Sample] = []
+        if not step.away:
+            drawn = self.pool.draw(len(places), f"{self._run}/{self._step}", self._accept)
         step.replaced = dict(zip(places, drawn, strict=False))
-        left = [g for g in zero_variance if g not in step.replaced]
-        step.zero_variance, step.missing = len(zero_variance), len(left)
+        step.stored = self._stored_groups(step)
+        step.zero_variance = len(zero_variance)
+        step.missing = len([g for g in zero_variance if g not in step.replaced])
 
         final_BF = step.rewards_BF.clone()
-        for g, sample in step.replaced.items():
-            rows.put(g * size, sample.group)
-            final_BF[g * size : (g + 1) * size] = self._stored_rewards(sample.group)
-            for row in range(g * size, (g + 1) * size):
+        for g, group in step.stored.items():
+            rewards_GF = self._stored_rewards(group)
+            for row, k in step.places(g):
+                rows.put(row, group, k)
+                final_BF[row] = rewards_GF[k]
                 self._log_row(row, rows, prompts, completions)
         if self._replay.replay_on_empty == "drop":
-            for row in (g * size + k for g in left for k in range(size)):
+            left = [g for g in step.present if priorities[g] == 0 and g not in step.stored]
+            for row in (row for g in left for row, _ in step.places(g)):
                 rows.mask()[row] = [0] * len(rows.completion_ids[row])
         return final_BF
 
-    def _priority(self, rewards_GF: Tensor) -> float:
-        """`group_priority` of a group, 0 if TRL would give all its completions the same advantage."""
+    def _stored_groups(self, step: GenerationStep) -> dict[int, RolloutGroup]:
+        """What the ranks have drawn for the groups that have rows here."""
+        if not self._groups_span_ranks:
+            return {g: sample.group for g, sample in step.replaced.items()}
+        drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
+        return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
+
+    def _priority(self, rewards_GF: Tensor, trained: list[bool]) -> float:
+        """`group_priority` of a group, 0 if it carries no gradient as TRL computes its advantages."""
         scorable = ~rewards_GF.isnan().all(dim=1)
         weighted_GF = (rewards_GF * self.reward_weights.to(rewards_GF.device))[scorable].nan_to_num(nan=0.0)
         if self.multi_objective_aggregation == "sum_then_normalize":
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
-        return sum(group_priority(column, group_advantages(column)) for column in columns)
+        mask = np.array(trained)[scorable.cpu().numpy()]
+        judged = [_group_of_rewards(column, mask) for column in columns]
+        if not any(carries_gradient(group, "none") for group in judged):
+            return 0.0
+        return sum(group_priority(group.rewards, group.advantages) for group in judged)
 
     def _accept(self, group: RolloutGroup) -> bool:
         """Whether a stored group fits into the batch. Raises ValueError for tokens that the model does not have."""
-        lengths = group.completion_lengths
-        if group.num_tokens and int(max(group.completion_ids.max(), *group.prompt_ids)) >= self._vocabulary:
+        most = max(ids.max(initial=0) for ids in (group.prompt_ids, group.completion_ids))
+        if most >= self._vocabulary:
             raise ValueError(
                 f"{self._replay.replay_table}: a group has token ids beyond the {self._vocabulary} of this model, so "
                 "another tokenizer wrote it: give each model a table of its own (replay_table)"
             )
+        lengths = group.sampled_lengths
         longest = self.max_completion_length or lengths.max()
-        return bool(
+        trained = [bool(group.trained_mask[span].any()) for span in group.sampled_spans()]
+        fits = (
             group.group_size == self.num_generations
-            and group.prompt_ids.size
+            and group.prompt_lengths.all()
             and lengths.min() > 0
             and lengths.max() <= longest
+            and self._priority(self._stored_rewards(group), trained) > 0
         )
+        return bool(fits) and self._has_our_objective(group)
+
+    def _has_our_objective(self, group: RolloutGroup) -> bool:
+        """Whether the reward functions of this run scored a stored group; True if it need not be so."""
+        if self._same_rewards(group):
+            return True
+        assert self._replay_step is not None
+        self._replay_step.other_rewards += 1
+        if not self._warned_of_rewards:
+            logger.warning(
+                "table %r has groups that other reward functions scored (%s; this run: %s): %s. This is the only "
+                "warning; replay/other_rewards counts them",
+                self._replay.replay_table,
+                ", ".join(map(str, group.meta.get("reward_funcs", ["unknown"]))),
+                ", ".join(self.reward_func_names),
+                "they are not used"
+                if self._replay.replay_same_rewards
+                else "training on them teaches another objective; replay_same_rewards=True leaves them out, and a "
+                "table for each objective (replay_table) keeps them apart",
+            )
+        self._warned_of_rewards = True
+        return not self._replay.replay_same_rewards
+
+    def _same_rewards(self, group: RolloutGroup) -> bool:
+        return group.meta.get("rewards") == self._fingerprint
 
     def _stored_rewards(self, group: RolloutGroup) -> Tensor:
         """(G, F) rewards of a stored group, of which TRL makes the group's rewards again."""
         rewards_GF = group.extras.get("rewards_per_func")
-        if rewards_GF is None or group.meta.get("reward_funcs") != self.reward_func_names:
+        if rewards_GF is None or not self._same_rewards(group):
             # Other functions scored this group: the first one of ours stands for all of them.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
@@ -231,7 +281,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Correct the advantages of replaced rows if TRL does not. Returns log-probs (B, T) under the current weights,
         None if TRL corrects."""
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
-        rows = [g * self.num_generations + k for g in step.replaced for k in range(self.num_generations)]
+        places = [(row, group, k) for g, group in step.stored.items() for row, k in step.places(g)]
+        rows = [row for row, _, _ in places]
         if self.use_vllm and self.vllm_importance_sampling_correction:
             ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
             step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
@@ -241,11 +292,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
             old_BT = self._logprobs(*(output[name] for name in names))
         stored_BT = old_BT.clone()
-        for g, sample in step.replaced.items():
-            ends = np.cumsum(sample.group.completion_lengths)
-            for k, logprobs in enumerate(np.split(sample.group.rollout_logprobs, ends[:-1])):
-                # A copy: the client's arrays are read-only.
-                stored_BT[g * self.num_generations + k, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
+        for row, group, k in places:
+            logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
+            # A copy: the client's arrays are read-only.
+            stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
         if rows:
             correction = correct(
                 old_BT[rows], stored_BT[rows], mask_BT[rows], CorrectionConfig(clip_max=self._replay.replay_clip_max)
@@ -282,49 +332,61 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------------- storing
 
-    def _informative_groups(
-        self, step: GenerationStep, output: dict[str, Any], old: Tensor | None
-    ) -> Iterator[RolloutGroup]:
-        """The fresh groups that a later step can learn from."""
-        fresh, rewards_BF, size = step.fresh, step.rewards_BF, self.num_generations
+    def _fresh_rows(self, step: GenerationStep, old: Tensor | None) -> list[FreshRow]:
+        """The rows that this rank generated; those of all ranks if groups span ranks."""
+        fresh = step.fresh
         assert fresh is not None
-        assert rewards_BF is not None
-        for g, rewards_GF in enumerate(torch.split(rewards_BF, size)):
-            if rewards_GF.isnan().all(dim=1).any() or not self._priority(rewards_GF):
+        if fresh.logprobs is not None:
+            logprobs: Any = [[np.nan if x is None else x for x in row] for row in fresh.logprobs]
+        else:
+            source = old if step.fresh_logprobs is None else step.fresh_logprobs
+            assert source is not None
+            logprobs = [row[: len(ids)].tolist() for row, ids in zip(source, fresh.completion_ids, strict=True)]
+        masks: list[Any] = fresh.tool_mask or [None] * len(logprobs)
+        rows = list(map(FreshRow, fresh.prompt_ids, fresh.completion_ids, masks, logprobs))
+        return list(gather_object(rows)) if self._groups_span_ranks else rows
+
+    def _informative_groups(self, step: GenerationStep, rows: list[FreshRow]) -> Iterator[RolloutGroup]:
+        """The fresh groups of this rank that a later step can learn from."""
+        assert step.rewards is not None
+        first = 0 if self._groups_span_ranks else step.first
+        for g in step.owned:
+            rewards_GF = step.rewards[step.rows_of(g)]
+            if rewards_GF.isnan().all(dim=1).any() or not self._priority(rewards_GF, step.trained[step.rows_of(g)]):
                 continue
-            rows = slice(g * size, (g + 1) * size)
+            members = rows[g * step.size - first :][: step.size]
             rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
-            if fresh.logprobs is not None:
-                logprobs: Any = [[np.nan if x is None else x for x in row] for row in fresh.logprobs[rows]]
-            else:
-                source = old if step.fresh_logprobs is None else step.fresh_logprobs
-                assert source is not None
-                lengths = [len(ids) for ids in fresh.completion_ids[rows]]
-                logprobs = [row[:n].tolist() for row, n in zip(source[rows], lengths, strict=True)]
-            yield group_from_completions(
-                prompt_ids=fresh.prompt_ids[g * size],
-                completions=fresh.completion_ids[rows],
-                logprobs=logprobs,
+            masks: list[Any] = [row.mask for row in members]
+            yield group_from_rows(
+                prompts=[row.prompt_ids for row in members],
+                completions=[row.completion_ids for row in members],
+                logprobs=[row.logprobs for row in members],
+                loss_masks=None if any(mask is None for mask in masks) else masks,
                 rewards=rewards,
                 advantages=group_advantages(rewards, "none" if self.scale_rewards == "none" else "group"),
-                loss_mask=None if fresh.tool_mask is None else np.concatenate(fresh.tool_mask[rows]).astype(bool),
                 policy_version=step.version,
                 sampling={"temperature": self.temperature},
                 extras={"rewards_per_func": rewards_GF.cpu().numpy()},
-                meta={"reward_funcs": list(self.reward_func_names), "run": self._run},
+                meta={"reward_funcs": list(self.reward_func_names), "rewards": self._fingerprint, "run": self._run},
             )
 
     def _report(self, step: GenerationStep) -> None:
         """Append the metrics of all ranks to TRL's."""
-        assert step.rewards_BF is not None
+        assert self.pool is not None
         rewards_B = (step.rewards_BF * self.reward_weights.to(step.rewards_BF.device)).nansum(dim=1)
         staleness = [sample.info.staleness for sample in step.replaced.values()]
+        away = step.away or self.pool.problem is not None
         local = [
-            *(float(rewards_B.sum()), len(rewards_B), len(rewards_B) / self.num_generations, step.zero_variance),
-            *(len(step.replaced), step.missing, sum(staleness), *step.ratio, step.seconds),
+            *(float(rewards_B.sum()), len(rewards_B), len(step.owned), step.zero_variance, len(step.replaced)),
+            *(step.missing, sum(staleness), *step.ratio, step.seconds, step.other_rewards, away),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, dtype=torch.float64, device=self.accelerator.device))
-        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, seconds = totals.tolist()
+        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, seconds, others, ranks_away = (
+            totals.tolist()
+        )
+        if ranks_away and self._replay.replay_on_unavailable == "raise":
+            reason = self.pool.problem or "another rank does not reach it"
+            raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
         values = {
             "fresh_reward": reward / rows,
             "fresh_zero_variance": zero_variance / groups,
@@ -332,6 +394,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "groups_missing": missing,
             "staleness": stale / replaced if replaced else np.nan,
             "ratio": ratio / tokens if tokens else np.nan,
+            "other_rewards": others,
+            "unavailable": float(ranks_away > 0),
             "seconds": seconds / self.accelerator.num_processes,
         }
         for name, value in values.items():
@@ -348,6 +412,15 @@ class GRPOWithReplayBufferTrainer(ReplayGRPOTrainer):
 
 GRPOWithReplayBufferConfig = ReplayGRPOConfig
 """The name of the configuration that TRL had until 1.13."""
+
+
+def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> RolloutGroup:
+    """A group of completions of one token each, to judge rewards by."""
+    ones = [[0]] * len(rewards)
+    advantages = group_advantages(rewards)
+    return group_from_completions(
+        prompt_ids=[0], completions=ones, logprobs=ones, rewards=rewards, advantages=advantages, loss_mask=trained
+    )
 
 
 def _pad(rows: list[Tensor], side: str) -> Tensor:

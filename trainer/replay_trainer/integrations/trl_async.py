@@ -1,8 +1,8 @@
 """TRL's AsyncGRPOTrainer with a replay server as its rollout queue, so that generators run anywhere and survive it.
 
-replay generate ──insert──▶ rollouts ──sample──▶ ServerRollouts.rollout_buffer ──▶ AsyncGRPOTrainer
-      ▲                        └──forward──▶ replay ──replaces zero variance──┘            │
-      └────────────── policy version, folder of weights ◀── update_model_version ◀─────────┘
+replay generate ──insert──▶ rollouts ──lease──▶ ServerRollouts.rollout_buffer ──▶ AsyncGRPOTrainer ──▶ checkpoint
+      ▲                        └──forward──▶ replay ──replaces zero variance──┘         │                  │
+      └────────────── policy version, folder of weights ◀── update_model_version ◀──────┘   acknowledged ◀─┘
 """
 
 from __future__ import annotations
@@ -13,116 +13,246 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
-from replay_client.scoring import is_zero_variance
+from replay_client import Policy, ReplayClient, RolloutGroup, Sample
+from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError
+from replay_client.generator.wait_log import WaitLog
+from replay_client.scoring import carries_gradient
 from replay_trainer.integrations.pool import GroupPool
-from replay_trainer.weights import publish_weights, remove
+from replay_trainer.integrations.trl_progress import Progress
+from replay_trainer.leases import GroupLeases, TrainedGroups
+from replay_trainer.output_lock import OutputLock
+from replay_trainer.weights import publish_weights, published, to_disk, version_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_AWAY = (ServerUnavailableError, ServerClosedError)
 _PAUSE = 0.5
 """Seconds between two questions whether a server is back."""
+_POLL = 1.0
+"""Seconds after which a draw that found nothing returns, so that TRL can ask `check_health`."""
+_LONG_WAIT = 30.0
+"""Seconds without a group after which the trainer says so."""
 
 
-class ServerRollouts:
-    """Both `rollout_worker` and `weight_transfer` of an AsyncGRPOTrainer.
+class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """`rollout_worker`, `weight_transfer` and callback of one AsyncGRPOTrainer, for one call of `train`.
 
-    The trainer takes groups one at a time from the server, when it needs them: one that dies loses one group.
+    * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
+    * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
+    * A server that is away pauses the trainer.
     """
 
     def __init__(
         self,
         address: str | None,
-        model: Any,
-        tokenizer: Any,
         output_dir: str | Path,
         *,
         table: str = "rollouts",
         pool: str | None = "replay",
         max_staleness: int | None = None,
         keep_weights: int = 2,
+        lease: float = 300.0,
     ) -> None:
-        """`address`: host:port; None: REPLAY_ADDRESS. `model`: the trainer's, whose configuration is written with the
-        weights. `output_dir`: where generators find the weights; it keeps the `keep_weights` newest.
+        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: where generators find the weights; it keeps the
+        `keep_weights` newest, and belongs to one run at a time.
 
         `pool`: table whose groups replace groups whose rewards are all equal; None: they are trained on.
         `max_staleness`: that of AsyncGRPOConfig, which throws away older samples.
+        `lease`: seconds after which the server takes back the groups of a trainer that died and was not started again.
         Raises TableNotFoundError if the server lacks a table.
         """
         self.client = ReplayClient.from_env(address=address)
         self.client.server_info(tables=[table])
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._pool = GroupPool(self.client, pool, max_staleness=max_staleness) if pool else None
+        # Without a pool, only its count of versions is used.
+        self._pool = GroupPool(self.client, pool or table, max_staleness=max_staleness, on_unavailable="raise")
+        self._replaces = pool is not None
         self._table = table
-        self._model, self._tokenizer = model, tokenizer
-        self._output_dir, self._keep_weights = Path(output_dir), keep_weights
+        self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
+        self._lock = OutputLock(self._output_dir)
+        self._leases = GroupLeases(self.client, table, lease, self._output_dir, rank=0)
+        self._batches = self.client.sampler(table, timeout=_POLL, lease=lease, on_lease=self._leases.expect)
+        self._progress = Progress()
+        self._trained = TrainedGroups()
         self._run = uuid.uuid4().hex
+        self._model: Any = None
+        self._tokenizer: Any = None
         self._weights: dict[str, Tensor] = {}
-        self._version: int | None = None
-        self._last_sample = time.monotonic()
+        self._policy: Policy | None = None
+        """The version that this trainer found, or announced last."""
+        self._hungry_since: float | None = None
+        self._waiting = WaitLog("the trainer goes on")
+        self._stopped = False
+
+    # ------------------------------------------------------------------------------------------------- the callback
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, processing_class: Any, train_dataloader: Any, **_: Any
+    ) -> None:
+        """Takes up the run that `state` is from: its groups, and the count of versions.
+
+        Raises RuntimeError if another trainer uses output_dir, or at a second call of `train`, and ValueError for a
+        model with frozen weights.
+        """
+        if not state.is_world_process_zero:
+            return
+        if self._stopped:
+            raise RuntimeError("a ServerRollouts serves one call of train: make another one, and a trainer with it")
+        if why := self._lock.acquire():
+            raise RuntimeError(why)
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._tokenizer = processing_class
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if frozen and model is self._model:
+            raise ValueError(
+                f"TRL sends only the weights that it trains, and {len(frozen)} of this model are frozen, such as "
+                f"{frozen[0]}: generators could not load what is published. Train all weights, or an adapter"
+            )
+        self._progress.watch(train_dataloader.collate_fn)
+        self._policy = self._reach(self.client.policy)
+        self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        groups = TrainedGroups.from_state_dict(saved and saved["groups"])
+        self._progress.skip(dict(saved["begun"]) if saved else {})
+        self._reach(partial(self._leases.acknowledge, groups))
+        self._reach(partial(self._leases.give_back_of_dead, groups))
+        if held := self._reach(self.client.server_info).tables[self._table].reserved:
+            logger.warning(
+                "another reader holds %d groups of table %r: another trainer, which takes groups away from this one, "
+                "or one that died. What a dead one held comes back when its leases end",
+                held,
+                self._table,
+            )
+        self._leases.start()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A micro-batch is trained on."""
+        if state.is_world_process_zero:
+            self._progress.trained()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The last micro-batch of a step is trained on. A checkpoint that is written now contains its groups."""
+        if not state.is_world_process_zero:
+            return
+        self._progress.trained()
+        self._trained = self._leases.trained(self._progress.left)
+        # TRL writes this into the checkpoint's trainer_state.json.
+        state.stateful_callbacks[type(self).__name__] = {
+            "groups": self._trained.state_dict(),
+            "begun": self._progress.begun,
+        }
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A checkpoint is written: its groups are used up."""
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            for path in [*folder.rglob("*"), folder, folder.parent]:
+                to_disk(path)
+            self._acknowledge()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The run has reached its end: the groups of all its steps are used up."""
+        if state.is_world_process_zero:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        try:
+            self._leases.acknowledge(self._trained)
+            self._leases.settled()
+        except _AWAY as error:
+            logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
 
     # ------------------------------------------------------------------------------------------- the rollout worker
 
     def start(self) -> None:
-        """Generators run elsewhere: only the time without samples begins to count."""
-        self._last_sample = time.monotonic()
+        """Nothing: generators run elsewhere."""
 
     def stop(self) -> None:
-        """Close the connection. The generators and the server go on."""
+        """Give back the groups that no checkpoint contains, and close the connection. Generators and server go on."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._batches.close()
+        self._leases.give_back()
+        self._lock.release()
         self.client.close()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises RuntimeError, with what the server says, if no group came for `stale_after_s` seconds."""
-        waited = time.monotonic() - self._last_sample
-        if waited <= stale_after_s:
-            return
+        """Says why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
+
+        Time in which the server is away does not count.
+        """
+        now = time.monotonic()
+        waited = now - (self._hungry_since or now)
         try:
             info = self.client.server_info(tables=[self._table], timeout=5.0).tables[self._table]
-            reason = f"{info.inserts} groups were inserted into {self._table}, and it holds {info.size}"
-        except ReplayError as error:
-            reason = str(error)
-        raise RuntimeError(
-            f"no rollout came for {waited:.0f} s: {reason}. Are generators running? `replay doctor` says more"
-        )
+        except _AWAY as error:
+            self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
+            self._hungry_since = time.monotonic()
+            return
+        reason = f"{info.inserts} groups were inserted into {self._table}, and it holds {info.size}"
+        if waited > stale_after_s:
+            raise RuntimeError(
+                f"no rollout came for {waited:.0f} s: {reason}. Are generators running? `replay doctor` says more"
+            )
+        if waited > _LONG_WAIT:
+            self._waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
 
     def update_model_version(self, model_version: int) -> None:
-        """Publish the weights that were sent last as this version."""
-        stale = self._output_dir / f"step-{model_version}"
-        if stale.exists():  # of this run, before it went back to a checkpoint
-            remove(stale)
+        """Publish the weights that were sent last, as the version that TRL calls `model_version`.
+
+        Raises RuntimeError if another trainer publishes to the server.
+        """
+        version = self._pool.version_of(model_version)
+        self._check_alone(self._reach(self.client.policy))
         folder = publish_weights(
             self._model,
             self._tokenizer,
             self._output_dir,
-            model_version,
+            version,
             self._keep_weights,
             None,  # a probe needs a forward pass, which a trainer whose weights are sharded cannot make here
             weights=self._weights,
         )
-        # The first version may be lower than that of an earlier run, or of this one before it was started again.
-        self.client.set_policy_version(model_version, weights=str(folder), rollback=self._version is None)
-        self._version = model_version
+        self._policy = self._reach(partial(self.client.set_policy_version, version, weights=str(folder)))
         self._weights = {}
+
+    def _check_alone(self, found: Policy) -> None:
+        assert self._policy is not None
+        # A lower version is that of a server that was started again without its data.
+        ours = (found.version, found.weights) == (self._policy.version, self._policy.weights)
+        if found.version >= self._policy.version and not ours:
+            raise RuntimeError(
+                f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
+                f"this trainer left it at {self._policy.version} with {self._policy.weights or 'none'}: another "
+                f"trainer publishes to it. Stop one of the two, or give each a server of its own"
+            )
 
     # ------------------------------------------------------------------------------------------ the weight transfer
 
     def init_weight_transfer(self) -> None:
-        """Nothing: weights travel through the folder."""
+        """Raises RuntimeError if this object is not a callback of the trainer. Weights travel through the folder."""
+        if self._model is None:
+            raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
 
     def pause(self) -> None:
         """Nothing: each generator pauses when it loads a version."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Keep a copy of the weights until their version is known."""
-        self._weights = {name: tensor.detach().cpu().clone() for name, tensor in iterator}
+        self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
 
     def resume(self) -> None:
         """Nothing, as `pause`."""
@@ -132,23 +262,24 @@ class ServerRollouts:
 
     # ------------------------------------------------------------------------------------------------------- groups
 
-    def _draw(self, timeout: float | None) -> list[RolloutSample]:
+    def _draw(self) -> list[RolloutSample]:
         """The samples of the next group; none if no group came in time, or the server is away."""
+        if self._hungry_since is None:
+            self._hungry_since = time.monotonic()
         try:
-            sample = self.client.sample(self._table, 1, timeout=timeout)[0]
-        except DeadlineExceededError:
+            [sample] = next(self._batches)
+        except (DeadlineExceededError, *_AWAY):
             return []
-        except (ServerUnavailableError, ServerClosedError) as error:
-            logger.warning("the rollouts are away: %s", error)
-            time.sleep(_PAUSE)
-            return []
-        self._last_sample = time.monotonic()
-        zero_variance = is_zero_variance(sample.group.rewards)
+        self._leases.hold([sample])
+        self._hungry_since = None
+        self._waiting.go_on()
+        zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
-        if zero_variance and self._pool is not None:
+        if zero_variance and self._replaces:
             size = sample.group.group_size
-            scope = f"{self._run}/{self._version}"
-            replacement = self._pool.draw(1, scope, lambda group: group.group_size == size)
+            scope = f"{self._run}/{self._policy.version if self._policy is not None else 0}"
+            draw = partial(self._pool.draw, 1, scope, lambda group: group.group_size == size)
+            replacement = self._reach(draw)
         self.metrics_queue.put(
             {
                 "replay/fresh_reward": float(sample.group.rewards.mean()),
@@ -156,16 +287,19 @@ class ServerRollouts:
                 "replay/groups_replaced_total": float(len(replacement)),
             }
         )
-        return self._samples(replacement[0] if replacement else sample)
+        number, skipped = self._progress.begin(sample)
+        rows = self._samples(replacement[0] if replacement else sample, number)[skipped:]
+        self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
+        return rows
 
-    def _samples(self, sample: Sample) -> list[RolloutSample]:
-        """The completions of a group, as TRL's worker would queue them."""
+    def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
+        """The completions of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by."""
         group = sample.group
         prompt = np.asarray(group.prompt_ids, dtype=np.int64)
         zeros = np.zeros(len(prompt))
         # A token without a log-probability has no ratio, so the loss leaves it out.
         known = np.isfinite(group.rollout_logprobs)
-        mask = known if group.loss_mask is None else known & group.loss_mask
+        mask = known & group.trained_mask
         logprobs = np.where(known, group.rollout_logprobs, 0.0)
         samples, end = [], 0
         for k, completion in enumerate(group.completions()):
@@ -178,8 +312,8 @@ class ServerRollouts:
                     completion_mask=np.concatenate([zeros, mask[tokens]]).astype(np.int64),
                     old_log_probs=np.concatenate([zeros, logprobs[tokens]]).astype(np.float32),
                     advantage=float(group.advantages[k]),
-                    model_version=group.policy_version,
-                    group_id=sample.info.key % 2**62,
+                    model_version=group.policy_version - self._pool.version_of(0),  # in TRL's count
+                    group_id=number,
                     metrics=_metrics(group, k),
                     enqueued_at=time.time() - sample.info.age,
                 )
@@ -189,25 +323,55 @@ class ServerRollouts:
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
+    def _reach(self, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`. Waits for a server that is away, and says so."""
+        while True:
+            try:
+                result = attempt()
+            except _AWAY as error:
+                self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
+                time.sleep(_PAUSE)
+            else:
+                self._waiting.go_on()
+                return result
+
 
 class _ServerQueue:
     """As much of `queue.Queue` as TRL's trainer uses: what is left of the last group, then the next group."""
 
-    def __init__(self, draw: Callable[[float | None], list[RolloutSample]]) -> None:
+    def __init__(self, draw: Callable[[], list[RolloutSample]]) -> None:
         self._draw = draw
         self._samples: deque[RolloutSample] = deque()
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        """The next sample. Raises queue.Empty after `timeout` seconds (None: waits as long as the client does)."""
-        if not self._samples:
-            self._samples.extend(self._draw(timeout if block else 0.0))
-        if not self._samples:
-            raise queue.Empty
+        """The next sample. Raises queue.Empty after `timeout` seconds, or a little later; None: never."""
+        end = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not self._samples:
+            self._samples.extend(self._draw())
+            if not self._samples and (not block or time.monotonic() >= end):
+                raise queue.Empty
         return self._samples.popleft()
 
     def qsize(self) -> int:
         """Samples that are here already."""
         return len(self._samples)
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest whole checkpoint-N in AsyncGRPOConfig's output_dir, for `train(resume_from_checkpoint=...)`.
+
+    A trainer that is killed while it writes a checkpoint leaves a part of one, which is passed over. None: there is no
+    whole one.
+    """
+    folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
+    for folder in sorted(folders, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            TrainerState.load_from_json(str(folder / "trainer_state.json"))  # TRL writes it last
+        except (OSError, ValueError) as error:
+            logger.warning("%s is passed over, it is not whole: %s", folder, error)
+        else:
+            return str(folder)
+    return None
 
 
 def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:

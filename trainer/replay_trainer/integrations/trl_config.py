@@ -7,6 +7,7 @@ from typing import get_args
 
 from trl import GRPOConfig
 
+from replay_trainer.integrations.pool import OnUnavailable
 from replay_trainer.replacement import OnEmpty
 
 
@@ -30,8 +31,14 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
     replay_on_empty: OnEmpty = "keep"
     """What happens to a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
     out. wait: wait up to replay_timeout for another trainer to fill the pool."""
+    replay_on_unavailable: OnUnavailable = "continue"
+    """What happens when the server goes away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
+    again at every generation. raise: ServerUnavailableError ends the run on all ranks."""
     replay_timeout: float = 60.0
-    """Seconds that replay_on_empty="wait" waits before DeadlineExceededError ends the run."""
+    """Seconds that a generation waits for a server that restarts, and that replay_on_empty="wait" waits before
+    DeadlineExceededError ends the run."""
+    replay_same_rewards: bool = False
+    """Leave stored groups out that other reward functions scored. False: they are used, with a warning."""
     replay_clip_max: float = 2.0
     """Upper bound of the importance ratio of a replayed token. Where TRL corrects (vLLM), its own settings apply."""
 
@@ -44,6 +51,11 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
         if self.replay_on_empty not in get_args(OnEmpty):
             raise ValueError(
                 f"replay_on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.replay_on_empty!r}"
+            )
+        if self.replay_on_unavailable not in get_args(OnUnavailable):
+            raise ValueError(
+                f"replay_on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, "
+                f"not {self.replay_on_unavailable!r}"
             )
         if not self.replay_clip_max > 0:
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")

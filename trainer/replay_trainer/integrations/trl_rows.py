@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from replay_client import RolloutGroup, Sample
@@ -35,40 +34,63 @@ class Rows:
             self.tool_mask = [[1] * len(ids) for ids in self.completion_ids]
         return self.tool_mask
 
-    def put(self, first: int, group: RolloutGroup) -> None:
-        """Replace the rows from `first` on by the G completions of `group`."""
+    def put(self, row: int, group: RolloutGroup, k: int) -> None:
+        """Replace a row by completion `k` of `group`."""
         if group.loss_mask is not None:
             self.mask()
-        ends = np.cumsum(group.completion_lengths)
-        for row, (end, length) in enumerate(zip(ends, group.completion_lengths, strict=True), start=first):
-            tokens = slice(end - length, end)
-            self.prompt_ids[row] = group.prompt_ids.tolist()
-            self.completion_ids[row] = group.completion_ids[tokens].tolist()
-            if self.logprobs is not None:
-                # TRL writes None for a log-probability that is unknown.
-                self.logprobs[row] = [None if x != x else x for x in group.rollout_logprobs[tokens].tolist()]
-            if self.tool_mask is not None:
-                mask = [1] * int(length) if group.loss_mask is None else group.loss_mask[tokens].astype(int).tolist()
-                self.tool_mask[row] = mask
+        span = group.sampled_spans()[k]
+        self.prompt_ids[row] = group.prompts()[k].tolist()
+        self.completion_ids[row] = group.completion_ids[span].tolist()
+        if self.logprobs is not None:
+            # TRL writes None for a log-probability that is unknown.
+            self.logprobs[row] = [None if x != x else x for x in group.rollout_logprobs[span].tolist()]
+        if self.tool_mask is not None:
+            self.tool_mask[row] = group.trained_mask[span].astype(int).tolist()
+
+
+class FreshRow(NamedTuple):
+    """One generated row, as it is stored."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int] | None
+    logprobs: list[float]
+    """NaN: unknown."""
 
 
 @dataclass
 class GenerationStep:
-    """One generation of a rank, from its inputs to its report."""
+    """One generation of a rank, from its inputs to its report.
+
+    Rows and groups are counted over all ranks, because a group may have rows on two ranks. The rank with its first row
+    owns it: it draws its replacement, and stores it.
+    """
 
     inputs: list[dict[str, Any]]
+    size: int
+    """G, rows of a group."""
+    first: int
+    """Number of the first row of this rank."""
     version: int
     """Policy version of what is generated now."""
+    away: bool = False
+    """Whether all ranks do without the server in this step."""
     fresh: Rows | None = None
     """The rows as they were generated; None until then, and if the rows have images."""
-    rewards_BF: Tensor | None = None
-    """Of the fresh rows, for each of F reward functions; NaN where a function has none."""
+    rewards: Tensor | None = None
+    """(rows of all ranks, F) of the fresh rows, for each of F reward functions; NaN where a function has none."""
+    trained: list[bool] = field(default_factory=list)
+    """Of the fresh rows of all ranks: whether there is a token that the policy wrote."""
     final_rewards: Tensor | None = None
     """Of the final rows of all ranks, until TRL asks for them."""
     fresh_logprobs: Tensor | None = None
     """(B, T) of the fresh rows under the current weights, if replaced rows may have to be stored."""
     replaced: dict[int, Sample] = field(default_factory=dict)
-    """By the index of the group on this rank."""
+    """What stands in the place of a group that this rank owns."""
+    stored: dict[int, RolloutGroup] = field(default_factory=dict)
+    """What stands in the place of a group that has rows on this rank."""
+    other_rewards: int = 0
+    """Groups of the pool that other reward functions scored."""
     missing: int = 0
     """Groups whose rewards are all equal, and that the pool had no group for."""
     zero_variance: int = 0
@@ -76,6 +98,37 @@ class GenerationStep:
     """Sum of the importance ratio over replayed tokens, and their number."""
     seconds: float = 0.0
     """What replay took of the time of this generation."""
+
+    @property
+    def rewards_BF(self) -> Tensor:
+        """Of the fresh rows of this rank."""
+        assert self.rewards is not None
+        return self.rewards[self.first : self.first + len(self.inputs)]
+
+    @property
+    def owned(self) -> range:
+        """The groups whose first row is on this rank."""
+        return range(-(-self.first // self.size), -(-(self.first + len(self.inputs)) // self.size))
+
+    @property
+    def present(self) -> range:
+        """The groups that have rows on this rank."""
+        return range(self.first // self.size, -(-(self.first + len(self.inputs)) // self.size))
+
+    def rows_of(self, group: int) -> slice:
+        """The rows of a group, counted over all ranks."""
+        return slice(group * self.size, (group + 1) * self.size)
+
+    def places(self, group: int) -> list[tuple[int, int]]:
+        """(row of this rank, completion of the group) for the rows that the group has here."""
+        rows = ((group * self.size + k - self.first, k) for k in range(self.size))
+        return [(row, k) for row, k in rows if 0 <= row < len(self.inputs)]
+
+    def take_rewards(self, *_: Any) -> Tensor:
+        """In the place of TRL's `_calculate_rewards`: the rewards of the final rows, which are computed already."""
+        assert self.final_rewards is not None
+        rewards, self.final_rewards = self.final_rewards, None
+        return rewards
 
     @contextmanager
     def timed(self) -> Iterator[None]:

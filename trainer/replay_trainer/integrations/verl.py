@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from replay_client import ReplayClient, RolloutGroup, group_from_completions
-from replay_client.scoring import group_advantages, is_zero_variance
+from replay_client import ReplayClient, RolloutGroup, group_from_rows
+from replay_client.scoring import carries_gradient, group_advantages
 from replay_trainer.integrations.pool import GroupPool
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
@@ -35,14 +36,22 @@ class _WithPool:
     """Adds a pool to one of verl's buffers.
 
     `sampler_kwargs` of verl's configuration: `address` (host:port; left out: REPLAY_ADDRESS), `table` ("replay"),
-    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (tokens that a stored group may have).
+    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (tokens that a stored row may have), and
+    `on_unavailable` ("continue": without the server train on verl's own batch; "raise").
     """
 
     def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
-        super().__init__(*args, sampler_kwargs=sampler_kwargs, **kwargs)  # type: ignore[call-arg]
+        """Raises ValueError for an unknown option, and for group filtering without a metric."""
+        # verl sets these for its own buffers only, and so its options for them would do nothing.
+        filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync)) | kwargs
+        super().__init__(*args, sampler_kwargs=sampler_kwargs, **filtering)  # type: ignore[call-arg]
         options = dict(sampler_kwargs or {})
-        client = ReplayClient.from_env(address=options.pop("address", None))
-        self.pool = GroupPool(client, options.pop("table", "replay"), max_staleness=options.pop("max_staleness", None))
+        self.pool = GroupPool(
+            ReplayClient.from_env(address=options.pop("address", None)),
+            options.pop("table", "replay"),
+            max_staleness=options.pop("max_staleness", None),
+            on_unavailable=options.pop("on_unavailable", "continue"),
+        )
         self._longest = [options.pop(name, None) for name in ("max_prompt_length", "max_response_length")]
         if options:
             raise ValueError(f"sampler_kwargs has {', '.join(options)}, which {type(self).__name__} does not know")
@@ -57,7 +66,7 @@ class _WithPool:
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
         keys, groups = self._read(batch, version)
-        zero_variance = [name for name, group in groups.items() if is_zero_variance(group.rewards)]
+        zero_variance = [name for name, group in groups.items() if not carries_gradient(group)]
         # Groups in which a session failed are smaller, and stay.
         size = max((group.group_size for group in groups.values()), default=0)
         places = [name for name in zero_variance if groups[name].group_size == size]
@@ -74,6 +83,7 @@ class _WithPool:
             "replay/groups_replaced": len(replaced),
             "replay/groups_missing": len(zero_variance) - len(replaced),
             "replay/staleness": float(np.mean(staleness)) if staleness else 0.0,
+            "replay/unavailable": float(self.pool.problem is not None),
         }
 
     def _check_columns(self, batch: Any) -> None:
@@ -97,7 +107,7 @@ class _WithPool:
         self._checked = True
 
     def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
-        """The keys and the group of each uid whose rows have one prompt, and no images."""
+        """The keys and the group of each uid that has one row of each session, and no images."""
         keys: dict[str, list[str]] = defaultdict(list)
         for key in batch.keys:
             keys[key.split("_")[0]].append(key)
@@ -107,30 +117,31 @@ class _WithPool:
         values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in (*COLUMNS, "multi_modal_inputs")}
         groups = {}
         for name, members in keys.items():
-            prompts = {tuple(values["prompts"][key].tolist()) for key in members}
+            sessions = {key.split("_")[1] for key in members}
             images = any(_plain(values["multi_modal_inputs"][key]) for key in members)
-            if len(prompts) > 1 or images:
+            if len(sessions) < len(members) or images:
                 continue
             rewards = [float(values["rm_scores"][key].sum()) for key in members]
-            groups[name] = group_from_completions(
-                prompt_ids=prompts.pop(),
+            groups[name] = group_from_rows(
+                prompts=[values["prompts"][key].numpy() for key in members],
                 completions=[values["responses"][key].numpy() for key in members],
                 logprobs=[values["rollout_log_probs"][key].float().numpy() for key in members],
                 rewards=rewards,
                 advantages=group_advantages(rewards),
-                loss_mask=torch.cat([values["response_mask"][key] for key in members]).bool().numpy(),
+                loss_masks=[values["response_mask"][key].numpy() for key in members],
                 policy_version=version,
             )
         return keys, groups
 
     def _fits(self, group: RolloutGroup, size: int) -> bool:
         """Whether a stored group can stand where one of `size` rows stood."""
-        lengths = (group.prompt_ids.size, int(group.completion_lengths.max()))
+        lengths = (int(group.prompt_lengths.max()), int(group.sampled_lengths.max()))
+        known = [np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()]
         return (
             group.group_size == size
-            and group.completion_lengths.min() > 0
-            and lengths[0] > 0
-            and bool(np.isfinite(group.rollout_logprobs).all())  # verl does not bear a NaN
+            and group.sampled_lengths.min() > 0
+            and bool(group.prompt_lengths.all())
+            and all(known)  # verl does not bear a NaN
             and all(
                 longest is None or length <= longest for length, longest in zip(lengths, self._longest, strict=True)
             )
@@ -138,13 +149,13 @@ class _WithPool:
 
     def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> None:
         """Put a stored group in the place of the rows `keys`; it was generated at `step` of this run's count."""
-        prompt = torch.tensor(group.prompt_ids, dtype=torch.int64)
-        mask_T = np.ones(group.num_tokens, bool) if group.loss_mask is None else group.loss_mask
-        rows, end = [], 0
-        for key, response_ids, reward in zip(keys, group.completions(), group.rewards, strict=True):
-            tokens = slice(end, end := end + len(response_ids))
-            response = torch.tensor(response_ids, dtype=torch.int64)
-            mask = torch.tensor(mask_T[tokens], dtype=torch.int64)
+        rows = []
+        for key, prompt_ids, span, reward in zip(
+            keys, group.prompts(), group.sampled_spans(), group.rewards, strict=True
+        ):
+            prompt = torch.tensor(prompt_ids, dtype=torch.int64)
+            response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
+            mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
             scores[-1] = float(reward)  # where verl has a reward for the whole response
             rows.append(
@@ -155,7 +166,7 @@ class _WithPool:
                     "position_ids": torch.arange(len(prompt) + len(response)),
                     "response_mask": mask,
                     "loss_mask": mask,
-                    "rollout_log_probs": torch.tensor(group.rollout_logprobs[tokens]),
+                    "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),
                     "rm_scores": scores,
                 }
             )
@@ -168,6 +179,30 @@ class _WithPool:
             }
         tags = [batch.tags[batch.keys.index(key)] for key in keys]
         tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows), tags=tags)
+
+
+def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
+    """What verl would tell its own buffer of `algorithm.filter_groups` and `sync_refill_failed_groups`.
+
+    `alone`: without the settings of the synchronous buffer. Raises ValueError for filtering without a metric.
+    """
+    # verl hands over a part of its configuration, which knows the whole.
+    whole = sampler_kwargs._get_root() if isinstance(sampler_kwargs, DictConfig) else OmegaConf.create()
+    groups = OmegaConf.select(whole, "algorithm.filter_groups") or {}
+    refill = bool(OmegaConf.select(whole, "trainer.v1.sampler.sync_refill_failed_groups"))
+    metric = groups.get("metric") if groups.get("enable") else None
+    if groups.get("enable") and not metric:
+        raise ValueError("algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward")
+    if metric is None and not refill:
+        return {}
+    told = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
+    if alone:
+        return told
+    return told | {
+        "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),
+        "gen_batch_size": 1,  # verl's trainer then fetches one prompt at a time
+        "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1),
+    }
 
 
 def _plain(value: Any) -> Any:

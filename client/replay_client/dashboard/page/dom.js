@@ -66,6 +66,13 @@ export const duration = (t) =>
 export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 export const shortKey = (key) => (key.length > 8 ? `…${key.slice(-6)}` : key);
 
+// The name of a prompt, and its text. A hash says nothing to a reader: then the text comes first.
+const HASH = /^[0-9a-f]{16,}$/i;
+export function promptParts(name, text) {
+  return HASH.test(name) && text ? [h("b", null, visible(text)), h("small", { title: name }, `${name.slice(0, 8)}…`)]
+    : [h("b", null, visible(name).slice(0, 80)), h("small", null, visible(text))];
+}
+
 export async function ask(path) {
   const response = await fetch(path, { headers: { Accept: "application/json" } });
   if (response.status === 401) dispatchEvent(new Event("unauthorized"));

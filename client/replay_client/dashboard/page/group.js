@@ -125,11 +125,11 @@ function completions(group) {
       h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
         h("small", { class: each.advantage < 0 ? "minus" : "plus" },
         `advantage ${each.advantage > 0 ? "+" : ""}${number(each.advantage)}`)),
-      h("p", { class: "quiet" }, [plural(each.tokens, "token"), each.finish_reason && `ended by ${visible(each.finish_reason)}`,
+      h("p", { class: "quiet" }, [plural(each.tokens, "token"), each.context_tokens > 0 && `${each.context_tokens} of context before them`, each.finish_reason && `ended by ${visible(each.finish_reason)}`,
         each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
         each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
           each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),
-      h("div", { class: "text", tabindex: 0 }, each.tokens ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
+      h("div", { class: "text", tabindex: 0 }, each.window.total ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
         rest(each.window, each.index))),
     sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) },
       `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
@@ -210,7 +210,7 @@ function difference(group) {
   if (compare.includes(null) || compare[0] === compare[1]) return null;
   const both = compare.map((index) => group.completions.find((each) => each.index === index));
   if (!both.every(Boolean)) return null;
-  const only = differing(both[0].window.ids, both[1].window.ids), cut = both.some((each) => each.window.ids.length < each.tokens);
+  const only = differing(both[0].window.ids, both[1].window.ids), cut = both.some((each) => each.window.ids.length < each.window.total);
   return h("section", { class: "difference", "aria-label": "Differences" }, both.map((each, side) => h("article", { class: "card" },
     h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
       h("small", null, `${plural(only[side].size, "token")} that #${both[1 - side].index} does not have${cut ? ", of those shown" : ""}`)),

@@ -1,6 +1,6 @@
 // Groups: a list over all items of a table that filters and sorts, with histograms to click.
 import { bar, histogram } from "./charts.js";
-import { ask, duration, fill, h, number, percent, plural, shortKey, visible } from "./dom.js";
+import { ask, duration, fill, h, number, percent, plural, promptParts, shortKey, visible } from "./dom.js";
 
 const BLOCK = 100, LIVE_SECONDS = 2;
 const COLUMNS = [
@@ -106,7 +106,7 @@ function rowOf(row, index) {
   const whole = row.read && row.reward_mean !== null;
   return h("div", { ...props, onclick: (event) => event.target.closest("a") || (location.hash = `#/group/${row.key}`) },
     cell("key", h("a", { href: `#/group/${row.key}`, title: row.key }, shortKey(row.key))),
-    cell("prompt", h("small", null, visible(row.prompt_id ?? "")), row.read ? visible(row.prompt ?? "") : "not read yet"),
+    cell("prompt", ...(row.read ? promptParts(row.prompt_id ?? "", row.prompt ?? "") : ["not read yet"])),
     cell("reward", whole && bar(row.reward_mean / Math.max(1, row.reward_max)), whole ? number(row.reward_mean, 3) : "–"),
     cell("num", whole ? `±${number(row.reward_std, 2)}` : "–"), cell("num", whole ? number(row.length_mean, 3) : "–"),
       cell("num", number(row.logprob_mean, 3)),

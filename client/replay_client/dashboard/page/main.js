@@ -1,6 +1,6 @@
 // The page: views by the address, the server's news, theme and keys.
 import { dropAll } from "./charts.js";
-import { dialog, duration, fill, h, show } from "./dom.js";
+import { dialog, duration, fill, h, show, visible } from "./dom.js";
 import * as group from "./group.js";
 import * as groups from "./groups.js";
 import * as overview from "./overview.js";
@@ -41,10 +41,10 @@ function tell() {
   document.documentElement.dataset.level = level;
   fill(document.querySelector(".state"),
     h("a", { class: `pill ${level}`, href: "#/overview", title: verdict?.detail }, h("i", { "aria-hidden": "true" }),
-      h("span", null, lost ? "Page lost" : verdict?.headline ?? "Connecting")),
+      h("span", null, lost ? "Page lost" : verdict ? visible(verdict.short) : "Connecting")),
     look && h("span", { class: "address" }, look.address));
   const gone = lost ? `The dashboard's process has not answered for ${duration((Date.now() - lost) / 1000)}. This page shows old numbers.`
-    : look?.problem ? `The server has not answered for ${duration(look.time - look.problem_since)}: ${look.problem}. This page shows old numbers, and goes on by itself when the server answers.` : "";
+    : look?.problem ? `The server has not answered for ${duration(look.time - look.problem_since)}. This page shows old numbers, and goes on by itself when the server answers.` : "";
   fill(banner, gone && h("p", { class: "failure" }, gone));
 }
 

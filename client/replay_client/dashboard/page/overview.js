@@ -8,7 +8,10 @@ const LEAVING = [
   ["stale_refused", "refused stale", "warn"], ["deleted", "deleted", ""], ["duplicates", "sent twice", ""],
     ["forward_refused", "not forwarded", "warn"],
 ];
-const LONG = 20;
+// Clients with a row.
+const SHOWN = 20;
+// Seconds from which on a wait is long, as the server says: three usual steps.
+let long = 20;
 
 export function open(main) {
   fill(main, h("div", { class: "overview" }, h("p", { class: "quiet" }, "Waiting for the server …")));
@@ -18,9 +21,12 @@ export function open(main) {
 export function update(main, { look, history }) {
   const host = main.firstElementChild;
   if (!look.server) return fill(host, verdictOf(look));
+  long = look.server.long_wait;
   fill(host, verdictOf(look), picture(look, history), h("div", { class: "cards" },
-    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look), doctorCard(look),
-      look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look)));
+    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look),
+      look.problem ? null : doctorCard(look), // that it does not answer stands above
+      look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look),
+      look.clients.length ? clientsCard(look) : null));
   for (const table of look.tables) chartOf(host, table, history);
 }
 
@@ -41,20 +47,23 @@ function ratesOf(history, name) {
 }
 
 function edge(label, flow, wait, verb, kind = "") {
-  const blocked = wait?.count > 0 && wait.seconds >= 1, long = blocked && wait.seconds >= LONG;
+  const blocked = wait?.count > 0 && wait.seconds >= 1, stuck = blocked && wait.seconds >= long;
   const pace = flow > 0 ? (flow > 50 ? "fast" : flow > 5 ? "steady" : "slow") : "still";
-  return h("div", { class: `edge ${kind} ${long ? "blocked" : blocked ? "waits" : pace}` },
+  return h("div", { class: `edge ${kind} ${stuck ? "blocked" : blocked ? "waits" : pace}` },
     h("span", { class: "flow" }, h("b", null, rate(flow)), `/s ${label}`),
     h("span", { class: "line", "aria-hidden": "true" }, s("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none" },
       s("path", { d: "M0 5H100" }))),
     blocked && h("span", { class: "wait" }, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, ${duration(wait.seconds)}`));
 }
 
-function since(idle, verb) {
-  const least = Math.min(...Object.values(idle).map((each) => each[verb]));
-  return least < 3 ? `${verb === "insert" ? "inserted" : "sampled"} just now` : `last ${verb} ${duration(least)} ago`;
+function since(tables, verb) {
+  const least = Math.min(...tables.map((each) => each[verb].age));
+  return least < 3 ? `${verb} just now` : `${verb} ${duration(least)} ago`;
 }
-function picture({ tables, policy, server, admission, idle }, history) {
+function picture({ tables, policy, server, admission, clients, silences }, history) {
+  const names = (role) => clients.filter((each) => each.role.includes(role) && !each.ended).slice(0, 4)
+    .map((each) => h("small", { class: each.open ? null : "warn" }, visible(each.name), each.open ? "" : `, seen ${duration(each.age)} ago`));
+  const gone = (side) => (silences.some((each) => each.side === side) ? "gone" : "");
   const feeders = (name) => tables.filter((table) => table.config.forward_to === name);
   const rows = tables.map((table) => {
     const [into, out] = ratesOf(history, table.name), from = feeders(table.name);
@@ -73,15 +82,16 @@ function picture({ tables, policy, server, admission, idle }, history) {
   });
   const acquiring = admission?.acquiring;
   return h("section", { class: "picture", "aria-label": "The run" },
-    h("div", { class: "node end generators" }, h("b", null, "generators"),
-      h("small", null, since(idle, "insert")), h("small", null, plural(server.insert_streams, "insert stream")),
+    h("div", { class: `node end generators ${gone("generators")}` }, h("b", null, "generators"), names("generator"),
+      h("small", null, since(tables, "inserted")), h("small", null, plural(server.insert_streams, "insert stream")),
         admission && h("small", null, `${plural(admission.running, "permit")} in use`),
-      acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= LONG ? "long" : ""}` },
+      acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= long ? "long" : ""}` },
         `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, ${duration(acquiring.seconds)}`)),
     h("div", { class: "flows" }, rows),
-    h("div", { class: "node end trainer" }, h("b", null, "trainer"), h("small", null, since(idle, "sample")),
+    h("div", { class: `node end trainer ${gone("trainer")}` }, h("b", null, "trainer"), names("trainer"), h("small", null, since(tables, "sampled")),
       server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
-    h("div", { class: "back" }, h("span", null, "policy ", h("b", null, `version ${policy.version}`), `, ${duration(policy.age)} ago`)));
+    h("div", { class: "back" }, h("span", null, "policy ", h("b", null, `version ${policy.version}`), `, ${duration(policy.age)} ago`,
+      policy.usual > 0 && `; usual: ${duration(policy.usual)}`)));
 }
 
 const capacity = (table) => Math.min(table.config.max_size, table.config.rate_limiter.max_size ?? Infinity);
@@ -123,7 +133,7 @@ function tableCard(table, look) {
       `${list.read.toLocaleString("en")} of ${list.items.toLocaleString("en")} groups read`));
 }
 
-const waitTone = ({ seconds }) => (seconds >= LONG ? "long" : seconds >= LONG / 4 ? "warm" : "");
+const waitTone = ({ seconds }) => (seconds >= long ? "long" : seconds >= long / 4 ? "warm" : "");
 function waitOf(verb, wait, table) {
   const share = table[`${verb}_blocked_share`];
   if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" },
@@ -141,7 +151,7 @@ function limiterOf({ limiter, size, inserting, sampling }) {
       : `samples wait: size ${size} < min_size ${limiter.min_size}`);
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
-  const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > LONG / 4) || (at < 0.02 && sampling.seconds > LONG / 4);
+  const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > long / 4) || (at < 0.02 && sampling.seconds > long / 4);
   return h("figure", { class: "limiter" }, h("figcaption", null, h("b", null, "Limiter "), at > 0.98 ? "inserts wait here" : at < 0.02
     ? "samples wait here" : `open: ${number(difference)} between ${number(low)} and ${number(high)}`),
     s("svg", { viewBox: "0 0 200 22", role: "img",
@@ -217,6 +227,18 @@ function shardsCard({ shards, tables, admission }) {
       h("thead", null, h("tr", null, ["shard", "version", ...tables.map((table) => visible(table.name)), "waiting",
         admission && "permits"].filter(Boolean).map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", null, shards.map(row)))));
+}
+
+function clientsCard({ clients }) {
+  const state = (each) => (each.ended ? "ended" : each.open ? plural(each.open, "open call") : "not connected");
+  const row = (each) => h("tr", { class: each.open || each.ended ? null : "gone" }, h("th", { scope: "row" }, visible(each.name)),
+    h("td", null, each.role), h("td", null, `${duration(each.age)} ago`), h("td", null, state(each)));
+  return h("section", { class: "card clients wide", "aria-label": "Clients" },
+    h("h2", null, "Clients", h("small", null, "who inserts, samples or publishes, and the last sign of life")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rows of the clients" }, h("table", null,
+      h("thead", null, h("tr", null, ["client", "does", "last seen", "now"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", null, clients.slice(0, SHOWN).map(row)))),
+    clients.length > SHOWN && h("p", { class: "quiet" }, `and ${plural(clients.length - SHOWN, "more client")}, seen longer ago`));
 }
 
 const facts = (rows) => h("dl", { class: "facts" },

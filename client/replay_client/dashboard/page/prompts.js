@@ -1,6 +1,6 @@
 // Prompts: how often each is solved, over policy versions, as far as the page has read groups of it.
 import { sparkline } from "./charts.js";
-import { ask, fill, h, number, percent, plural, visible } from "./dom.js";
+import { ask, fill, h, number, percent, plural, promptParts, visible } from "./dom.js";
 
 const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"],
   ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
@@ -48,7 +48,7 @@ function draw() {
       h("div", { class: "strip head", role: "row" }, ["prompt", "solved", "change", "groups",
         `versions ${first} to ${last}`].map((name) => h("span", { role: "columnheader" }, name))),
       data.rows.map((row) => h("div", { class: "strip", role: "row" },
-        h("span", { role: "cell" }, h("b", null, visible(row.prompt).slice(0, 80)), h("small", null, visible(row.text))),
+        h("span", { role: "cell" }, promptParts(row.prompt, row.text)),
         h("span", { role: "cell" }, percent(row.solved)), h("span",
           { role: "cell", class: row.change > 0.02 ? "plus" : row.change < -0.02 ? "minus" : "" },
           row.versions.length < 2 ? "–" : `${row.change > 0 ? "+" : ""}${(100 * row.change).toFixed(0)}`),

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from replay_client.errors import ReplayError
 from replay_client.names import suggests_names
 
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
+
+
+class EngineError(ReplayError):
+    """An engine died, or cannot do what it was asked. The message says why, and what to do."""
 
 
 @suggests_names
@@ -75,6 +80,10 @@ class Engine(Protocol):
     max_length: int
     """The most tokens of a prompt with one completion."""
 
+    @property
+    def model(self) -> str | None:
+        """The folder of the weights that the engine started with, or their name on the hub; None: unknown."""
+
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
         """Draw `n` completions of a prompt of fewer than `max_length` tokens."""
         ...
@@ -100,4 +109,4 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "SamplingConfig"]
+__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "EngineError", "SamplingConfig"]

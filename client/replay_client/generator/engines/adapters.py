@@ -40,8 +40,8 @@ def read_adapter(folder: str) -> tuple[Any, dict[str, Any]]:
         from peft import LoraConfig, PeftConfig
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{folder} holds a LoRA adapter, and peft is not installed: pip install 'replay-server[lora]', or in a "
-            "clone of the repository pip install '.[lora]'"
+            f"{folder} holds a LoRA adapter, and peft is not installed: pip install '.[lora]' in a clone of the "
+            "repository"
         ) from error
     from safetensors.torch import load_file
 

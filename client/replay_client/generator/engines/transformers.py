@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.adapters import check_base, holds_adapter, read_adapter
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
 
@@ -56,9 +56,9 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
-        self._base = os.fspath(model)
-        check_base(self._base)
-        self._model = self._load(self._base)
+        self.model: str = os.fspath(model)
+        check_base(self.model)
+        self._model = self._load(self.model)
         self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
         self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
         self._adapters = 0
@@ -109,6 +109,13 @@ class TransformersEngine:
             if not Path(path).is_dir():
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
+        except Exception as error:
+            if isinstance(error, ValueError | ImportError):
+                raise
+            # The others are those of the libraries that read files and move tensors.
+            raise EngineError(
+                f"the transformers engine could not load {path}: {type(error).__name__}: {error}"
+            ) from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._between_tokens(lambda: self._score([int(token) for token in token_ids]))
@@ -144,8 +151,13 @@ class TransformersEngine:
                     request.cancelled = True
             except Exception as error:
                 self._batch.clear()
+                failure = EngineError(
+                    f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
+                    "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
+                    "max_length (--engine-arg)"
+                )
                 for future in self._futures.values():
-                    _answer(future, error=error)
+                    _answer(future, error=failure)
                 self._futures.clear()
             self._futures = {request: future for request, future in self._futures.items() if not request.cancelled}
 
@@ -182,7 +194,7 @@ class TransformersEngine:
         before, self._adapters = f"policy-{self._adapters}", self._adapters + 1
         name = f"policy-{self._adapters}"
         if self._adapted is None:
-            base = self._model if self._is_base else self._load(self._base)
+            base = self._model if self._is_base else self._load(self.model)
             self._is_base = True
             config.base_model_name_or_path = None  # peft would warn that it is not this one
             self._adapted = PeftModel(base, config, adapter_name=name)
@@ -191,7 +203,7 @@ class TransformersEngine:
             self._adapted.add_adapter(name, config)
         unexpected = set_peft_model_state_dict(self._adapted, tensors, adapter_name=name).unexpected_keys
         if unexpected:
-            raise ValueError(f"{path}: the base model {self._base} has no place for {unexpected[0]!r} of this adapter")
+            raise ValueError(f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter")
         self._adapted.set_adapter(name)
         if before in self._adapted.peft_config:
             self._adapted.delete_adapter(before)

@@ -13,16 +13,30 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay_client.generator.engines import LOGPROBS_MODE, Completion, SamplingConfig
+from replay_client.generator.engines import LOGPROBS_MODE, Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.adapters import check_base, holds_adapter
+from replay_client.generator.engines.vllm_log import vllm_log
 
-_CPU_KV_CACHE_BYTES = 256 * 2**20  # vLLM would take nearly all memory, and touching each page of it costs seconds
+_CPU_ARGS = {
+    "enforce_eager": True,
+    # vLLM would take nearly all memory, and touching each page of it costs seconds.
+    "kv_cache_memory_bytes": 256 * 2**20,
+    # After a part of a prompt vLLM 0.32 winds the random numbers of a seeded request back, which it cannot do without a
+    # GPU: it dies of "CPU Generator does not use offset". Whole prompts never need it, and a seed means the same.
+    "enable_chunked_prefill": False,
+}
 
 _SHUTDOWN_SECONDS = 30.0  # before the engine's process is killed, which leaks the memory that it shares with this one
+
+_REMEDY = (
+    "What was inserted is safe: start the generator again. If memory was short, with a smaller "
+    "max_concurrent_completions, max_length or gpu_memory_utilization (--engine-arg)"
+)
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
 """Tells vLLM's processes the process that owns them; see `vllm_process`, which only they import."""
@@ -35,7 +49,9 @@ class VLLMEngine:
     engine before the event loop runs, under `if __name__ == "__main__":`. Without a GPU vLLM starts its process by
     importing the main module again.
 
-    The engine's process always ends with this process. It ignores Ctrl-C, which this process handles.
+    The engine's process always ends with this process. It ignores Ctrl-C, which this process handles. If it dies, all
+    methods raise EngineError with the reason. vLLM's own log is then in a temporary file, unless a variable such as
+    VLLM_LOGGING_LEVEL says something else.
     """
 
     def __init__(
@@ -55,17 +71,19 @@ class VLLMEngine:
         `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
         `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
         """
-        check_base(os.fspath(model))
+        self.model: str = os.fspath(model)
+        check_base(self.model)
         # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
         from transformers import AutoTokenizer
 
         has_gpu = torch.cuda.is_available()
+        vllm_log()
         # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
         args = {
-            "model": os.fspath(model),
+            "model": self.model,
             "dtype": "float32" if dtype == "auto" and not has_gpu else dtype,
             "max_model_len": max_length,
             "max_num_seqs": max_concurrent_completions,
@@ -74,7 +92,7 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": "replay_client.generator.engines.vllm_process.FollowOwner",
-            **({} if has_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}),
+            **({} if has_gpu else _CPU_ARGS),
             **engine_args,
         }
         self._llm = _start(args)
@@ -87,7 +105,7 @@ class VLLMEngine:
         self._whole.set()
         self._takes_adapters = bool(engine_args.get("enable_lora"))
         self._adapter: Any = None  # the LoRARequest of the requests from now on
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         self.max_length: int = self._llm.model_config.max_model_len
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
@@ -127,21 +145,25 @@ class VLLMEngine:
             # vLLM cannot give a request under way its first adapter, or take its adapter away.
             await self._idle.wait()
         if self._running:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-        try:
-            if is_adapter:
-                await self._load_adapter(path)
-            else:
-                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-                self._adapter = None
-        except Exception as error:
-            if not all(file.exists() for file in files):
-                raise FileNotFoundError(f"{path} was removed while it was read") from error
-            raise
-        # The old weights computed the cache, also that of running requests.
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
-        await self._llm.update_weight_version(str(version))
-        await self._llm.resume_generation()
+            with _a_death_in_one_sentence():
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+        with _a_death_in_one_sentence():
+            try:
+                if is_adapter:
+                    await self._load_adapter(path)
+                else:
+                    await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+                    self._adapter = None
+            except Exception as error:
+                if not all(file.exists() for file in files):
+                    raise FileNotFoundError(f"{path} was removed while it was read") from error
+                if _died(error):
+                    raise
+                raise EngineError(f"vLLM could not load {path}: {error}") from error
+            # The old weights computed the cache, also that of running requests.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.update_weight_version(str(version))
+            await self._llm.resume_generation()
         self._whole.set()
 
     async def _load_adapter(self, path: str) -> None:
@@ -178,13 +200,33 @@ class VLLMEngine:
         self._idle.clear()
         request_id = str(next(self._request_ids))
         try:
-            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
-                final = output
+            with _a_death_in_one_sentence():
+                async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
+                    final = output
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
         return final
+
+
+def _died(error: BaseException) -> bool:
+    """Whether vLLM's error says that its process is dead."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+@contextmanager
+def _a_death_in_one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not _died(error):
+            raise
+        reason = log.reason() if (log := vllm_log()) is not None else "see the end of its log"
+        # Without vLLM's own error: every request under way raises that same one, and their tracebacks add up.
+        raise EngineError(f"the vLLM engine died: {reason}. {_REMEDY}") from None
 
 
 def _version(label: str) -> int:
@@ -194,7 +236,11 @@ def _version(label: str) -> int:
 
 def _set_environment(cpu_threads: int | None) -> None:
     """Sets defaults that vLLM and torch read, here and in the engine's process. Variables that are set stay."""
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # After the death of an engine: a line about what its process could not clean up.
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+    }
     if cpu_threads is not None:
         defaults["OMP_NUM_THREADS"] = str(cpu_threads)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -204,7 +250,7 @@ def _set_environment(cpu_threads: int | None) -> None:
         # start a C++ compiler: 10 s or more, and the machine may have none.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each memory node
-        defaults["PYTHONWARNINGS"] = "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
+        defaults["PYTHONWARNINGS"] += ",ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # vLLM configures its logging only after its import. Until then its messages would go to the root logger.
@@ -246,6 +292,10 @@ def _start(args: dict[str, Any]) -> Any:
         raise
     finally:
         os.environ.pop(OWNER_VARIABLE, None)
-    if "error" in result:
-        raise result["error"]
+    error = result.get("error")
+    if isinstance(error, RuntimeError) and (log := vllm_log()) is not None:
+        # Of what happened in its process, it says only that it is to be read above.
+        raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
+    if error is not None:
+        raise error
     return result["llm"]

@@ -23,8 +23,10 @@ FIRST = "default"
 """vLLM's label of the weights that a server was started with."""
 INCOMPLETE = "incomplete"
 """Our label of weights that are being loaded, or whose loading failed."""
-_RELOAD_SECONDS = 600
 _POLL_SECONDS = 0.1
+_CONNECT_SECONDS = 10
+_SILENCES = 2
+"""Questions about its health in a row that a server leaves unanswered before it counts as dead."""
 _AWAY = (500, 502, 503, 504)
 """What a server answers to a completion whose engine died, and a proxy in front of a server that is not there."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
@@ -70,10 +72,41 @@ def version_of(label: str) -> int:
     return int(number)
 
 
-class VLLMServer:
-    """One server. A method raises VLLMServerGoneError if nothing answers, and VLLMServerError with what it refused."""
+@dataclass(frozen=True)
+class Limits:
+    """Seconds within which a server must answer. Completions have no limit: a question about its health goes beside
+    them, because they may take long. Raises ValueError."""
 
-    def __init__(self, url: str, api_key: str | None = None, lock_folder: str | None = None) -> None:
+    control: float = 60.0
+    """For every call but completions and reloads."""
+    reload: float = 600.0
+    """For one that loads or checks weights."""
+    health: float = 10.0
+    """Before the first question about its health beside a call, between two of them, and for the answer."""
+
+    def __post_init__(self) -> None:
+        for name in ("control", "reload", "health"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}_timeout must be above 0, not {getattr(self, name)}")
+
+    def of(self, path: str) -> float | None:
+        """The limit of a call; None: no limit."""
+        if path == "/v1/completions":
+            return None
+        if path == "/health":
+            return self.health
+        return self.reload if path in ("/collective_rpc", "/weight_checker") else self.control
+
+
+class VLLMServer:
+    """One server. A method raises VLLMServerGoneError if nothing answers, and VLLMServerError with what it refused.
+
+    While a call is under way, the server is asked for its health. Two silences in a row end all calls.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, lock_folder: str | None = None, limits: Limits | None = None
+    ) -> None:
         """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY. `lock_folder`: where
         generators that share this server lock it while one loads weights; None: the machine's temporary folder."""
         self.url = url.rstrip("/")
@@ -87,20 +120,49 @@ class VLLMServer:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._lock_file = Path(lock_folder or tempfile.gettempdir()) / f"replay-vllm-{name}.lock"
+        self._limits = limits or Limits()
         self._session: aiohttp.ClientSession | None = None
+        self._calls = 0
+        self._watch: asyncio.Task[None] | None = None  # while calls are under way
 
     async def call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         """The JSON of an answer."""
-        if self._session is None:
-            # No limits of time or number: the engine decides what it asks, and completions may take long. Every call
-            # has its own connection: vLLM closes that of a call that failed, and the next call must still get through.
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            )
+        self._calls += 1
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_health())
         try:
-            async with self._session.request(method, self.url + path, json=body, params=query) as answer:
+            return await self._ask(method, path, body, **query)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._watch.cancel()
+                self._watch = None
+
+    async def _watch_health(self) -> None:
+        """Hangs up when the server has left `_SILENCES` questions in a row unanswered. Then all calls fail."""
+        silences = 0
+        while silences < _SILENCES:
+            await asyncio.sleep(0 if silences else self._limits.health)
+            try:
+                await self._ask("GET", "/health")
+                silences = 0
+            except VLLMServerGoneError:
+                silences += 1
+            except VLLMServerError:
+                silences = 0  # it answers, even if it has no such page
+        await self.close()
+
+    async def _ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
+        if self._session is None:
+            # No limit of number: the engine decides what it asks. Every call has its own connection: vLLM closes that
+            # of a call that failed, and the next call must still get through.
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0, force_close=True)
+            )
+        session, limit = self._session, self._limits.of(path)
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with session.request(method, self.url + path, json=body, params=query, timeout=timeout) as answer:
                 if answer.status in _AWAY and path in ("/v1/completions", "/health"):
                     raise VLLMServerGoneError(f"{self.url}{path} answered {answer.status}")
                 if answer.status in (404, 405) and not path.startswith("/v1/"):
@@ -110,16 +172,20 @@ class VLLMServer:
                 if answer.status != 200:
                     raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:500]}")
                 return await answer.json(content_type=None) if answer.content_length != 0 else None
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise VLLMServerGoneError(
-                f"no vLLM server answers at {self.url}: {error or type(error).__name__}"
-            ) from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            if session.closed:
+                reason = f"it left {_SILENCES} questions about its health unanswered, {self._limits.health:g} s each"
+            elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+                reason = f"no answer to {path} within {limit:g} s"
+            raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
 
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-        self._session = None
+        if (session := self._session) is not None:
+            self._session = None
+            # The last call that fails because of it cancels the watch, which may be here.
+            await asyncio.shield(session.close())
 
     async def check_tokenizer(self, tokenizer: Any) -> None:
         """Raises VLLMServerError if the server divides a text into other tokens."""
@@ -135,11 +201,17 @@ class VLLMServer:
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
         """Take over the server's name of the model and its length. Raises VLLMServerError, with the remedy, for a
         server that cannot be used as it was started."""
-        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]["model_config"]
-        if config["logprobs_mode"] != LOGPROBS_MODE:
+        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
+        if (mode := config["model_config"]["logprobs_mode"]) != LOGPROBS_MODE:
             raise VLLMServerError(
-                f"{self.url} returns {config['logprobs_mode']}, which are not those that tokens are drawn from: start "
-                f"it with --logprobs-mode {LOGPROBS_MODE}"
+                f"{self.url} returns {mode}, which are not those that tokens are drawn from: start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
+            )
+        on_cpu = config.get("device_config", {}).get("device") == "cpu"
+        if on_cpu and config.get("scheduler_config", {}).get("enable_chunked_prefill"):
+            raise VLLMServerError(
+                f"{self.url} has no GPU and prefills prompts in parts, and vLLM dies of such a request if it has a "
+                "seed, as all have here: start it with --no-enable-chunked-prefill"
             )
         served = (await self.call("GET", "/v1/models"))["data"]
         fitting = [
@@ -185,15 +257,16 @@ class VLLMServer:
         if (await self.call("GET", "/is_paused"))["is_paused"]:
             await self.call("POST", "/resume")
 
-    async def reload(self, weights: Weights, *, only_if_lost: bool = False) -> None:
-        """Load weights in place, unless another generator has done it. `only_if_lost`: nor if it has loaded others.
+    async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
+        """Load weights in place, unless another generator has done it. `keep_newer`: nor if it has loaded newer ones.
 
         Completions under way stop for it and go on with the new weights. Raises FileNotFoundError if the folder is
         removed meanwhile. After a failure the label is INCOMPLETE until a reload succeeds.
         """
         async with self.locked():
             label = await self.label()
-            if label == weights.label or (only_if_lost and label not in (FIRST, INCOMPLETE)):
+            newer = label not in (FIRST, INCOMPLETE) and version_of(label) > weights.version
+            if label == weights.label or (keep_newer and newer):
                 await self.wake()
                 return
             # The default mode would abort the completions of everybody who uses this server.
@@ -213,7 +286,7 @@ class VLLMServer:
 
     async def _load(self, path: str | None) -> None:
         kwargs = {} if path is None else {"weights_path": path}
-        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": _RELOAD_SECONDS}
+        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._limits.reload}
         try:
             await self.call("POST", "/collective_rpc", body)
         except VLLMServerGoneError:

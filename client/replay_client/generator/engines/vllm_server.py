@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import math
 import os
 import random
@@ -20,24 +21,29 @@ from typing import Any
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
+    Limits,
     VLLMServer,
     VLLMServerError,
     VLLMServerGoneError,
     Weights,
     version_of,
 )
+from replay_client.generator.wait_log import WaitLog
+
+logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
 """Servers that one request may be sent to before its failure is an error."""
-_PAUSE = 0.5
-"""Seconds between two questions whether a server is back."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
+"""Seconds between two questions whether a server is back; doubled each time."""
 
 
 class VLLMServerEngine:
     """`vllm serve` behind the `Engine` interface: token ids and log-probabilities as the server drew them.
 
-    Construction checks each server, and blocks for it. A server that goes away later has `patience` seconds to come
-    back; others do its work meanwhile. Any number of generators may share servers: one of them loads new weights.
+    Construction checks each server, and blocks for it. A server that goes away later is asked until it is back; others
+    do its work meanwhile. The log says both. When all have been away for `patience` seconds, requests fail. Any number
+    of generators may share servers: one of them loads new weights.
     """
 
     def __init__(
@@ -51,6 +57,9 @@ class VLLMServerEngine:
         self_test: bool = True,
         agreement: float = 0.02,
         patience: float = 600.0,
+        control_timeout: float = Limits.control,
+        reload_timeout: float = Limits.reload,
+        health_timeout: float = Limits.health,
         api_key: str | None = None,
         lock_folder: str | None = None,
     ) -> None:
@@ -58,7 +67,7 @@ class VLLMServerEngine:
 
         `served_model`: their name of it, if that differs. `max_length` defaults to theirs. `self_test` tries a reload
         at start, see VLLMServer.self_test. `agreement`: most nats that the servers' log-probabilities of a probe may
-        differ by. `api_key`, `lock_folder`: see VLLMServer.
+        differ by. The three timeouts: see Limits. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
         from transformers import AutoTokenizer
@@ -66,22 +75,27 @@ class VLLMServerEngine:
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
-        self._servers = [VLLMServer(url, api_key, lock_folder) for url in urls]
+        limits = Limits(control_timeout, reload_timeout, health_timeout)
+        self._servers = [VLLMServer(url, api_key, lock_folder, limits) for url in urls]
         self._agreement, self._patience = agreement, patience
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._weights: Weights | None = None
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
-        self._failures: dict[VLLMServer, VLLMServerError] = {}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
-        start = self._start(os.fspath(model), served_model, max_length, self_test)
+        self._failures: dict[VLLMServer, VLLMServerError] = {}  # of servers that have used up their patience
+        self.servers_lost = 0
+        """How often a server went away, or lost the weights that were loaded into it."""
+        self.model: str = os.fspath(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
+        self._wanted = (self.model, served_model, max_length)
+        start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
             thread.submit(asyncio.run, start).result()
         self.max_length: int = max_length or min(server.max_length for server in self._servers)
 
-    async def _start(self, model: str, served_model: str | None, max_length: int | None, self_test: bool) -> None:
+    async def _start(self, self_test: bool) -> None:
         async def start(server: VLLMServer) -> None:
-            await server.check(model, served_model, max_length)
+            await server.check(*self._wanted)
             await server.check_tokenizer(self.tokenizer)
             if self_test:
                 await server.self_test()
@@ -111,7 +125,7 @@ class VLLMServerEngine:
             try:
                 return await self._complete(server, body)
             except VLLMServerGoneError as error:
-                self._recover(server)
+                self._recover(server, error)
                 last = error
             finally:
                 server.running -= 1
@@ -129,26 +143,33 @@ class VLLMServerEngine:
 
     async def load_weights(self, path: str, version: int) -> None:
         self._weights = Weights.of(path, version)
-        self._failures.clear()
-        await asyncio.gather(*map(self._load, self._servers))
-        await self._usable_server()
+        # The others get the newest weights when they are back, and nobody waits for them.
+        await asyncio.gather(*(self._load(server) for server in self._servers if not self._is_away(server)))
+        usable = asyncio.ensure_future(self._usable_server())
+        try:
+            while not (await asyncio.wait({usable}, timeout=_LONGEST_PAUSE))[0]:
+                Weights.of(path, version)  # the trainer may have removed it for a newer one
+            usable.result()
+        finally:
+            usable.cancel()
 
     async def _load(self, server: VLLMServer) -> None:
         try:
             await self._reload(server)
-        except VLLMServerGoneError:
-            self._recover(server)
+        except VLLMServerGoneError as error:
+            self._recover(server, error)
 
-    async def _reload(self, server: VLLMServer, *, only_if_lost: bool = False) -> None:
+    async def _reload(self, server: VLLMServer, *, keep_newer: bool = False) -> None:
         """Give a server the newest weights, and use it again when it has them."""
-        while (weights := self._weights) is not None:
-            server.usable = False
-            await server.reload(weights, only_if_lost=only_if_lost)
-            if weights == self._weights:
-                break
-        async with self._changed:
-            server.usable = True
-            self._changed.notify_all()
+        while True:
+            if (weights := self._weights) is not None:
+                server.usable = False
+                await server.reload(weights, keep_newer=keep_newer)
+            async with self._changed:
+                if weights == self._weights:
+                    server.usable = True
+                    self._changed.notify_all()
+                    return
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         tokens = [int(token) for token in token_ids]
@@ -158,8 +179,8 @@ class VLLMServerEngine:
             for server in [each for each in self._servers if each.usable]:
                 try:
                     rows[server.url] = await self._score(server, tokens)
-                except VLLMServerGoneError:
-                    self._recover(server)
+                except VLLMServerGoneError as error:
+                    self._recover(server, error)
         (first, expected), *others = rows.items()
         for url, row in others:
             difference = max(abs(a - b) for a, b in zip(row, expected, strict=True))
@@ -212,29 +233,42 @@ class VLLMServerEngine:
             raise next(iter(self._failures.values()))
         return min(usable, key=lambda server: server.running)
 
-    def _recover(self, server: VLLMServer) -> None:
+    @property
+    def servers_away(self) -> int:
+        """Servers that are asked until they are back."""
+        return sum(map(self._is_away, self._servers))
+
+    def _is_away(self, server: VLLMServer) -> bool:
+        return server in self._recoveries and not self._recoveries[server].done()
+
+    def _recover(self, server: VLLMServer, error: VLLMServerError) -> None:
         """Use a server no more until it answers and has the newest weights."""
         server.usable = False
-        if server not in self._recoveries or self._recoveries[server].done():
-            self._recoveries[server] = asyncio.create_task(self._wait_for(server))
+        if not self._is_away(server):
+            self.servers_lost += 1
+            self._recoveries[server] = asyncio.create_task(self._wait_for(server, error))
 
-    async def _wait_for(self, server: VLLMServer) -> None:
-        deadline = time.monotonic() + self._patience
+    async def _wait_for(self, server: VLLMServer, error: VLLMServerError) -> None:
+        log, since, pause = WaitLog(), time.monotonic(), _FIRST_PAUSE
         while True:
-            await asyncio.sleep(_PAUSE)
+            log.wait(f"{error}; it is asked again, {self.servers_away} of {len(self._servers)} servers are away")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
             try:
                 await server.call("GET", "/health")
-                await self._reload(server, only_if_lost=True)
-                return
-            except FileNotFoundError:
-                return  # a newer version is on its way, and load_weights gives it to this server too
-            except VLLMServerError as error:
-                if isinstance(error, VLLMServerGoneError) and time.monotonic() < deadline:
-                    continue
+                await server.check(*self._wanted)  # it may have been started again in another way
+                await self._reload(server, keep_newer=True)
+                break
+            except FileNotFoundError as gone:
+                error = VLLMServerGoneError(f"{server.url}: {gone}")  # a newer version is on its way
+            except VLLMServerError as refusal:
+                error = refusal
+            if not isinstance(error, VLLMServerGoneError) or time.monotonic() - since > self._patience:
                 async with self._changed:
                     self._failures[server] = error
                     self._changed.notify_all()
-                return
+        self._failures.pop(server, None)
+        logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 
 
 def _completion(choice: dict[str, Any], before: str, after: str) -> Completion:

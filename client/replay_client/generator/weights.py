@@ -1,0 +1,126 @@
+"""Checks a folder of weights before an engine loads it: where its files are, and whether they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replay_client.errors import ReplayError
+
+_CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
+_HEAD = "lm_head.weight"
+"""The output head, which a checkpoint with tied embeddings may leave out."""
+# Integers of the size of each format, and the bits that are all set in infinities and NaN alone.
+_EXPONENTS: dict[str, tuple[str, int]] = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+
+
+class WeightsNotAllowedError(ReplayError):
+    """The newest weights are outside of the folder from which this generator may load."""
+
+
+class WeightsDamagedError(ReplayError):
+    """The newest weights lack a tensor of the model, hold no number where there must be one, or cannot be read."""
+
+
+def check_inside(folder: str, root: str | os.PathLike[str]) -> None:
+    """Raises WeightsNotAllowedError unless the folder and all its files are below `root`, links followed."""
+    allowed = Path(root).resolve()
+    files = [Path(folder), *(sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ())]
+    for file in [*files, *_named_files(Path(folder))]:
+        if not file.resolve().is_relative_to(allowed):
+            link = "" if file == Path(folder) else f"; there, {file.name} leads to {file.resolve()}"
+            raise WeightsNotAllowedError(
+                f"its weights are in {folder!r}{link}, and this generator loads only from weights_root "
+                f"{os.fspath(root)!r}. If they are the trainer's, start the generator with their folder as "
+                "--weights-root; if not, find out which client set the policy version"
+            )
+
+
+def check_whole(folder: str, model: str | None) -> None:
+    """Raises WeightsDamagedError if the folder lacks a tensor of `model`, the folder that the engine started with, or
+    holds infinities or NaN. `model` None: its tensors are not known. Reads every file once, at some GB a second."""
+    tensors: dict[str, tuple[Path, int, int, str]] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= {name: (file, *place) for name, place in _tensors(file).items()}
+    if not tensors:
+        return  # the engine says so
+    adapter = (Path(folder) / "adapter_config.json").is_file()
+    if model is not None and not adapter and (missing := _needed(Path(model)) - tensors.keys()):
+        raise WeightsDamagedError(
+            f"{folder} lacks {sorted(missing)[0]!r} ({len(missing)} of the tensors that {model} has), so the engine "
+            "would go on with old ones. Let the trainer publish all weights, or a probe.json that shows that they work"
+        )
+    for name, (file, start, end, dtype) in tensors.items():
+        if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
+            raise WeightsDamagedError(
+                f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
+                "older version, with a lower learning rate"
+            )
+
+
+def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
+    """Each tensor of a file: the bytes from and to which it lies there, and its format."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        try:
+            if 8 + length > size:
+                raise ValueError(f"its header of {length} bytes is cut off")
+            header: dict[str, Any] = json.loads(content.read(length))
+            header.pop("__metadata__", None)
+            found = {
+                name: (*(8 + length + offset for offset in entry["data_offsets"]), entry["dtype"])
+                for name, entry in header.items()
+            }
+            if any(end > size for _, end, _ in found.values()):
+                raise ValueError(f"it is cut off after {size} bytes")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsDamagedError(
+                f"{file} is no whole safetensors file: {error}. Let the trainer write it anew"
+            ) from error
+    return found
+
+
+def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
+    # Not mapped: a file that is cut short meanwhile would end the process.
+    kind, bits = _EXPONENTS[dtype]
+    with file.open("rb") as content:
+        content.seek(start)
+        while start < end and (chunk := content.read(min(_CHUNK, end - start))):
+            start += len(chunk)
+            values = np.frombuffer(chunk, kind, len(chunk) // np.dtype(kind).itemsize)
+            if ((values & values.dtype.type(bits)) == bits).any():
+                return False
+    return True
+
+
+def _needed(model: Path) -> set[str]:
+    """The tensors that a checkpoint of this model must have; none if its own files do not tell."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        names = {name for file in model.glob("*.safetensors") for name in _tensors(file)}
+    except (OSError, ValueError, WeightsDamagedError):
+        return set()
+    if "quantization_config" in config:
+        return set()  # its tensors have other names than those of the weights that are trained
+    return names - {_HEAD} if config.get("tie_word_embeddings") else names
+
+
+def _named_files(folder: Path) -> Iterator[Path]:
+    """The files that the indices in a folder name. A name may lead out of it."""
+    for index in folder.glob("*.index.json"):
+        try:
+            names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # the engine says what is wrong with it
+        yield from (folder / name for name in sorted(names))

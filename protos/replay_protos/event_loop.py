@@ -1,0 +1,20 @@
+"""Event loops: uvloop's where it is installed, otherwise asyncio's. `pip install 'replay-server[fast]'` installs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+try:
+    from uvloop import new_event_loop as new_event_loop
+except ImportError:
+    new_event_loop = asyncio.new_event_loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, on such a loop."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)

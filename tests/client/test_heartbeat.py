@@ -1,0 +1,99 @@
+"""When the file changes that health checks of containers look at."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from replay_client.heartbeat import beat
+from replay_trainer.wait_log import WaitLog
+from tests.client.generator.factories import RecordingClient, ScriptedEngine
+from tests.client.generator.test_generator import make_generator, running
+from tests.factories import async_until, until
+from tests.trainer.factories import FakeClient, make_batches
+from tests.trainer.test_grpo import make_trainer
+from tests.trainer.test_wait_log import Server
+
+LONG_AGO = 1e9
+
+
+@pytest.fixture
+def heartbeat(tmp_path, monkeypatch):
+    path = tmp_path / "heartbeat"
+    monkeypatch.setenv("REPLAY_HEARTBEAT", str(path))
+    return path
+
+
+def age(path):
+    """Makes the file old."""
+    path.touch()
+    os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def is_old(path):
+    return path.stat().st_mtime == LONG_AGO
+
+
+def test_without_the_variable_nothing_is_written(monkeypatch):
+    monkeypatch.delenv("REPLAY_HEARTBEAT", raising=False)
+    beat()
+
+
+def test_a_file_that_cannot_be_written_is_named(heartbeat, monkeypatch):
+    monkeypatch.setenv("REPLAY_HEARTBEAT", str(heartbeat / "none"))
+    with pytest.raises(ValueError, match=r"REPLAY_HEARTBEAT: cannot write .*/none"):
+        beat()
+
+
+async def test_a_generator_beats_with_each_group_and_not_while_its_engine_hangs(heartbeat):
+    client, engine = RecordingClient(), ScriptedEngine()
+    generator = make_generator(client, engine, max_concurrent_groups=1)
+    task = await running(generator)
+    await client.inserted(1)
+    await async_until(heartbeat.exists)
+    engine.hold = asyncio.Event()
+    await async_until(lambda: engine.generating == 1)
+    age(heartbeat)
+    await asyncio.sleep(0.2)
+    assert is_old(heartbeat)
+    engine.hold.set()
+    await async_until(lambda: not is_old(heartbeat))
+    generator.stop()
+    await task
+
+
+async def test_a_generator_beats_while_it_waits_for_the_first_weights(heartbeat):
+    generator = make_generator(RecordingClient(), ScriptedEngine(), wait_for_policy=True)
+    task = await running(generator)
+    await async_until(heartbeat.exists)
+    generator.stop()
+    await task
+
+
+def test_a_trainer_beats_while_it_waits_for_groups(heartbeat):
+    go_on = threading.Event()
+
+    def batches():
+        go_on.wait(60)
+        yield 1
+
+    trainer = threading.Thread(target=lambda: list(WaitLog(Server(1), "rollouts", look_seconds=0.02).watch(batches())))
+    trainer.start()
+    for _ in range(2):
+        until(heartbeat.exists)
+        heartbeat.unlink()
+    go_on.set()
+    trainer.join(60)
+
+
+def test_a_trainer_beats_with_each_micro_batch(heartbeat, tmp_path):
+    beats = []
+
+    def on_step(metrics):
+        beats.append(not is_old(heartbeat))
+        age(heartbeat)
+
+    age(heartbeat)
+    make_trainer(FakeClient(make_batches(2)), tmp_path, on_step=on_step, max_steps=2).train()
+    assert beats == [True, True]

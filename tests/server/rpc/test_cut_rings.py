@@ -1,0 +1,161 @@
+"""A client that cuts, grows or empties the memory of its rings harms nobody: the server lives and serves the others."""
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from replay_client import ReplayClient
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_protos.shared_memory import HEADER
+from tests.factories import server_process
+from tests.server.rpc.bystander import bystander
+from tests.server.rpc.rings import asking, insert_of
+
+TABLES = """
+[[tables]]
+name = "plain"
+sampler = "fifo"
+[[tables]]
+name = "pool"
+sampler = "uniform"
+max_size = 64
+"""
+CAPACITY = 16 << 20
+SIZES = {"16 kB": 16 << 10, "106 kB": 106_000, "4 MB": 4 << 20}
+PUNCH_HOLE, KEEP_SIZE = 2, 1
+
+
+def punch(path: str) -> None:
+    """Gives all memory of the file back to the system; its size stays."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = ctypes.c_longlong(os.fstat(fd).st_size)
+        if libc.fallocate(fd, PUNCH_HOLE | KEEP_SIZE, ctypes.c_longlong(0), size):
+            raise OSError(ctypes.get_errno(), "fallocate")
+    finally:
+        os.close(fd)
+
+
+HARM = {
+    "cut to nothing": lambda path: os.truncate(path, 0),
+    "cut behind the header": lambda path: os.truncate(path, HEADER),
+    "cut in the middle of a page": lambda path: os.truncate(path, HEADER + 5_000),
+    "grown": lambda path: os.truncate(path, 64 << 20),
+    "emptied": punch,
+}
+
+
+def memory_of_rings() -> list[str]:
+    """Paths under which this process can open the memory of its own rings."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "replay-ring" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(f"/proc/self/fd/{fd}")
+    return found
+
+
+def do_harm(kind: str) -> None:
+    paths = memory_of_rings()
+    assert paths, "this process has no ring that it could harm"
+    for path in paths:
+        with suppress(OSError):  # the system may forbid it
+            HARM[kind](path)
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
+    folder.mkdir()
+    with server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
+        yield server
+        assert server.process.poll() is None, "the server died"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def stub(server):
+    with grpc.insecure_channel(server.address) as channel:
+        yield ReplayStub(channel)
+
+
+@pytest.fixture
+def client(server):
+    with ReplayClient(server.address, timeout=20.0, shared_memory=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", HARM)
+def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
+    with asking(stub) as session, bystander(client):
+        ring = session.ring(CAPACITY)
+        ring.view[HEADER : HEADER + size] = b"\7" * size
+        do_harm(kind)
+        with suppress(grpc.RpcError):
+            list(stub.InsertStream(iter([insert_of(5, ring.ring_id, 0, size)]), timeout=20))
+    assert [set(bytes(item.payload)) for item in client.get([5])] in ([], [{7}], [{0}])
+    assert client.get([client.insert(b"another", {"pool": 1.0})])
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", HARM)
+def test_a_server_writes_to_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
+    keys = [client.insert(bytes(size), {"pool": 1.0}) for _ in range(4)]
+    with asking(stub) as session, bystander(client):
+        for method, request in [
+            (stub.Sample, pb.SampleRequest(table="pool", num_samples=4, timeout=5.0)),
+            (stub.Get, pb.GetRequest(keys=keys)),
+        ]:
+            ring = session.ring(CAPACITY)
+            request.ring = ring.ring_id
+            do_harm(kind)
+            with suppress(grpc.RpcError):
+                list(method(request, timeout=20))
+    assert len(client.get(keys)) == 4
+
+
+CLIENT = """
+import sys, threading
+from contextlib import suppress
+from replay_client import ReplayClient
+from tests.server.rpc.test_cut_rings import HARM, do_harm
+
+stop, size = threading.Event(), int(sys.argv[2])
+def harm():
+    while not stop.is_set():
+        do_harm("cut to nothing")
+
+client = ReplayClient(sys.argv[1], timeout=20.0)
+client.insert(bytes(size), {"pool": 1.0})
+with client.writer() as writer, client.sampler("pool", 2) as batches:
+    writer.insert(bytes(size), {"pool": 1.0})
+    next(batches)
+    thread = threading.Thread(target=harm)
+    thread.start()
+    for _ in range(60):
+        writer.insert(bytes(size), {"pool": 1.0})
+        next(batches)
+    stop.set()
+    thread.join()
+assert client.transport == "shared memory", client.transport
+"""
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_client_that_cuts_its_rings_while_it_inserts_and_samples_harms_nobody(server, client, size):
+    with bystander(client):
+        ended = subprocess.run(
+            [sys.executable, "-c", CLIENT, server.address, str(size)], capture_output=True, text=True, timeout=120
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")

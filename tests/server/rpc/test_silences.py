@@ -1,0 +1,212 @@
+"""Who is gone, and what is a long wait: on a clock of its own, one situation a test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from replay_server.limits import MAX_CLIENTS, MAX_NAME
+from replay_server.rpc.clients import Clients, Role
+from replay_server.rpc.silences import FIRST_STEPS, LONG_WAIT, long_wait, silences
+from replay_server.tables.batches import InsertBatch, SampleRequest
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+
+
+def context(name: str) -> SimpleNamespace:
+    return SimpleNamespace(invocation_metadata=lambda: (("user-agent", f"replay/{name} grpc-python-asyncio/1.80.0"),))
+
+
+class Run:
+    """A trainer and a generator at a buffer whose clock the test moves."""
+
+    def __init__(self, *, tables=({"name": "rollouts"},), admission=None, names=("train:1", "gen:1")) -> None:
+        self.now = 1000.0
+        self.trainer, self.generator = names
+        configs = [TableConfig(**table) for table in tables]
+        self.buffer = ReplayBuffer(configs, lambda: self.now, admission=admission)
+        self.clients = Clients(lambda: self.now)
+        self.version = self.key = 0
+
+    def insert(self, table="rollouts", name=None):
+        self.key += 1
+        with self.clients.calling(context(self.generator if name is None else name), Role.GENERATOR):
+            batch = InsertBatch(
+                keys=[self.key],
+                payloads=[b"x"],
+                sizes=np.ones(1, dtype=np.int64),
+                policy_versions=np.array([self.version]),
+                priorities={table: np.ones(1)},
+            )
+            self.buffer.insert(batch)
+
+    def sample(self, table="rollouts"):
+        with self.clients.calling(context(self.trainer), Role.TRAINER):
+            pending = self.buffer.sample(table, SampleRequest(1, 1))
+            self.buffer.take(pending.result()[0])
+
+    def publish(self):
+        self.version += 1
+        with self.clients.calling(context(self.trainer), Role.TRAINER):
+            self.buffer.set_policy_version(self.version, "")
+
+    def step(self, seconds=30.0, publish=True):
+        for _ in range(8):
+            self.insert()
+        self.sample()
+        self.now += seconds
+        if publish:
+            self.publish()
+
+    def gone(self):
+        return [(silence.side, silence.table) for silence in silences(self.buffer, self.clients)]
+
+
+def test_three_usual_intervals_after_the_last_sign_both_sides_are_gone_by_name():
+    run = Run()
+    for _ in range(6):
+        run.step(seconds=31.0)
+    run.now += 92.0
+    assert run.gone() == [("generators", "rollouts")]  # its last burst was a step before the version
+    run.now += 2.0
+    trainer, generators = silences(run.buffer, run.clients)
+    assert (
+        trainer.reason == "no new policy version since version 6, 94 s ago; usual: 31 s; last seen: train:1 (94 s ago)"
+    )
+    assert generators.reason == "nobody inserts into rollouts, 125 s ago; usual: 31 s; last seen: gen:1 (125 s ago)"
+
+
+def test_long_steps_are_no_silence():
+    run = Run()
+    for _ in range(6):
+        run.step(seconds=300.0)
+    run.now += 500.0
+    assert run.gone() == []
+    assert long_wait(run.buffer, run.clients) == 900.0
+
+
+def test_short_steps_leave_time_for_a_pause():
+    run = Run()
+    for _ in range(50):
+        run.step(seconds=0.5)
+    run.now += LONG_WAIT - 1
+    assert run.gone() == []
+    run.now += 2
+    assert run.gone() == [("trainer", ""), ("generators", "rollouts")]
+
+
+def test_nobody_is_gone_before_the_rhythm_is_known():
+    run = Run()
+    for _ in range(3):
+        run.step()
+    run.now += 10_000.0
+    assert run.gone() == []
+
+
+def test_whose_request_waits_is_there():
+    run = Run(tables=[{"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 64}}])
+    for _ in range(6):
+        run.step()
+    while run.buffer.tables["rollouts"].size:
+        run.sample()
+    run.buffer.sample("rollouts", SampleRequest(1, 1))
+    run.now += 300.0
+    assert run.gone() == [("generators", "rollouts")]
+
+
+def test_generators_that_wait_for_permits_are_there():
+    run = Run(admission=AdmissionConfig(groups_per_step=8, max_staleness=1))
+    for _ in range(6):
+        run.step()
+    run.buffer.admission.acquire(1000, float("inf"))
+    run.now += 300.0
+    assert run.gone() == [("trainer", "")]
+
+
+def test_who_says_that_it_ends_is_not_missed_until_it_comes_back():
+    run = Run()
+    for _ in range(6):
+        run.step()
+    run.clients.leave(context("train:1"))
+    run.clients.leave(context("gen:1"))
+    run.now += 300.0
+    assert run.gone() == []
+    run.insert()
+    run.now += 300.0
+    assert run.gone() == [("generators", "rollouts")]
+
+
+def test_one_generator_of_two_that_was_killed_is_missed_though_the_other_ended_before():
+    run = Run()
+    for _ in range(6):
+        run.insert(name="gen:2")
+        run.step()
+    run.clients.leave(context("gen:2"))
+    run.insert()
+    run.publish()
+    run.now += 300.0
+    (trainer, generators) = silences(run.buffer, run.clients)
+    assert trainer.side == "trainer"
+    assert generators.reason.endswith("last seen: gen:1 (300 s ago)")
+
+
+def test_a_run_ends_well_though_a_generator_was_killed_and_replaced_on_the_way():
+    run = Run()
+    for _ in range(3):
+        run.insert(name="killed:1")
+        run.step()
+    for _ in range(3):
+        run.step()
+    run.clients.leave(context("gen:1"))
+    run.clients.leave(context("train:1"))
+    run.now += 300.0
+    assert run.gone() == []
+
+
+def test_a_trainer_that_publishes_nothing_is_judged_by_its_samples_and_a_pool_may_rest():
+    run = Run(tables=[{"name": "rollouts", "forward_to": "pool"}, {"name": "pool"}])
+    for _ in range(6):
+        run.step(publish=False)
+        run.sample("pool")
+    run.now += 60.0
+    run.insert()
+    run.sample()
+    run.now += 60.0
+    assert run.gone() == []  # the pool was not sampled for four intervals, the queue was
+    run.now += 40.0
+    assert run.gone() == [("trainer", "rollouts"), ("generators", "rollouts")]
+
+
+def test_a_client_without_a_name_is_never_missed():
+    run = Run(names=("", ""))
+    for _ in range(6):
+        run.step()
+    run.now += 300.0
+    assert run.gone() == []
+
+
+@pytest.mark.parametrize(
+    ("here", "seconds"), [((), LONG_WAIT), ((Role.TRAINER,), LONG_WAIT), (tuple(Role), FIRST_STEPS)]
+)
+def test_before_the_rhythm_is_known_a_wait_is_long_sooner_if_the_other_side_never_came(here, seconds):
+    run = Run()
+    for role in here:
+        with run.clients.calling(context(role), role):
+            pass
+    assert long_wait(run.buffer, run.clients) == seconds
+
+
+def test_names_and_their_number_are_bounded_and_the_one_seen_longest_ago_goes_first():
+    clients = Clients(lambda: 0.0)
+    for number in range(MAX_CLIENTS + 2):
+        with clients.calling(context(f"first{'x' * 1000}" if number == MAX_CLIENTS else f"n{number}"), Role.TRAINER):
+            pass
+        with clients.calling(context("n0"), Role.TRAINER):
+            pass
+    names = [client.name for client in clients]
+    assert len(names) == MAX_CLIENTS
+    assert "n0" in names
+    assert "n1" not in names
+    assert max(map(len, names)) == MAX_NAME

@@ -1,0 +1,89 @@
+"""TRL's real AsyncGRPOTrainer, killed in any phase of a step and started again, loses no group and repeats none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="pip install '.[trl]'")
+
+from replay_client import ReplayClient
+from replay_trainer.weights import published
+from tests.factories import ServerProcess, server_process, until
+from tests.trainer.integrations.killed_async_grpo import GROUP_SIZE, block, insert, run, save_model, start, trained
+
+pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
+GROUPS, STEPS, PER_STEP = 12, 8, 5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    save_model(tmp_path / "model")
+    with server_process(tmp_path, block("toml")) as server:
+        yield server
+
+
+def end_of(address: str, folder: Path, *arguments: object, **options: object) -> int | None:
+    process = start(run, address, folder, *arguments, **options)
+    process.join(600)
+    return process.exitcode
+
+
+def until_gone(client: ReplayClient) -> None:
+    until(lambda: client.server_info().sample_streams == 0, seconds=60.0)
+
+
+@pytest.mark.parametrize("phase", ["forward", "updated", "published", "saving", "saved", "acknowledged"])
+def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(
+    server: ServerProcess, tmp_path: Path, phase: str
+) -> None:
+    insert(server.address, GROUPS)
+    with ReplayClient(server.address) as client:
+        assert end_of(server.address, tmp_path, phase, 4) == -signal.SIGKILL
+        until_gone(client)
+        before = client.policy().version
+        assert end_of(server.address, tmp_path) == 0
+        # Every completion once, in the order in which they were inserted: whole groups and parts of them.
+        assert trained(tmp_path) == list(range(STEPS * PER_STEP))
+        queue = client.server_info().tables["rollouts"]
+        used = STEPS * PER_STEP // GROUP_SIZE
+        assert (queue.size, queue.reserved, queue.consumed) == (GROUPS - used, 0, used)
+        # The second trainer counted from 1 in TRL, and on from where it was here.
+        policy = client.policy()
+        assert policy.version > before
+        assert str(published(tmp_path / "runs/async/weights")[-1]) == policy.weights
+
+
+def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkpoint_contains(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    insert(server.address, GROUPS)
+    with ReplayClient(server.address) as client:
+        assert end_of(server.address, tmp_path, "forward", 4, save_steps=100) == -signal.SIGKILL
+        until_gone(client)
+        assert client.server_info().tables["rollouts"].reserved > 0
+        (tmp_path / "trained.jsonl").unlink()
+        assert end_of(server.address, tmp_path, max_steps=2) == 0
+        assert trained(tmp_path) == list(range(2 * PER_STEP))
+
+
+def test_an_interrupted_trainer_gives_back_at_once_what_no_checkpoint_contains(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    insert(server.address, 6)
+    process = start(run, server.address, tmp_path)
+    with ReplayClient(server.address) as client:
+        # Three steps, and it waits for the groups of the fifth: TRL collates one micro-batch ahead.
+        until(lambda: client.policy().version == 4, seconds=300.0)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 1
+        queue = client.server_info().tables["rollouts"]
+        in_checkpoint_2 = 2 * PER_STEP // GROUP_SIZE
+        assert (queue.consumed, queue.size, queue.reserved) == (in_checkpoint_2, 6 - in_checkpoint_2, 0)
+    assert sorted(path.name for path in (tmp_path / "runs/async/weights").iterdir()) == ["step-3", "step-4"]

@@ -1,0 +1,126 @@
+"""A server that goes away while the trainer runs: the trainer goes on announcing, and goes on when it is back."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.scoring import group_priority
+from replay_server import ReplayServer, TableConfig
+from replay_trainer import GRPOConfig, GRPOTrainer, grpo, publication
+from replay_trainer.wait_log import WaitLog
+from replay_trainer.weights import published
+from tests.factories import make_group, until
+from tests.trainer.factories import make_model
+from tests.trainer.test_grpo import OnStep
+
+STEPS = 4
+pytestmark = pytest.mark.timeout(200)  # what it guards against is waiting without an end
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer says after moments that it waits."""
+    quick = partial(WaitLog, seconds=0.2, look_seconds=0.05)
+    for module in (grpo, publication):
+        monkeypatch.setattr(module, "WaitLog", quick)
+
+
+def serve(tmp_path: Path, port: int = 0) -> ReplayServer:
+    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay")
+    server = ReplayServer(tables=[queue, TableConfig(name="replay")], port=port, data_dir=tmp_path / "data")
+    server.start()
+    return server
+
+
+def fill(client: ReplayClient) -> None:
+    for index in range(STEPS):
+        group = make_group(rewards=[1.0, 0.0], completions=[[5, 6], [7 + index]], logprobs=-2.7)
+        client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)})
+
+
+def trainer_of(client: ReplayClient, folder: Path, on_step: Callable[[Any], None], **options: Any) -> GRPOTrainer:
+    few = {"max_steps": STEPS, "groups_per_step": 1, "progress": False, "report_to": (), "sample_timeout": 1.0}
+    config = GRPOConfig(output_dir=folder, **(few | options))  # type: ignore[arg-type]
+    return GRPOTrainer(make_model(), client, config, callbacks=[OnStep(on_step)])
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "weights apart"])
+@pytest.mark.usefixtures("soon")
+def test_the_trainer_announces_a_version_when_the_server_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication, "_FIRST_TRY", 0.2)
+    server = serve(tmp_path)
+    port = int(server.address.rpartition(":")[2])
+    done: list[int] = []
+    servers = [server]
+
+    def restart() -> None:
+        # Longer than sample_timeout: a line every 0.2 s.
+        until(lambda: sum("waiting to announce version" in said for said in caplog.messages) >= 10, seconds=120)
+        done.extend(steps(tmp_path / "run"))
+        servers.append(serve(tmp_path, port))
+
+    restarter = threading.Thread(target=restart)
+
+    def stop_after_two(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:
+            server.stop(grace=0.0)
+            restarter.start()
+
+    with ReplayClient(server.address, timeout=None) as client:
+        fill(client)
+        options = {"weights_dir": tmp_path / "weights"} if apart else {}
+        trainer_of(client, tmp_path / "run", stop_after_two, **options).train()
+        assert client.policy().version == STEPS
+    restarter.join()
+    servers[-1].stop()
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]
+    assert max(done) <= 3  # a batch that was there already; then it waited
+    assert "no replay server answers" in next(said for said in caplog.messages if "to announce version" in said)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_version_is_announced_by_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication, "_LAST_TRY", 0.5)
+    server = serve(tmp_path)
+    port = int(server.address.rpartition(":")[2])
+
+    def interrupt() -> None:
+        until(lambda: any("waiting to announce version" in said for said in caplog.messages), seconds=120)
+        _thread.interrupt_main()
+
+    interrupter = threading.Thread(target=interrupt)
+
+    def stop_after_two(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:
+            server.stop(grace=0.0)
+            interrupter.start()
+
+    with ReplayClient(server.address, timeout=None) as client:
+        fill(client)
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of(client, tmp_path / "run", stop_after_two, max_steps=2).train()
+    interrupter.join()
+    said = next(message for message in caplog.messages if "nobody has told it" in message)
+    assert f"in {published(tmp_path / 'run')[-1]}" in said
+    server = serve(tmp_path, port)
+    with ReplayClient(server.address) as client:
+        trainer_of(client, tmp_path / "run", lambda _: None, max_steps=3, resume=True).train()
+        assert client.policy().version == 3
+    server.stop()

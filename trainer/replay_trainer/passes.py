@@ -1,0 +1,278 @@
+"""Passes: forward and backward passes over a batch, micro-batch by micro-batch, by every rank alike.
+
+* Where groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from replay_client.heartbeat import beat
+from replay_trainer.adapters import Adapter
+from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
+from replay_trainer.callbacks import Metrics
+from replay_trainer.config import GRPOConfig
+from replay_trainer.correction import correct
+from replay_trainer.logprobs import LogprobModel
+from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
+from replay_trainer.ranks import Ranks, gather_full
+
+
+class StepFailure(Exception):
+    """A pass failed because of its groups. Every rank raises it, each for the groups of its own batch.
+
+    `groups`: the indices of those of this rank that stand out; may be empty. `reason`: for people. `alone`: the other
+    ranks do not know of it, and wait for this one.
+    """
+
+    def __init__(self, reason: str, groups: Sequence[int], *, alone: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.groups = groups
+        self.alone = alone
+
+
+class Passes:
+    """The passes of one rank. All ranks call the methods together, each with a batch of its own."""
+
+    def __init__(
+        self,
+        policy: LogprobModel,
+        reference: LogprobModel | None,
+        adapter: Adapter | None,
+        config: GRPOConfig,
+        ranks: Ranks,
+        sharded: bool,
+    ) -> None:
+        """`reference`: for the KL, if beta asks for one; the policy itself if it has an `adapter`."""
+        self.policy = policy
+        self.reference = reference
+        self._adapter = adapter
+        self._config = config
+        self._ranks = ranks
+        self._sharded = sharded
+        self._failing: Callable[[], list[int]] = list
+        """Of the last backward pass."""
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """(B, T) log-probabilities of the batch under the current weights. Raises StepFailure if memory runs out."""
+        logprobs_BT = torch.zeros_like(batch.rollout_logprobs_BT)
+
+        def forward(rows: Ints, micro: Batch) -> None:
+            _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
+
+        large = self._each(batch, forward)
+        if any(self._ranks.all(bool(large))):
+            raise StepFailure(self._memory, large)
+        return logprobs_BT
+
+    def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
+        """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
+
+        Without `old_BT` the current weights are the old ones, and this pass yields the old log-probabilities.
+        With batch_normalize they need a pass of their own, because each weight depends on all of them.
+
+        Raises StepFailure if memory runs out, or if the loss is not finite.
+        """
+        config, ranks = self._config, self._ranks
+        normalizer = max(ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0], 1)
+        mean_weight = None
+        if config.correction.batch_normalize:
+            decoupled = config.correction.objective == "decoupled"
+            source_BT = old_BT if decoupled and old_BT is not None else self.logprobs(batch)
+            old_BT = source_BT if old_BT is None else old_BT
+            mean_weight = self._mean_weight(batch, source_BT)
+        loss_of = partial(self._loss, normalizer=normalizer, mean_weight=mean_weight)
+
+        current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
+        reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
+        sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
+
+        def pass_through(rows: Ints, micro: Batch) -> None:
+            logprobs_BT, entropy_BT = self._forward(self.policy, micro)
+            _put(current_BT, rows, logprobs_BT.detach())
+            micro_reference_BT = None
+            if reference_BT is not None:
+                micro_reference_BT = self._reference_logprobs(micro)
+                _put(reference_BT, rows, micro_reference_BT)
+            micro_old_BT = None if old_BT is None or not rows.size else old_BT[rows, : micro.mask_BT.shape[1]]
+            loss, metrics = loss_of(micro, logprobs_BT, micro_old_BT, micro_reference_BT)
+            # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
+            torch.autograd.backward(loss * ranks.size if self._sharded else loss)
+            tokens = int(micro.mask_BT.sum())
+            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
+            sums["loss"] += loss.item()
+            sums["tokens"] += tokens
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
+
+        large = self._each(batch, pass_through)
+        parts = ranks.all((set(sums), bool(large)))
+        if any(ran_out for _, ran_out in parts):
+            raise StepFailure(self._memory, large)
+        names = sorted(set().union(*(names for names, _ in parts)))
+        totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
+        total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
+        self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
+        if not math.isfinite(total_loss):
+            raise StepFailure(f"its loss was {total_loss}", self._failing())
+        if not self._sharded:
+            ranks.sum_gradients(self.policy.parameters())
+        means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
+        return (current_BT if old_BT is None else old_BT), total_loss, means
+
+    def clip(self) -> float:
+        """Scale the gradient down to max_grad_norm; returns its norm before that, the same on every rank.
+
+        Raises StepFailure if the norm is not finite.
+        """
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
+        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)))
+        if not math.isfinite(norm):
+            raise StepFailure(f"its gradient norm was {norm}", self._failing())
+        return norm
+
+    # ----------------------------------------------------------------------------------------------- micro-batches
+
+    @property
+    def _memory(self) -> str:
+        return (
+            f"memory ran out in a micro-batch with it: lower max_tokens_per_micro_batch (now "
+            f"{self._config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
+        )
+
+    def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
+        """Call `work` with each micro-batch. Returns the groups of the one in which memory ran out, where it stops.
+
+        A sharded rank cannot stop: the others wait for it inside the pass. So it raises StepFailure there, alone.
+        """
+        for rows, micro in self._micro_batches(batch):
+            try:
+                work(rows, micro)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+            # Outside of the handler: the error holds the frames, and they hold the tensors.
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            groups: list[int] = np.unique(batch.group_B[rows]).tolist()
+            if self._sharded:
+                raise StepFailure(self._memory, groups, alone=True)
+            return groups
+        return []
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
+        """As micro_batches. If sharded, every rank makes as many forward passes as the busiest."""
+        most = self._config.max_tokens_per_micro_batch
+        parts = list(micro_batches(batch, most, packed=self.policy.route == "packed"))
+        if self._sharded:
+            # A forward pass of sharded layers waits for all ranks.
+            idle = max(self._ranks.all(len(parts))) - len(parts)
+            parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
+        return parts
+
+    def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities and entropies."""
+        # Sharded weights come in bfloat16 by themselves.
+        autocast = self._config.bf16 and not self._sharded
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
+            logprobs_BT, entropy_BT = policy(batch)
+        beat()
+        return logprobs_BT, entropy_BT
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        assert self.reference is not None
+        with nullcontext() if self._adapter is None else self._adapter.off():
+            return self._forward(self.reference, batch)[0]
+
+    # -------------------------------------------------------------------------------------------------------- loss
+
+    def _loss(
+        self,
+        batch: Batch,
+        logprobs_BT: Tensor,
+        old_BT: Tensor | None,
+        reference_BT: Tensor | None,
+        *,
+        normalizer: float,
+        mean_weight: float | None,
+    ) -> tuple[Tensor, Metrics]:
+        """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
+        config = self._config
+        loss, metrics = corrected_policy_loss(
+            logprobs_BT,
+            logprobs_BT.detach() if old_BT is None else old_BT,
+            batch.rollout_logprobs_BT,
+            batch.advantages_B,
+            batch.mask_BT,
+            config.correction,
+            config.loss,
+            mean_weight=mean_weight,
+            normalizer=normalizer,
+        )
+        if reference_BT is not None:
+            penalty, kl_metrics = kl_loss(
+                logprobs_BT, reference_BT, batch.mask_BT, config.beta, config.loss, normalizer=normalizer
+            )
+            loss, metrics = loss + penalty, metrics | kl_metrics
+        return loss, metrics
+
+    def _mean_weight(self, batch: Batch, source_BT: Tensor) -> float | None:
+        """The mean correction weight of the step over all ranks; None: the step has no tokens."""
+        corrected = correct(
+            source_BT,
+            batch.rollout_logprobs_BT,
+            batch.mask_BT,
+            self._config.correction,
+            advantages=batch.advantages_B,
+        )
+        total, count = self._ranks.sum(corrected.weight_totals())
+        return total / count if count else None
+
+
+def _failing(
+    loss_of: Callable[..., tuple[Tensor, Metrics]],
+    batch: Batch,
+    current_BT: Tensor,
+    old_BT: Tensor | None,
+    reference_BT: Tensor | None,
+) -> list[int]:
+    """The groups whose own loss, or the squared norm of its gradient by their log-probabilities, is not finite."""
+    failing = []
+    for group in np.unique(batch.group_B).tolist():
+        rows = np.flatnonzero(batch.group_B == group)
+        part = batch.select(rows)
+        T = part.mask_BT.shape[1]
+        old, reference = (None if each is None else each[rows, :T] for each in (old_BT, reference_BT))
+        logprobs_BT = current_BT[rows, :T].requires_grad_()
+        loss, _ = loss_of(part, logprobs_BT, old, reference)
+        (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+        if not (loss.isfinite() and gradient_BT.square().sum().isfinite()):
+            failing.append(group)
+    return failing
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    # On a CPU torch raises a plain RuntimeError with this text.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _nothing(device: torch.device) -> Batch:
+    """A batch of one token that is not trained on: a forward pass for a rank that has no more micro-batches."""
+    return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
+
+
+def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
+    """Write the values of a micro-batch to its rows; an idle one (see _micro_batches) has no rows."""
+    if rows.size:
+        values_BT[rows, : part_BT.shape[1]] = part_BT
