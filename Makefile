@@ -38,7 +38,7 @@ GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo test docker-test crash-test fuzz soak bench bench-trainer bench-learning lint format protos docs constraints \
+.PHONY: demo test docker-test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs constraints \
   setup setup-dev clean
 
 demo: setup
@@ -86,6 +86,10 @@ format: setup-dev
 docs: setup-dev
 	$(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html, or run $(BIN)/mkdocs serve"
+
+# Lines, files and floors of each package.
+count: setup-dev
+	$(BIN)/python -m tests.count
 
 protos: setup-dev
 	$(BIN)/python -m protos.generate

@@ -94,7 +94,7 @@ def value(name: str) -> Callable[[Sequence[Result]], float]:
 GROUPS = {"8x1k": 8 * 1024, "8x8k": 8 * 8192, "8x32k": 8 * 32_768}
 """Tokens of the completions of a group."""
 DICTS = {"256MB": 256_000_000, "1GB": 1_000_000_000}
-FSYNC = {"1.0": "everysec", "always": "always", "never": "no"}
+FSYNC = {"always": "always", "never": "no"}
 """Our values of `fsync`, and Redis's of `appendfsync` that promise as much."""
 RESTART_GIGABYTES = 10.0
 CHECKPOINT = "checkpoint"

@@ -188,8 +188,7 @@ def configuration(side: Side, folder: Path | None) -> str:
     if side.durability == CHECKPOINT:
         lines += ["[checkpoints]", f"dir = {json.dumps(str(folder))}"]
     elif folder is not None:
-        fsync = side.durability if side.durability == "1.0" else json.dumps(side.durability)
-        lines += ["[server]", f"data_dir = {json.dumps(str(folder))}", f"fsync = {fsync}"]
+        lines += ["[server]", f"data_dir = {json.dumps(str(folder))}", f"fsync = {json.dumps(side.durability)}"]
     if side.system == "ours_tls":
         CERTIFICATE.ensure()
         lines += ["[security]", f'tls_cert = "{CERTIFICATE.cert}"', f'tls_key = "{CERTIFICATE.key}"']

@@ -31,9 +31,10 @@ class ServerSection(Model):
     """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: neither."""
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
-    fsync: Literal["always", "never"] | float = 1.0
-    """When the server forces written data to the disk: before each acknowledgement ("always"), after this many seconds,
-    or "never". A killed server process loses nothing in any case. If the machine fails, only "always" loses nothing."""
+    fsync: Literal["always", "never"] = "always"
+    """Whether the server forces data to the disk before it acknowledges them. A killed server process loses nothing in
+    either case. If the machine fails, "always" loses nothing that was acknowledged, and "never" goes back to the newest
+    checkpoint."""
     max_bytes: Bytes | None = None
     """Payload bytes that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
@@ -41,14 +42,6 @@ class ServerSection(Model):
     shared_memory: Literal[False] | Path = Path("/dev/shm")
     """Folder for the socket over which clients on the server's host get memory for payloads. false: payloads travel
     over gRPC only. Server and client must see the same folder, also in containers, and must run as the same user."""
-
-    @field_validator("fsync", mode="before")
-    @classmethod
-    def _how_often(cls, value: Any) -> Any:
-        seconds = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if value not in ("always", "never") and not seconds:
-            raise ValueError("must be 'always', 'never' or a number of seconds above 0")
-        return value
 
     @field_validator("address", "metrics_address")
     @classmethod

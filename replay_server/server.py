@@ -59,7 +59,7 @@ class ReplayServer:
         max_bytes: int | str | None = None,
         metrics_address: str | None = None,
         data_dir: str | Path | None = None,
-        fsync: Fsync = 1.0,
+        fsync: Fsync = "always",
         shared_memory: str | Path | Literal[False] = "/dev/shm",
         checkpoints: CheckpointsSection | None = None,
         security: SecuritySection | None = None,
@@ -214,7 +214,7 @@ class ReplayServer:
         section, storage = self.config.server, None
         if section.data_dir is not None:
             storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
-            storage.fell_back = storage.fell_back or fell_back
+            storage.fell_back = fell_back
         try:
             await self._serve(storage, checkpoint, on_started)
         finally:
@@ -239,7 +239,7 @@ class ReplayServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         journal = checkpointer = None
         if storage is not None:
-            journal = Journal.start(buffer, storage, section.fsync, checkpoint)
+            journal = Journal.start(buffer, storage, checkpoint)
         elif checkpoint is not None:
             checkpoint.load(buffer)
         if (directory := self.config.checkpoint_dir) is not None:

@@ -187,7 +187,7 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
             Level.FAILURE,
             info.fell_back,
             "compare the items and the policy version with what the run expects; this is said until the next start; "
-            'fsync = "always" keeps every commit through a crash of the machine',
+            'fsync = "always" keeps every commit through a crash of the machine, and checkpoints bound what is lost',
         )
     if info.damaged:
         yield Finding(

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from replay_protos.framing import cut
-from replay_server.storage import digest
 from replay_server.storage.records import ItemRecords
 from replay_server.tables.payloads import Payload
 
@@ -69,11 +68,6 @@ def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
 def _seed(key: int, number: int) -> int:
     """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
     return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
-
-
-def digest_of(names: Sequence[bytes]) -> int:
-    """What these chunks add to the digest."""
-    return digest.of_chunks(np.frombuffer(b"".join(names), dtype=CHUNK_NAME))
 
 
 def chunk_count(size: int) -> int:

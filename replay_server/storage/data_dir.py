@@ -8,13 +8,13 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from replay_server.storage.chunks import CHUNK_KEY
 from replay_server.storage.lmdb_check import problems_of
 from replay_server.storage.records import Damaged, unseal
-from replay_server.storage.roots import NO_PAGE, roots_in
 
 log = logging.getLogger("replay_server")
 
@@ -24,6 +24,12 @@ COMMIT_RECORD = struct.Struct("<QQ")
 """FORMAT, number of the transaction."""
 
 _U16 = struct.Struct("<H")
+
+# The beginning of a meta page: MDB_page, MDB_meta in mdb.c, 64 bit.
+_HEAD_BYTES = 16 + 136
+_FLAGS, _MAGIC, _PAGE_SIZE, _MAIN_ROOT, _TXN = 10, 16, 40, 128, 144
+_IS_META, _MAGIC_AND_VERSION = 0x08, (0xBEEFC0DE, 1)
+_NO_PAGE = (1 << 64) - 1
 
 
 class UnusableDirectory(ValueError):
@@ -70,11 +76,47 @@ def why_not_openable(path: Path) -> str:
     return f"{len(problems)} problems, the first: {problems[0]}" if problems else ""
 
 
+@dataclass(frozen=True)
+class _Root:
+    """The root of a commit, as a meta page names it."""
+
+    txn: int
+    """Number of the commit."""
+    main: int
+    """Root page of the main database; _NO_PAGE: it is empty."""
+    page_size: int
+
+    @classmethod
+    def parse(cls, head: bytes) -> Self | None:
+        """None: this is no root."""
+        if len(head) < _HEAD_BYTES:
+            return None
+        (flags,) = struct.unpack_from("<H", head, _FLAGS)
+        (page_size,) = struct.unpack_from("<I", head, _PAGE_SIZE)
+        if not flags & _IS_META or struct.unpack_from("<II", head, _MAGIC) != _MAGIC_AND_VERSION:
+            return None
+        if page_size & (page_size - 1) or not 512 <= page_size <= 1 << 15:
+            return None
+        (main,), (txn,) = struct.unpack_from("<Q", head, _MAIN_ROOT), struct.unpack_from("<Q", head, _TXN)
+        return cls(txn, main, page_size)
+
+
+def _roots_in(path: Path) -> list[_Root]:
+    """The roots that the file has, the newest first; a new file has two with number 0. Only their form is checked."""
+    with path.open("rb") as file:
+        first = _Root.parse(file.read(4096))
+        found = [first]
+        for size in [4096, 1 << 13, 1 << 14, 1 << 15] if first is None else [first.page_size]:
+            file.seek(size)
+            found.append(_Root.parse(file.read(_HEAD_BYTES)))
+    return sorted((root for root in found if root is not None), key=lambda root: root.txn, reverse=True)
+
+
 def _wrong_roots(path: Path) -> Iterator[str]:
     """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
     it opens the older state and does not notice. So each of our commits records its own number."""
-    roots = roots_in(path)
-    new, others = roots[0], [root for root in roots[1:] if root.txn or root.main != NO_PAGE]
+    roots = _roots_in(path)
+    new, others = roots[0], [root for root in roots[1:] if root.txn or root.main != _NO_PAGE]
     with path.open("rb") as file:
         known_new, *known_others = (_commit_number(file, root.main, root.page_size) for root in (new, *others))
     if known_new is None:
@@ -105,3 +147,12 @@ def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
     except (struct.error, Damaged):
         return None
     return None
+
+
+def sync_directory(path: Path) -> None:
+    """Returns when the names in a directory are on the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -26,7 +26,6 @@ from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.restore import restore
-from replay_server.storage.roots import SyncMode
 from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.known_keys import MAX_KNOWN_KEYS
@@ -38,17 +37,15 @@ _TICK = 0.1
 _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
-Fsync = Literal["always", "never"] | float
-_SYNC_MODES: dict[Fsync, SyncMode] = {"always": SyncMode.ALWAYS, "never": SyncMode.NEVER}
+Fsync = Literal["always", "never"]
+"""Whether a commit ends when it is on the disk, or when the operating system has it."""
 
 
 class Journal:
-    def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector, fsync: Fsync) -> None:
-        """`fsync`: the seconds between two syncs of the disk. The storage itself does "always"."""
+    def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector) -> None:
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
-        self._fsync = fsync
         self._thread = started_threads(1, "replay-journal")
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -56,12 +53,9 @@ class Journal:
         """Keys of the last inserts that could not be written."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
-        self._syncing = asyncio.create_task(self._sync())
 
     @classmethod
-    def start(
-        cls, buffer: ReplayBuffer, storage: LmdbStorage, fsync: Fsync, checkpoint: OpenCheckpoint | None = None
-    ) -> Journal:
+    def start(cls, buffer: ReplayBuffer, storage: LmdbStorage, checkpoint: OpenCheckpoint | None = None) -> Journal:
         """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
 
         Raises UnusableDirectory, and ValueError where there is a checkpoint and the storage is not empty.
@@ -69,7 +63,6 @@ class Journal:
         began = time.monotonic()
         try:
             state = storage.load()
-            storage.begin_syncs(_SYNC_MODES.get(fsync, SyncMode.REGULARLY))
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
             if checkpoint is None:
@@ -109,7 +102,7 @@ class Journal:
                 state.damaged,
                 state.skipped[:10],
             )
-        return cls(buffer, storage, collector, fsync)
+        return cls(buffer, storage, collector)
 
     @property
     def backlog(self) -> int:
@@ -140,8 +133,6 @@ class Journal:
         self._stopping = True
         self._wanted.set()
         await self._task
-        self._syncing.cancel()
-        await asyncio.gather(self._syncing, return_exceptions=True)
         await asyncio.to_thread(self._storage.sync)
         self._thread.shutdown()
 
@@ -201,19 +192,3 @@ class Journal:
             self._rolled_back[key] = None
         while len(self._rolled_back) > MAX_KNOWN_KEYS:
             del self._rolled_back[next(iter(self._rolled_back))]
-
-    async def _sync(self) -> None:
-        """Syncs regularly, so that a crash of the machine costs the last seconds only."""
-        if not isinstance(self._fsync, float):
-            return
-        synced = 0
-        while True:
-            await asyncio.sleep(self._fsync)
-            if (commits := self._storage.commits) == synced:
-                continue
-            try:
-                await asyncio.to_thread(self._storage.sync)
-            except (lmdb.Error, OSError) as error:
-                log.error("%s cannot be synced, and will be tried again: %s", self._storage.directory, error)
-            else:
-                synced = commits

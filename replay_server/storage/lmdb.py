@@ -2,15 +2,18 @@
 
 * A payload stays in memory until a commit has written it, together with all records that changed.
 * Each transaction leads from one consistent state of the server to the next.
+* LMDB syncs the pages of a transaction before it writes the root that names them, and then the root. So the file is
+  whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
+  the death of the process is harmless: the file `unsynced` then names the boot of the machine in which it was written,
+  and a start in a later boot refuses the directory.
 * LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (lmdb_check.py).
-* After a crash of the machine pages can be older than the root above them. The start then falls back (recovery.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
     payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     seen       number of the commit -> checksum, keys inserted with it
-    (main)     "commit" -> format, number of the transaction; "digest" -> that number, sum over all records (digest.py)
+    (main)     "commit" -> format, number of the transaction
 """
 
 from __future__ import annotations
@@ -22,13 +25,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
 
 import lmdb
 import numpy as np
 
-from replay_server.storage import digest
-from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of, digest_of
+from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of
 from replay_server.storage.data_dir import (
     COMMIT,
     COMMIT_RECORD,
@@ -37,13 +38,11 @@ from replay_server.storage.data_dir import (
     UnusableDirectory,
     lock,
     put_aside,
+    sync_directory,
     why_not_openable,
 )
-from replay_server.storage.digest import DIGEST, DIGEST_RECORD
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases, Loaded, NotWhole, check, load
-from replay_server.storage.records import FORMAT, Delta, State, seal
-from replay_server.storage.recovery import fall_back
-from replay_server.storage.roots import Root, SyncedRoot, SyncMode, root_of
+from replay_server.storage.lmdb_load import MAP_SIZE, Databases, load
+from replay_server.storage.records import FORMAT, Delta, State, boot_id, seal
 from replay_server.tables.payloads import DamagedPayloads, Payload, Reader, StorageFacts
 
 log = logging.getLogger("replay_server")
@@ -63,32 +62,28 @@ class LmdbStorage:
         """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: the old file is
         renamed and kept.
 
-        Raises UnusableDirectory, also if it cannot be made or written.
+        Raises UnusableDirectory, also if it cannot be made or written, and DamagedDirectory if its file is damaged.
         """
         self.directory = directory
         self._fsync = fsync
+        self._unsynced = directory / "unsynced"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(directory)
         except OSError as error:
             raise UnusableDirectory(f"data_dir {directory} cannot be written: {error.strerror}") from error
         try:
-            self._synced = SyncedRoot(directory)
             if replace:
                 put_aside(directory)
-                self._synced.forget()
+                self._unsynced.unlink(missing_ok=True)
                 os.ftruncate(self._lock, 0)
-            self.fell_back = self._make_openable()
+            self._check_openable()
             self._open()
         except BaseException:
             os.close(self._lock)
             raise
-        self._pinned: lmdb.Transaction | None = None
-        """Keeps the pages of the last synced commit from being reused."""
-        self._sync_mode = SyncMode.NEVER
-        self._syncing = Lock()
-        self._digest = 0
-        """Of all records in the file (digest.py)."""
+        self.fell_back = ""
+        """How the server started in spite of a damaged directory, in words; "": it was whole."""
         self._fresh: dict[int, Payload] = {}
         """Payloads that no commit has written yet."""
         self._gone: list[tuple[int, int]] = []
@@ -112,16 +107,15 @@ class LmdbStorage:
         """Bytes for which there was no room; 0: there is room."""
         self._looked_at = -_LOOK_EVERY
 
-    def _make_openable(self) -> str:
-        """Falls back to an older commit if LMDB cannot open the file. Returns what it did, in words; "": nothing."""
+    def _check_openable(self) -> None:
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
             if os.fstat(self._lock).st_size:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
-            return ""
-        if problem := why_not_openable(path):
-            return fall_back(self.directory, self._synced, problem)
-        return ""
+        elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
+            raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
+        elif problem := why_not_openable(path):
+            raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
         (self.directory / "lock.mdb").unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
@@ -136,7 +130,12 @@ class LmdbStorage:
                 max_spare_txns=4,
             )
             self._databases = Databases.of(self._env)
-        except lmdb.Error as error:
+            if self._fsync:
+                self.sync()
+            else:
+                self._unsynced.write_text(boot_id())
+                sync_directory(self.directory)
+        except (lmdb.Error, OSError) as error:
             raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
         self._payloads, self._items = self._databases.payloads, self._databases.items
         self._pieces, self._seen = self._databases.pieces, self._databases.seen
@@ -232,25 +231,17 @@ class LmdbStorage:
         chunks = chunks_of(new)
         old_seen: int | None = None
         while old_seen is None:
-            written, sums = 0, self._digest
+            written = 0
             with self._env.begin(write=True) as txn:
                 payloads = txn.cursor(self._payloads)
-                new_chunks: list[bytes] = []
                 for name, value in chunks:
-                    if payloads.put(name, value, overwrite=False):
-                        new_chunks.append(name)
-                    else:  # from a commit that failed half-way
-                        payloads.put(name, value)
+                    payloads.put(name, value)
                     written += len(value)
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    old_seen, change = self._write_records(txn, delta, new, gone)
-                    sums += change
-                sums = digest.total(sums + digest_of(new_chunks))
-                txn.put(DIGEST, seal(DIGEST_RECORD.pack(txn.id(), sums)))
+                    old_seen = self._write_records(txn, delta, new, gone)
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
-            self._digest = sums
         self._strays = []
         for _ in range(old_seen):
             self._seen_total -= self._seen_counts.popleft()[1]
@@ -260,44 +251,32 @@ class LmdbStorage:
 
     def _write_records(
         self, txn: lmdb.Transaction, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]
-    ) -> tuple[int, int]:
-        """Returns how many records of seen keys are obsolete now, and by how much the digest changes."""
-        change = 0
-        obsolete_chunks = [
-            CHUNK_KEY.pack(key, number)
-            for key, size in gone
-            for number in range(0 if key in new else chunk_count(size))
-        ]
-        obsolete_chunks += [stray for stray in self._strays if CHUNK_KEY.unpack(stray)[0] not in new]
-        change -= digest_of([name for name in obsolete_chunks if txn.delete(name, db=self._payloads)])
+    ) -> int:
+        """Returns how many records of seen keys are obsolete now."""
+        for key, size in gone:
+            for number in range(0 if key in new else chunk_count(size)):
+                txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
+        for stray in self._strays:
+            if CHUNK_KEY.unpack(stray)[0] not in new:
+                txn.delete(stray, db=self._payloads)
         for key in delta.removed:
-            change -= digest.of_item(txn.pop(KEY.pack(key), db=self._items))
-        replaced = {key for key, _ in gone}
-        first = [(KEY.pack(key), record) for key, record in delta.items if key in new and key not in replaced]
-        txn.cursor(self._items).putmulti(first)
-        change += sum(digest.of_item(record) for _, record in first)
-        for key, record in delta.items:
-            if key not in new or key in replaced:
-                old = txn.replace(KEY.pack(key), record, db=self._items)
-                change += digest.of_item(record) - digest.of_item(old)
+            txn.delete(KEY.pack(key), db=self._items)
+        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
         for piece in delta.state_records:
             if piece.record is None:
-                old = txn.pop(piece.name, db=self._pieces)
+                txn.delete(piece.name, db=self._pieces)
             else:
-                old = txn.replace(piece.name, piece.record, db=self._pieces)
-            change += digest.of_record(piece.name, piece.record) - digest.of_record(piece.name, old)
+                txn.put(piece.name, piece.record, db=self._pieces)
         obsolete = 0
         if delta.known_keys:
-            record = seal(np.array(delta.known_keys, dtype="<u8").tobytes())
-            txn.put(KEY.pack(txn.id()), record, db=self._seen)
-            change += digest.of_record(KEY.pack(txn.id()), record)
+            txn.put(KEY.pack(txn.id()), seal(np.array(delta.known_keys, dtype="<u8").tobytes()), db=self._seen)
             total = self._seen_total + len(delta.known_keys)
             for number, n in self._seen_counts:
                 if (total := total - n) < MAX_KNOWN_KEYS:
                     break
-                change -= digest.of_record(KEY.pack(number), txn.pop(KEY.pack(number), db=self._seen))
+                txn.delete(KEY.pack(number), db=self._seen)
                 obsolete += 1
-        return obsolete, change
+        return obsolete
 
     def write_payloads(self) -> None:
         """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
@@ -332,81 +311,28 @@ class LmdbStorage:
         self._half_written |= new.keys()
         return list(kept)
 
-    def begin_syncs(self, mode: SyncMode) -> None:
-        """Call it once, before the first commit, for the start to know what a crash of the machine leaves.
-
-        REGULARLY: `sync` will be called regularly. ALWAYS: the storage itself syncs each commit.
-        """
-        self._sync_mode = mode
-        try:
-            if mode != SyncMode.NEVER:
-                self.sync()
-            elif self._synced.root is not None:  # its pages may be reused from now on
-                self._synced.write(self._synced.root, mode)
-        except (lmdb.Error, OSError) as error:
-            log.error("%s cannot be synced: after a crash of the machine it may not start: %s", self.directory, error)
-
     def sync(self) -> None:
         """Returns when all commits so far are on the disk. May be called from any thread."""
-        with self._syncing:
-            pin, root = self._last_root()
-            try:
-                self._env.sync(True)
-                # With NEVER this is the last call, and the next start begins anew.
-                self._synced.write(root, max(self._sync_mode, SyncMode.REGULARLY))
-            except BaseException:
-                pin.abort()
-                raise
-            if self._pinned is not None:
-                self._pinned.abort()
-            self._pinned = pin if self._sync_mode == SyncMode.REGULARLY else None
-            if self._pinned is None:
-                pin.abort()
-
-    def _last_root(self) -> tuple[lmdb.Transaction, Root]:
-        """The root of the last commit, with a transaction that keeps its pages."""
-        page_size = self._env.stat()["psize"]
-        file = os.open(self.directory / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while True:
-                pin = self._env.begin()
-                if (root := root_of(file, pin.id(), page_size)) is not None:
-                    return pin, root
-                pin.abort()  # two commits came in between
-        finally:
-            os.close(file)
+        self._env.sync(True)
+        self._unsynced.unlink(missing_ok=True)
+        sync_directory(self.directory)
 
     def close(self) -> None:
-        """Closes the file. Commits since the last `sync` are not on the disk yet."""
-        if self._pinned is not None:
-            self._pinned.abort()
+        """Closes the file. Without `fsync` the commits since the last `sync` are not on the disk yet."""
         self._env.close()
         os.close(self._lock)
 
     # ------------------------------------------------------------------------------------------------ start
 
     def load(self) -> State:
-        """The committed state, without payloads; if it is not whole, that of an older commit (recovery.py). Items
-        whose payload is incomplete are left out.
+        """The committed state, without payloads. Items whose payload is incomplete are left out.
 
         Raises UnusableDirectory if the directory is not one, of another version, or damaged.
         """
-        try:
-            loaded = self._load()
-        except NotWhole as damage:
-            self._env.close()
-            self.fell_back = fall_back(self.directory, self._synced, str(damage))
-            self._open()
-            loaded = self._load()
-        self._strays, self._digest = loaded.strays, loaded.digest
-        self._seen_counts = loaded.seen_counts
+        loaded = load(self._env, self._databases, self.directory)
+        self._strays, self._seen_counts = loaded.strays, loaded.seen_counts
         self._seen_total = sum(keys for _, keys in loaded.seen_counts)
         return loaded.state
-
-    def _load(self) -> Loaded:
-        loaded = load(self._env, self._databases, self.directory)
-        check(loaded, self._env, self._databases, self._synced.covers(self._env.info()["last_txnid"]))
-        return loaded
 
 
 def _length(payload: Payload) -> int:

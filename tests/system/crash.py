@@ -31,7 +31,7 @@ from tests.system.ledger import Ledger, payload_of
 CONFIG = """
 [server]
 data_dir = "{data_dir}"
-fsync = {fsync}
+fsync = "{fsync}"
 
 [admission]
 table = "work"
@@ -285,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--fsync", default="1.0", help="as in the configuration")
+    parser.add_argument("--fsync", default="always", help="as in the configuration")
     arguments = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with tempfile.TemporaryDirectory() as folder:

@@ -89,7 +89,7 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
 
 def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_in_later(tmp_path):
     files = 164
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\nfsync = 0.05\n{CONFIG}'
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
     with (
         server_process(
             tmp_path, config, before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -118,7 +118,7 @@ def try_insert(client: ReplayClient) -> int | None:
 
 
 def test_without_threads_the_server_goes_on(tmp_path):
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\nfsync = 0.05\n{CONFIG}'
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
     with (
         control_group("pids", {"pids.max": "max"}) as group,
         server_process(tmp_path, config, before=joins(group)) as server,

@@ -4,8 +4,9 @@
 
 It records the pages that each commit of a run writes, and the syncs between them. Then it makes disks as a crash leaves
 them: all writes before the last sync, and of the later ones a prefix, or each page in any version that it had since,
-or with sectors of several versions. It prints a line of JSON: how many starts came back to which commit, and what went
-wrong.
+or with sectors of several versions. A root fits into one sector, which a disk writes whole or not at all. Where only
+the process dies, the system still has all writes. It prints a line of JSON: how many starts came back to which commit,
+and what went wrong.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
-from replay_server.storage import chunks, records
+from replay_server.storage import chunks, lmdb, records
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.roots import SyncMode
 from tests.server.storage.damage import commit, in_child, insert, open_buffer, payload_of
 
 PAGE, SECTOR = 4096, 512
+MODES = {"always": True, "never": False}
+"""What the configuration calls `fsync`."""
 Pages = dict[int, bytes]
 
 
@@ -37,14 +39,12 @@ Pages = dict[int, bytes]
 class Recording:
     """What a run wrote. A moment is the index of a write."""
 
-    mode: SyncMode
+    fsync: bool
     start: bytes
     writes: list[Pages] = field(default_factory=list)
     """The pages that each commit, or part of a commit, changed."""
     synced: list[int] = field(default_factory=list)
     """How many writes were on the disk for sure at each moment."""
-    roots: list[bytes] = field(default_factory=list)
-    """The file `last-synced` at each moment; it is written in place and synced at once."""
     commits: list[int] = field(default_factory=list)
     """The number of the last commit at each moment."""
     promised: list[int] = field(default_factory=list)
@@ -60,12 +60,11 @@ def dump(storage: LmdbStorage) -> object:
         return [*tables, [bytes(name) for name, _ in txn.cursor(storage._payloads)]]
 
 
-def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) -> Recording:
-    buffer, storage, collector = open_buffer(directory, fsync=mode == SyncMode.ALWAYS)
-    path, synced_path = directory / "data.mdb", directory / "last-synced"
-    storage.begin_syncs(mode)
+def record(directory: Path, fsync: bool, commits: int, rng: random.Random) -> Recording:
+    buffer, storage, collector = open_buffer(directory, fsync)
+    path = directory / "data.mdb"
     before = path.read_bytes()
-    recording = Recording(mode, before)
+    recording = Recording(fsync, before)
     on_disk = 0
     promise = number = storage._env.info()["last_txnid"]
     recording.states[number] = dump(storage)
@@ -73,7 +72,6 @@ def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) ->
     def write(pages: Pages, last: int) -> None:
         recording.writes.append(pages)
         recording.synced.append(on_disk)
-        recording.roots.append(synced_path.read_bytes() if synced_path.exists() else b"")
         recording.commits.append(last)
         recording.promised.append(promise)
 
@@ -84,7 +82,7 @@ def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) ->
         places = range(0, len(after), PAGE)
         changed = {at: after[at : at + PAGE] for at in places if after[at : at + PAGE] != before[at : at + PAGE]}
         before = after
-        if mode == SyncMode.ALWAYS:  # LMDB syncs the pages before it writes the root, and the root before it returns
+        if fsync:  # LMDB syncs the pages before it writes the root, and the root before it returns
             write({at: page for at, page in changed.items() if at >= 2 * PAGE}, number)
             on_disk = len(recording.writes)
             number = storage._env.info()["last_txnid"]
@@ -97,7 +95,7 @@ def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) ->
 
     keys: list[int] = []
     for step in range(commits):
-        # In half of the run only values change: then old pages fit into the tree, and only the digest can tell.
+        # In half of the run only values change: then old pages fit into the tree.
         changes_values_only = step // 15 % 2 and len(keys) > 20
         n_fresh = 0 if changes_values_only else rng.randrange(6)
         fresh = [rng.randrange(1 << 40) * 5 + rng.randrange(5) for _ in range(n_fresh)]
@@ -114,24 +112,15 @@ def record(directory: Path, mode: SyncMode, commits: int, rng: random.Random) ->
         if rng.random() < 0.2:
             buffer.set_policy_version(buffer.policy.version + 1, "somewhere")
         one_commit()
-        if mode == SyncMode.REGULARLY and rng.random() < 0.12:
-            pin, root = storage._last_root()
-            covered, at_sync = len(recording.writes), number
-            for _ in range(rng.randrange(4)):  # while the disk syncs, commits go on
-                insert(buffer, [rng.randrange(1 << 40) * 5])
-                one_commit()
-            on_disk = covered
-            storage._synced.write(root, SyncMode.REGULARLY)
-            promise = at_sync
-            if storage._pinned is not None:
-                storage._pinned.abort()
-            storage._pinned = pin
     storage.close()
     return recording
 
 
-def disk_after_a_cut(recording: Recording, rng: random.Random) -> tuple[bytes, int, str]:
-    """A file as a crash of the machine leaves it, the moment of the crash, and how the writes were chosen."""
+def disk_after_a_cut(recording: Recording, rng: random.Random, killed: bool) -> tuple[bytes, int, str]:
+    """A file as a crash of the machine leaves it, the moment of the crash, and how the writes were chosen.
+
+    `killed`: only the process died.
+    """
     moment = rng.randrange(len(recording.writes))
     disk = bytearray(recording.start)
 
@@ -145,7 +134,7 @@ def disk_after_a_cut(recording: Recording, rng: random.Random) -> tuple[bytes, i
             put(at, page)
     versions: dict[int, list[bytes]] = {}
     later = recording.writes[recording.synced[moment] : moment + 1]
-    how = rng.choice(["in order", "in any order", "mostly", *["all but one"] * 3, "torn"])
+    how = "killed" if killed else rng.choice(["in order", "in any order", "mostly", *["all but one"] * 3, "torn"])
     for place, pages in enumerate(later):
         partly = sorted(pages.items(), key=lambda entry: entry[0] < 2 * PAGE)  # the root comes last
         if place == len(later) - 1 and how == "in order":
@@ -157,7 +146,7 @@ def disk_after_a_cut(recording: Recording, rng: random.Random) -> tuple[bytes, i
     for at, seen in versions.items():
         old = bytes(disk[at : at + PAGE]).ljust(PAGE, b"\0")
         match how:
-            case "in order":
+            case "in order" | "killed":
                 page = seen[-1]
             case "in any order":
                 page = rng.choice([old, *seen])
@@ -172,46 +161,34 @@ def disk_after_a_cut(recording: Recording, rng: random.Random) -> tuple[bytes, i
     return bytes(disk), moment, how
 
 
-def examine(directory: Path, recording: Recording, moment: int, same_boot: bool) -> str:
+def examine(directory: Path, recording: Recording, moment: int, killed: bool) -> str:
     """Starts on the disk. Raises where promises break; else says to which commit it came back."""
-    if not same_boot:
-        records.boot_id = lambda: "after the crash"
+    if not killed:
+        records.boot_id = lmdb.boot_id = lambda: "after the crash"
     try:
         buffer, storage, collector = open_buffer(directory)
     except DamagedDirectory:
-        assert recording.mode == SyncMode.NEVER, "refused"
+        assert {recording.fsync, killed} == {False}, "refused"
         return "refused"
+    assert recording.fsync or killed, "a file whose pages nobody synced was opened"
     number = storage._env.info()["last_txnid"]
     newest, promised = recording.commits[moment], recording.promised[moment]
     assert number <= newest, f"commit {number} was not acknowledged before the crash at {newest}"
-    assert recording.mode == SyncMode.NEVER or number >= promised, (
-        f"{number} is older than {promised}, which was synced"
-    )
+    assert number >= (newest if killed else promised), f"{number} is older than {promised}, which was synced"
     assert dump(storage) == recording.states[number], f"this is not the state of commit {number}"
-    fell_back = sorted(path.name for path in directory.glob("damaged-*.mdb"))
-    assert bool(storage.fell_back) == bool(fell_back), fell_back
-    synced_keys = {key for key, _ in recording.states[promised][0]}
-    bad = [key for key in buffer.items if storage.reader([key], [buffer.items[key].nbytes]).read(slice(None)) == [None]]
-    assert not synced_keys & {key.to_bytes(8) for key in bad}, "a synced payload is lost"
-    assert same_boot or not (bad or buffer.damaged), "payloads are lost"
-    for key in buffer.items.keys() - set(bad):
+    assert not buffer.damaged
+    for key in buffer.items:
         assert b"".join(next(buffer.payloads([key]))) == payload_of(key), "a wrong payload"
-    if bad:
-        buffer.discard(bad)
-    storage.begin_syncs(recording.mode)
     for keys in (range(100), range(100, 150)):  # and it goes on working
         for table in "ab":
             buffer.delete(table, list(buffer.items))
         insert(buffer, list(keys))
         commit(storage, collector)
-    storage.sync()
     storage.close()
     buffer, storage, _ = open_buffer(directory)
     assert buffer.items.keys() == set(range(100, 150))
-    assert not storage.fell_back
     storage.close()
-    outcome = "the last commit" if number == newest else "the synced commit" if number == promised else "one between"
-    return outcome + (", without payloads" if bad else "")
+    return "the last commit" if number == newest else "the synced commit" if number == promised else "one between"
 
 
 def main(directory: Path, seconds: float, seed: int) -> None:
@@ -219,28 +196,29 @@ def main(directory: Path, seconds: float, seed: int) -> None:
     chunks.CHUNK_BYTES = 8000  # large payloads would make a large file, in which little else changes
     rng = random.Random(seed)
     recordings: list[tuple[Recording, Path]] = []
-    for mode in SyncMode:
-        folder = directory / f"run-{mode.name}"
-        recordings.append((record(folder, mode, 90, rng), folder))
+    for mode, fsync in MODES.items():
+        folder = directory / f"run-{mode}"
+        recordings.append((record(folder, fsync, 90, rng), folder))
     outcomes: Counter[str] = Counter()
     broken: list[str] = []
     end, copy = time.monotonic() + seconds, directory / "copy"
     while time.monotonic() < end and len(broken) < 20:
-        recording, folder = rng.choice([*recordings, recordings[SyncMode.REGULARLY]])
-        disk, moment, how = disk_after_a_cut(recording, rng)
-        same_boot = rng.random() < 0.3 and how != "torn"  # within one boot the system's cache survives
+        place = rng.choice([0, 0, 0, 1])
+        (recording, folder), mode = recordings[place], list(MODES)[place]
+        killed = rng.random() < 0.3
+        disk, moment, how = disk_after_a_cut(recording, rng, killed)
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
         (copy / "data.mdb").write_bytes(disk)
-        shutil.copy(folder / "server.lock", copy)
-        if recording.roots[moment]:
-            (copy / "last-synced").write_bytes(recording.roots[moment])
-        outcome = in_child(partial(examine, copy, recording, moment, same_boot))
+        for name in ("server.lock", "unsynced"):
+            if (folder / name).exists():
+                shutil.copy(folder / name, copy)
+        outcome = in_child(partial(examine, copy, recording, moment, killed))
         if outcome.startswith("broken"):
-            broken.append(f"{recording.mode.name}, {how}, at write {moment}, same boot {same_boot}: {outcome}")
+            broken.append(f"{mode}, {how}, at write {moment}: {outcome}")
         else:
-            outcomes[f"{recording.mode.name}: {outcome}"] += 1
-    writes = {recording.mode.name: len(recording.writes) for recording, _ in recordings}
+            outcomes[f"{mode}: {outcome}"] += 1
+    writes = {mode: len(recording.writes) for mode, (recording, _) in zip(MODES, recordings, strict=True)}
     print(
         json.dumps({"seed": seed, "starts": outcomes.total(), "outcomes": outcomes, "broken": broken, "writes": writes})
     )

@@ -19,7 +19,6 @@ def test_damage_anywhere_costs_the_item_that_it_hits_or_is_refused(tmp_path):
     assert found["outcomes"].keys() >= {
         "flip: whole",
         "flip: without one",
-        "flip: the commit before",
         "flip: refused",
         "cut: refused",
     }

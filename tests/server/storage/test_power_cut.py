@@ -1,8 +1,7 @@
-"""A crash of the machine: the start comes back to a commit that was acknowledged, and to none before the last sync."""
+"""A crash of the machine: a file that was synced has all commits, and another one is not trusted."""
 
 import json
 import os
-import random
 import subprocess
 import sys
 
@@ -11,11 +10,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from replay_server.storage import chunks
-from replay_server.storage.data_dir import DamagedDirectory, why_not_openable
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases, NotWhole, load
-from replay_server.storage.roots import SyncMode, roots_in
-from tests.server.storage.power_cut import PAGE, record
+from replay_server.storage.data_dir import DamagedDirectory
+from replay_server.storage.lmdb_load import MAP_SIZE, Databases
+from replay_server.storage.records import boot_id
+from tests.server.storage.power_cut import MODES, PAGE
 
 SECONDS = os.environ.get("REPLAY_POWER_CUT_SECONDS", "15")
 SEED = os.environ.get("REPLAY_POWER_CUT_SEED", "0")
@@ -31,39 +29,7 @@ def test_a_cut_at_any_moment_leaves_a_state_that_was_acknowledged_and_nothing_sy
     )
     found = json.loads(result.stdout)
     assert found["broken"] == []
-    assert {outcome.partition(":")[0] for outcome in found["outcomes"]} == {mode.name for mode in SyncMode}
-
-
-def test_the_digest_notices_old_pages_that_fit_into_the_tree(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 8000)
-    rng = random.Random(1)
-    recording = record(tmp_path / "run", SyncMode.NEVER, 90, random.Random(3))
-    versions: dict[int, list[bytes]] = {}
-    disk, well_formed = bytearray(recording.start), 0
-    (tmp_path / "old").mkdir()
-    for moment, pages in enumerate(recording.writes):
-        for at, page in pages.items():
-            disk.extend(bytes(max(0, at - len(disk))))
-            disk[at : at + PAGE] = page
-            versions.setdefault(at, []).append(page)
-        reused = [at for at in pages if at >= 2 * PAGE and len(versions[at]) > 1]
-        for at in rng.sample(reused, min(len(reused), 5)):
-            path = tmp_path / "old" / "data.mdb"
-            path.write_bytes(disk[:at] + rng.choice(versions[at][-4:-1]) + disk[at + PAGE :])
-            if why_not_openable(path):
-                continue
-            with lmdb.open(str(path.parent), map_size=MAP_SIZE, max_dbs=8, readonly=True, lock=False) as env:
-                databases = Databases.of(env, create=False)
-                try:
-                    loaded = load(env, databases, path.parent)
-                except NotWhole:
-                    continue
-                with env.begin() as txn:
-                    tables = [list(txn.cursor(db)) for db in (databases.items, databases.pieces, databases.seen)]
-                if tables != recording.states[recording.commits[moment]][:3]:
-                    well_formed += 1
-                    assert loaded.recorded != loaded.digest
-    assert well_formed, "no old page fitted into the tree, so nothing was tested"
+    assert {outcome.partition(":")[0] for outcome in found["outcomes"]} == set(MODES)
 
 
 def insert_three(data_dir, **options):
@@ -74,8 +40,8 @@ def insert_three(data_dir, **options):
                 client.checkpoint("two")
 
 
-def items_after_a_start(data_dir):
-    with ReplayServer(TABLES, port=0, data_dir=data_dir) as server, ReplayClient(server.address) as client:
+def items_after_a_start(data_dir, **options):
+    with ReplayServer(TABLES, port=0, data_dir=data_dir, **options) as server, ReplayClient(server.address) as client:
         info = client.server_info()
         return info.items, info.fell_back
 
@@ -96,23 +62,36 @@ def test_a_damaged_item_is_left_out_and_the_starts_after_it_find_everything_whol
     assert items_after_a_start(tmp_path) == (3, "")
 
 
-@pytest.mark.parametrize("fsync", ["always", 1.0, "never"])
-def test_a_start_falls_back_says_so_and_keeps_the_damaged_file(tmp_path, fsync, caplog):
-    insert_three(tmp_path, fsync=fsync)
+@pytest.mark.parametrize("last", ["never", "always"])
+def test_a_directory_whose_last_server_stopped_in_good_order_is_whole_after_a_reboot(tmp_path, monkeypatch, last):
+    insert_three(tmp_path, fsync="never")
+    assert items_after_a_start(tmp_path, fsync=last) == (3, "")
+    monkeypatch.setattr("replay_server.storage.lmdb.boot_id", lambda: "the next boot")
+    assert items_after_a_start(tmp_path) == (3, "")
+
+
+def test_a_directory_that_nobody_synced_is_refused_after_a_crash_of_the_machine(tmp_path, monkeypatch):
+    insert_three(tmp_path, fsync="never")
+    (tmp_path / "unsynced").write_text(boot_id())  # as a killed server leaves it
+    assert items_after_a_start(tmp_path, fsync="never") == (3, "")
+    (tmp_path / "unsynced").write_text(boot_id())
+    monkeypatch.setattr("replay_server.storage.lmdb.boot_id", lambda: "the next boot")
+    items, fell_back = items_after_a_start(tmp_path)
+    assert items == 2
+    assert 'the machine stopped while a server with fsync = "never" wrote' in fell_back
+    assert items_after_a_start(tmp_path) == (2, "")
+
+
+def test_a_damaged_root_is_noticed(tmp_path):
+    insert_three(tmp_path)
     path = tmp_path / "data.mdb"
     whole = path.read_bytes()
-    newest = roots_in(path)[0].txn
+    newest = max(int.from_bytes(whole[at + 144 : at + 152], "little") for at in (0, PAGE))
     damaged = bytearray(whole)
-    damaged[newest % 2 * PAGE : newest % 2 * PAGE + 512] = bytes(512)  # a torn write of the last root
+    damaged[newest % 2 * PAGE : newest % 2 * PAGE + 512] = bytes(512)
     path.write_bytes(damaged)
-    items, fell_back = items_after_a_start(tmp_path)
-    assert items == 3  # the server synced when it stopped
-    assert f"fell back to commit {newest}" in fell_back
-    assert fell_back in caplog.text
-    (aside,) = tmp_path.glob("damaged-*.mdb")
-    assert aside.name in fell_back
-    assert aside.read_bytes() == damaged
-    assert items_after_a_start(tmp_path) == (3, "")
+    with pytest.raises(DamagedDirectory, match="--restore latest"):
+        items_after_a_start(tmp_path)
 
 
 def test_the_last_resort_is_a_checkpoint(tmp_path):
