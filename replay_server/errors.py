@@ -63,11 +63,6 @@ def not_found(message: str) -> Refused:
     return Refused(Code.NOT_FOUND, message)
 
 
-def stale(message: str) -> Refused:
-    """The group is older than its table allows."""
-    return Refused(Code.FAILED_PRECONDITION, message)
-
-
 def too_large(message: str) -> Refused:
     """The item has more bytes than the server, or one of its tables, can hold."""
     return Refused(Code.OUT_OF_RANGE, message)
