@@ -67,15 +67,26 @@ def insert(address: str, count: int, first: int = 0) -> None:
             client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)})
 
 
-def run(address: str, folder: Path, phase: str = "", step: int = 0, **options: Any) -> None:
-    """Trains in `folder`, and dies in a phase of a step if one is given."""
+def run(
+    address: str, folder: Path, phase: str = "", step: int = 0, *, notes: Path | None = None, **options: Any
+) -> None:
+    """Trains in `folder`, and dies in a phase of a step if one is given. `notes`: where trained.jsonl is written."""
+    notes = notes or folder
+    notes.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     os.chdir(folder)
-    note_steps(folder / "trained.jsonl", lambda made: die() if phase == "forward" and made == step - 1 else None)
+    note_steps(notes / "trained.jsonl", lambda made: die() if phase == "forward" and made == step - 1 else None)
     if phase:
         _arm(phase, step)
     # A row of 26 tokens holds five completions, so steps and groups do not end together.
     train(folder / "model", address, **{"max_steps": 8, "save_steps": 2, "token_budget": 26} | options)
+
+
+def run_rank(rank: int, size: int, port: int, address: str, folder: Path, **options: Any) -> None:
+    """`run` as one of `size` ranks over gloo, which notes its steps in a folder of its own."""
+    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in group.items()} | {"ACCELERATE_USE_CPU": "1"}
+    run(address, folder, notes=folder / str(rank), **options)
 
 
 def note_steps(path: Path, before: Callable[[int], None]) -> Callable[[], None]:

@@ -186,6 +186,27 @@ def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: Se
         trainer.rollout_worker.stop()
 
 
+def test_an_adapter_is_published_merged(model: Path, server: ServerProcess) -> None:
+    peft = pytest.importorskip("peft", reason="pip install '.[lora]'")
+    insert(server.address, 6)
+    rollouts = ServerRollouts(server.address, WEIGHTS)
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        args=AsyncGRPOConfig(output_dir="runs/async", token_budget=BUDGET, max_steps=2, **OPTIONS),
+        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
+        processing_class=make_tokenizer(),
+        rollout_worker=rollouts,
+        weight_transfer=rollouts,
+        callbacks=[rollouts],
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )
+    trainer.train()
+    loaded = AutoModelForCausalLM.from_pretrained(published(WEIGHTS)[-1])
+    merged = trainer.model.merge_and_unload()
+    for name, weight in loaded.named_parameters():
+        torch.testing.assert_close(weight, merged.get_parameter(name))
+
+
 # ---------------------------------------------------------------------------------------------------- what TRL gets
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,16 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 from replay_client import ReplayClient
 from replay_trainer.weights import published
 from tests.factories import ServerProcess, server_process, until
-from tests.trainer.integrations.killed_async_grpo import GROUP_SIZE, block, insert, run, save_model, start, trained
+from tests.trainer.integrations.killed_async_grpo import (
+    GROUP_SIZE,
+    block,
+    insert,
+    run,
+    run_rank,
+    save_model,
+    start,
+    trained,
+)
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 GROUPS, STEPS, PER_STEP = 12, 8, 5
@@ -69,6 +79,22 @@ def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkp
         (tmp_path / "trained.jsonl").unlink()
         assert end_of(server.address, tmp_path, max_steps=2) == 0
         assert trained(tmp_path) == list(range(2 * PER_STEP))
+
+
+def test_the_ranks_of_a_trainer_share_what_its_first_rank_takes(server: ServerProcess, tmp_path: Path) -> None:
+    insert(server.address, 14)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start(run_rank, rank, 2, port, server.address, tmp_path, max_steps=4) for rank in range(2)]
+    for process in ranks:
+        process.join(600)
+        assert process.exitcode == 0
+    used = sorted(mark for rank in range(2) for mark in trained(tmp_path / str(rank)))
+    assert used == list(range(len(used)))
+    with ReplayClient(server.address) as client:
+        queue = client.server_info().tables["rollouts"]
+        assert (queue.size, queue.reserved) == (14 - len(used) // GROUP_SIZE, 0)
 
 
 def test_an_interrupted_trainer_gives_back_at_once_what_no_checkpoint_contains(
