@@ -28,8 +28,9 @@ else
 endif
 
 VARIANT := $(if $(HAS_GPU),gpu,cpu)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint docker/constraints/$(VARIANT).txt \
+PIP_OPTIONS := install --quiet --disable-pip-version-check --constraint docker/constraints/$(VARIANT).txt \
   $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard otel parquet ray
@@ -98,7 +99,7 @@ protos: setup-dev
 .venv-bench/.ready: pyproject.toml
 	rm -rf .venv-bench
 	$(BENCH_PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]" "torch==2.13.0"
+	.venv-bench/bin/python -m pip $(PIP_OPTIONS) --editable ".[bench]"
 	@touch $@
 
 # Renews docker/constraints: the newest versions that pyproject.toml allows, for the oldest Python, on Linux.

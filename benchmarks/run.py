@@ -108,9 +108,9 @@ def _file_system() -> str:
 
 
 def _interpreters() -> dict[str, dict[str, Any]]:
-    """How the interpreter of each system was built. Those that are not installed are left out."""
-    sides = {name: Path(system.environment.python) for name, system in SYSTEMS.items()}
-    return {name: build_of(str(python)) for name, python in sides.items() if python.exists()}
+    """How the interpreter of each environment was built. Those that are not installed are left out."""
+    pythons = dict.fromkeys(Path(system.environment.python) for system in SYSTEMS.values())
+    return {python.parent.parent.name: build_of(str(python)) for python in pythons if python.exists()}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Event loops: uvloop's where it is installed, otherwise asyncio's. `pip install 'replay-server[fast]'` installs it."""
+"""Event loops: uvloop's where it is installed, otherwise asyncio's. `pip install '.[fast]'` installs it."""
 
 from __future__ import annotations
 
