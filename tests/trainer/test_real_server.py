@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
-from replay_trainer import GRPOConfig, GRPOTrainer, TableEvaluation
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport, TableEvaluation
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import make_group, make_model
@@ -54,11 +54,18 @@ def insert(client: ReplayClient, count: int, bad: dict[int, bytes]) -> list[int]
 
 
 def train(
-    client: ReplayClient, output_dir: Path, *, model: Any = None, evaluate: Any = None, **options: Any
+    client: ReplayClient,
+    output_dir: Path,
+    *,
+    model: Any = None,
+    evaluate: Any = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> list[dict[str, Any]]:
     few = {"max_steps": STEPS, "learning_rate": 1e-3, "progress": False, "report_to": (), "sample_timeout": 20.0}
     config = GRPOConfig(output_dir=output_dir, **(few | options))
-    GRPOTrainer(make_model() if model is None else model, client, config, evaluate=evaluate).train()
+    policy = make_model() if model is None else model
+    GRPOTrainer(policy, client, config, callbacks=callbacks, evaluate=evaluate).train()
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -98,6 +105,17 @@ def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(
     insert(client, 1 * FRESH, {})
     train(client, tmp_path, groups_per_step=FRESH, max_steps=STEPS + 1, resume=True)
     assert ended() == [("generator, trainer", True)]
+
+
+def test_a_trainer_that_is_interrupted_says_that_it_ends(client: ReplayClient, tmp_path: Path) -> None:
+    class CtrlC(Callback):
+        def on_step(self, run: Run, report: StepReport) -> None:
+            raise KeyboardInterrupt
+
+    insert(client, FRESH, {})
+    with pytest.raises(KeyboardInterrupt):
+        train(client, tmp_path, groups_per_step=FRESH, callbacks=[CtrlC()])
+    assert [each.ended for each in client.server_info().clients if "trainer" in each.role] == [True]
 
 
 class Generators:

@@ -136,6 +136,7 @@ class GRPOTrainer:
         version = publication.start()
         laps = Laps()
         leases.start()
+        on_purpose = False
         try:
             for callback in self.callbacks:
                 callback.on_start(self, version)
@@ -176,12 +177,17 @@ class GRPOTrainer:
                         publication.publish(step, source.left)
                     laps.lap("publish")
                 publication.finish()
+            on_purpose = True
+        except KeyboardInterrupt:
+            on_purpose = True
+            raise
         finally:
             publication.close()
             self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
-        self.client.leave()
+            if on_purpose:  # last: any other call would be a sign of life
+                self.client.leave()
         return max(0, config.max_steps - version)
 
     def decode(self, token_ids: Any) -> str:

@@ -504,6 +504,12 @@ def test_the_names_that_trl_removed_are_here(tmp_path):
     assert next(iter(inspect.signature(GRPOWithReplayBufferTrainer).parameters)) == "args"
 
 
+def test_a_trainer_says_that_it_ends_so_that_nobody_misses_it(tmp_path, server):
+    trainer = make_trainer(tmp_path, replay=server.address, max_steps=2)
+    trainer.train()
+    assert [each.ended for each in trainer.pool.client.server_info().clients] == [True]
+
+
 def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
     trainer = make_trainer(tmp_path, trainer_class=ReplayGRPOTrainer, config_class=trl.GRPOConfig, max_steps=2)
     trainer.train()

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from accelerate.utils import broadcast_object_list, gather, gather_object
 from torch import Tensor
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -96,6 +97,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             settings.replay_max_staleness,
         )
         self._close_replay = weakref.finalize(self, _close, client, server)
+        self.add_callback(_Leave(client))
         return pool
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -400,6 +402,16 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         }
         for name, value in values.items():
             self._metrics["train"][f"replay/{name}"].append(value)
+
+
+class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Tells the server at the end of a run that nobody needs to miss this trainer."""
+
+    def __init__(self, client: ReplayClient) -> None:
+        self._client = client
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._client.leave()
 
 
 class GRPOWithReplayBufferTrainer(ReplayGRPOTrainer):

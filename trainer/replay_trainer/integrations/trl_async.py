@@ -94,7 +94,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """The version that this trainer found, or announced last."""
         self._hungry_since: float | None = None
         self._waiting = WaitLog("the trainer goes on")
-        self._stopped = False
+        self._stopped = self._ended = False
 
     # ------------------------------------------------------------------------------------------------- the callback
 
@@ -163,9 +163,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._acknowledge()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The run has reached its end: the groups of all its steps are used up."""
+        """The run has reached its end: the groups of all its steps are used up, and nobody has to miss the trainer."""
         if state.is_world_process_zero:
             self._acknowledge()
+            self._ended = True
 
     def _acknowledge(self) -> None:
         try:
@@ -186,6 +187,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._stopped = True
         self._batches.close()
         self._leases.give_back()
+        if self._ended:  # last: any other call would be a sign of life
+            self.client.leave()
         self._lock.release()
         self.client.close()
 
