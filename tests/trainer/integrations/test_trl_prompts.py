@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from replay_server import ReplayServer, TableConfig
 
-pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
+pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
 from replay_trainer.demo.task import make_tokenizer
 from tests.trainer.integrations.trl_factories import GROUP_SIZE, logprobs_of, make_trainer, rows_of

@@ -20,7 +20,7 @@ from replay_client.errors import ServerUnavailableError
 from replay_server import ReplayServer, TableConfig
 from tests.factories import server_process
 
-pytest.importorskip("trl", reason="pip install 'replay-server[trl]'")
+pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
 from replay_trainer.integrations.trl_rewards import fingerprint
 from tests.trainer.integrations.trl_factories import (
