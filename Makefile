@@ -48,7 +48,7 @@ demo: setup
 test: setup-dev
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 
-# All images, and what the compose files promise of them, by a container engine that is there; half an hour.
+# All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev
 	$(BIN)/python -m pytest --override-ini timeout=0 -n0 -v -s tests/docker/whole.py $(TEST_ARGS)
 

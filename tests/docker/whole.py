@@ -1,4 +1,4 @@
-"""`make docker-test`: all that the compose files promise, by a real engine; half an hour.
+"""`make docker-test`: all that the compose files promise, by a real engine: ten minutes and more.
 
 The tests go over the same images, which the first one builds. What each took and weighs is printed at the end.
 """
