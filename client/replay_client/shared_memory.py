@@ -296,11 +296,15 @@ class SharedInserts:
 
 
 class SharedSamples:
-    """A call of SampleStream. After its first large payload the others come through its ring."""
+    """A call of SampleStream. After its first large payload the others come through a ring.
+
+    It takes an idle ring of the client. A stream may end before the ring that it asked for is there, as a sampler's
+    with a short timeout does: the ring then waits for the next stream.
+    """
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         self._call = call
-        self._ring = _RingOfStream(shared)
+        self._shared = shared
         self._reader: RingReader | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -315,11 +319,11 @@ class SharedSamples:
             if (
                 self._reader is None
                 and is_large(frame.payloads)
-                and (segment := await self._ring.segment()) is not None
+                and (ring := await self._shared.idle_ring()) is not None
             ):
-                self._reader = RingReader(segment)
+                self._reader = ring
                 with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
-                    await self._call.write(pb.SampleStreamRequest(ring=segment.ring_id))
+                    await self._call.write(pb.SampleStreamRequest(ring=ring.ring_id))
             pass_on(frame, self._reader_of, rows.add)
             if not rows.missing:
                 return Frame(head, rows.payloads)
@@ -330,7 +334,9 @@ class SharedSamples:
         return self._reader if self._reader is not None and self._reader.ring_id == ring_id else None
 
     def cancel(self) -> bool:
-        self._ring.end()
+        if self._reader is not None:  # the server may still write to it
+            self._shared.give_back(self._reader, reusable=False)
+            self._reader = None
         return bool(self._call.cancel())
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_client.units import counted
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.output import AsJson, fail, print_json, say
 
@@ -30,6 +29,7 @@ def export(
     timeout: Timeout = 60.0,
 ) -> None:
     """Write the items of a table into a file, a row for each. They stay in the table, and do not count as sampled."""
+    from replay_client.units import counted
     from replay_server.cli import export_files, export_rows
     from replay_server.cli.show import load_tokenizer
 
@@ -60,6 +60,8 @@ def import_items(
     timeout: Timeout = 60.0,
 ) -> None:
     """Insert the items of a file that `replay export` wrote, under their keys. Items that are there stay."""
+    from replay_client.units import counted
+
     with connect(access, timeout) as client:
         try:
             count = ask(lambda: _insert_all(client, file, table))

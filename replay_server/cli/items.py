@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_client.units import counted
 from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
 from replay_server.cli.documents import item_document
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, print_json, say
@@ -38,6 +37,8 @@ def items(
     timeout: Timeout = 5.0,
 ) -> None:
     """List the items of a table, one page at a time."""
+    from replay_client.units import counted
+
     with connect(access, timeout) as client:
         found = ask(
             lambda: client.list_items(
@@ -99,6 +100,8 @@ def delete(
     timeout: Timeout = 5.0,
 ) -> None:
     """Delete items from one table. Other tables keep them. Status 1 if a key was not there."""
+    from replay_client.units import counted
+
     confirm(f"Delete {counted(len(set(keys)), 'item')} from {table}?", yes)
     with connect(access, timeout) as client:
         result = ask(lambda: client.delete(table, keys))

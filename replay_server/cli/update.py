@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_client.units import counted
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
 from replay_server.cli.documents import Document, config_of, table_document
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
@@ -63,6 +62,8 @@ def reset(
     timeout: Timeout = 5.0,
 ) -> None:
     """Empty a table, or all tables, and set the counters to 0."""
+    from replay_client.units import counted
+
     if bool(table) == all_tables:
         misuse("name the table to empty, or say --all")
     confirm(f"Remove every item of {table or 'all tables'}?", yes)

@@ -70,6 +70,9 @@ class _Context:
     def peer(self) -> str:
         return self._peer
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         self._callbacks.append(callback)
 

@@ -100,7 +100,8 @@ async def test_groups_carry_tokens_logprobs_rewards_and_how_they_were_drawn() ->
     np.testing.assert_allclose(group.rollout_logprobs, [-0.1, -0.2, -0.3, np.nan], rtol=1e-6)
     assert group.rewards.tolist() == [2.0, 0.0, 1.0]
     np.testing.assert_allclose(group.advantages, [1 / 1.0001, -1 / 1.0001, 0], atol=1e-6)
-    assert priorities == {"rollouts": pytest.approx(2 / 1.0001)}
+    # The second completion has no token to train on, so its advantage does not count.
+    assert priorities == {"rollouts": pytest.approx(1 / 1.0001)}
     assert group.finish_reasons == ("stop", "abort", "length")
     assert group.sampling["temperature"] == 0.7
     assert group.sampling["logprobs_mode"] == "processed_logprobs"

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
 from replay_client.scoring import group_priority
 from replay_trainer.demo.task import make_tokenizer
+from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
 from replay_trainer.output_lock import OutputLock
 from replay_trainer.weights import published
@@ -273,7 +275,8 @@ def test_a_server_that_is_away_pauses_the_trainer(
 ) -> None:
     # It is away for longer than every limit: the client's, that of the pool's calls, and TRL's.
     monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
-    monkeypatch.setattr("replay_trainer.integrations.pool._PATIENCE", 0.5)
+    pool = partial(GroupPool, timeout=0.5)
+    monkeypatch.setattr("replay_trainer.integrations.trl_async.GroupPool", pool)
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("toml").split("\n\n", 1)[1]
     servers: list[ServerProcess] = []
 
