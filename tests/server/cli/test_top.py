@@ -23,6 +23,8 @@ class Terminal:
 
     def __init__(self, address, *options):
         self.master, self.slave = pty.openpty()
+        self._poll = select.poll()  # unlike select.select it takes any file descriptor
+        self._poll.register(self.master, select.POLLIN)
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
@@ -41,7 +43,7 @@ class Terminal:
         end = time.monotonic() + 30
         while (found := re.search(words, self.written)) is None:
             assert time.monotonic() < end, self.written[-3000:]
-            if select.select([self.master], [], [], 0.1)[0]:
+            if self._poll.poll(100):
                 self.written += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(self.master, 65536).decode())
         self.written = self.written[found.end() :]
         return found
@@ -53,7 +55,7 @@ class Terminal:
         """The exit status, and whether the terminal is as it was."""
         end = time.monotonic() + 30
         while self.process.poll() is None and time.monotonic() < end:
-            if select.select([self.master], [], [], 0.1)[0]:
+            if self._poll.poll(100):
                 os.read(self.master, 65536)
         return self.process.poll(), termios.tcgetattr(self.slave) == self.before
 
