@@ -285,7 +285,7 @@ def test_a_server_that_is_away_pauses_the_trainer(
 
     def kill() -> None:
         servers[0].kill()
-        timers.append(threading.Timer(10.0, restart))
+        timers.append(threading.Timer(20.0, restart))
         timers[0].start()
 
     timers: list[threading.Timer] = []
