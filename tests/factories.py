@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -127,3 +128,13 @@ def server_process(
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """A Ctrl-C raises KeyboardInterrupt, whatever another test of this process has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

@@ -233,6 +233,9 @@ class _Stubs(NamedTuple):
     """`forks.count()` then."""
 
 
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+
+
 class Patience:
     """Decides how long to retry when a server does not answer. Raises any other failure at once."""
 
@@ -259,8 +262,9 @@ class Patience:
         """Wait before the next attempt. Raises the ReplayError for `error` if another one is useless or too late."""
         if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
             raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
-        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended.
-        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that
+        # stops without grace ends its calls with CANCELLED; a call that this client cancels raises CancelledError.
+        if error.code() not in _GONE:
             raise self._connection_error(error) from None
         if self._end is None:
             self.start()

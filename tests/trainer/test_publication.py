@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport, publication
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.weights import publish_weights, published, saved
+from tests.factories import ctrl_c_raises
 from tests.trainer.factories import FakeClient, make_batches, make_model
 
 
@@ -283,9 +284,10 @@ def test_an_interrupt_of_the_wait_does_not_end_what_is_waited_for() -> None:
         return True
 
     interrupter = threading.Thread(target=lambda: waits.wait(60) and _thread.interrupt_main())
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        task.wait(waiting)
+    with ctrl_c_raises():
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            task.wait(waiting)
     interrupter.join()
     assert not task.wait(lambda: False)
     go_on.set()

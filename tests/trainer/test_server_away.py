@@ -18,7 +18,7 @@ from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOConfig, GRPOTrainer, grpo, publication
 from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import published
-from tests.factories import make_group, until
+from tests.factories import ctrl_c_raises, make_group, until
 from tests.trainer.factories import make_model
 from tests.trainer.test_grpo import OnStep
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
 
     with ReplayClient(server.address, timeout=None) as client:
         fill(client)
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
             trainer_of(client, tmp_path / "run", stop_after_two, max_steps=2).train()
     interrupter.join()
     said = next(message for message in caplog.messages if "nobody has told it" in message)

@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -33,7 +34,7 @@ from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
 from replay_trainer.output_lock import OutputLock
 from replay_trainer.weights import published
-from tests.factories import ServerProcess, make_group, server_process
+from tests.factories import ServerProcess, make_group, server_process, until
 from tests.trainer.factories import make_model
 from tests.trainer.integrations.async_grpo_on_cpu import OPTIONS
 from tests.trainer.integrations.killed_async_grpo import block, insert, note_steps, save_model, train, trained
@@ -281,11 +282,13 @@ def test_a_server_that_is_away_pauses_the_trainer(
     servers: list[ServerProcess] = []
 
     def restart() -> None:
+        until(lambda: "the server is away" in caplog.text, "nobody says that it is away", 120)
+        time.sleep(3.0)  # a wait that ends within a second of that line is not worth another one
         servers.append(stack.enter_context(server_process(tmp_path, config, servers[0].address)))
 
     def kill() -> None:
         servers[0].kill()
-        timers.append(threading.Timer(20.0, restart))
+        timers.append(threading.Timer(10.0, restart))
         timers[0].start()
 
     timers: list[threading.Timer] = []
