@@ -118,7 +118,7 @@ def per_token(group: RolloutGroup) -> list[str]:
 
 
 def _masked(group: RolloutGroup) -> bool:
-    """Whether there may be tokens that no trainer trains on."""
+    """Whether the group has a loss mask or contexts, so that a trainer may leave tokens out of the loss."""
     return group.loss_mask is not None or group.context_lengths is not None
 
 
