@@ -22,8 +22,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class Segment:
         ours, theirs = socket.socketpair()
         with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             asking.settimeout(_ANSWER)
-            asking.connect(str(path))
+            with _short(path) as short:
+                asking.connect(short)
             socket.send_fds(asking, [ring_id.to_bytes(_RING_ID, "little")], [theirs.fileno()])
             theirs.close()  # so that the answer ends if the server drops the request
             ours.settimeout(_ANSWER)
@@ -138,7 +139,8 @@ class Handover:
         self._socket.setblocking(False)
         try:
             os.fchmod(self._socket.fileno(), 0o600)  # bind gives this mode to the file
-            self._socket.bind(str(self.path))
+            with _short(self.path) as short:
+                self._socket.bind(short)
         except BaseException:
             self._socket.close()
             raise
@@ -177,10 +179,21 @@ def remove_stale(folder: Path) -> None:
     for path in folder.glob(f"{_SOCKET}*"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             try:
-                asking.connect(str(path))
+                with _short(path) as short:
+                    asking.connect(short)
             except ConnectionRefusedError:
                 if path.is_socket():
                     path.unlink()
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for the socket that fits into the 107 bytes that the system takes, however deep its folder lies."""
+    folder = os.open(path.parent, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class RingWriter:

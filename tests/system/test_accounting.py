@@ -198,9 +198,20 @@ def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transpo
 def quiet(client: ReplayClient) -> None:
     """Waits until the server has noticed that everybody is gone."""
 
+    held: dict[str, int] = {}
+
     def is_quiet() -> bool:
         info = client.server_info()
         table = info.tables["queue"]
-        return not (info.insert_streams or info.sample_streams or table.reserved or table.inserting.count)
+        held.update(
+            insert_streams=info.insert_streams,
+            sample_streams=info.sample_streams,
+            reserved=table.reserved,
+            inserting=table.inserting.count,
+        )
+        return not any(held.values())
 
-    until(is_quiet, "all clients are dead, and the server still holds something for one", pause=0.05)
+    try:
+        until(is_quiet, pause=0.05)
+    except AssertionError:
+        raise AssertionError(f"all clients are dead, and the server still holds something for one: {held}") from None

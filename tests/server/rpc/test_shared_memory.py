@@ -260,6 +260,12 @@ def test_a_folder_that_is_missing_or_full_means_grpc(tmp_path):
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
+def test_a_folder_whose_path_is_longer_than_that_of_a_socket_may_be_gives_rings(folder):
+    (deep := folder / ("d" * 60) / ("e" * 60)).mkdir(parents=True)
+    with ReplayServer(tables=TABLES, port=0, shared_memory=deep) as server:
+        works(server.address)
+
+
 def test_rings_are_bounded_for_all_clients_and_for_each(folder):
     limits = LimitsSection(max_shared_bytes=20 * MB)
     with ReplayServer(tables=TABLES, port=0, shared_memory=folder, limits=limits) as server:

@@ -166,7 +166,8 @@ def test_a_run_ends_well_though_a_generator_was_killed_and_replaced_on_the_way()
 
 
 def test_a_trainer_that_publishes_nothing_is_judged_by_its_samples_and_a_pool_may_rest():
-    run = Run(tables=[{"name": "rollouts", "forward_to": "pool"}, {"name": "pool"}])
+    rollouts = {"name": "rollouts", "sampler": "fifo", "max_times_sampled": 1, "forward_to": "pool"}
+    run = Run(tables=[rollouts, {"name": "pool"}])
     for _ in range(6):
         run.step(publish=False)
         run.sample("pool")
