@@ -19,7 +19,8 @@ from tests.docs.blocks import ROOT, write_files
 from tests.factories import make_group
 from tests.trainer.factories import make_model
 
-pytestmark = pytest.mark.timeout(1000)  # a guard against hanging; two processes start where others may be busy
+# The limit is a guard against hanging; two processes start where others may be busy.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1000)]
 
 
 def run(folder: Path, address: str, processes: int, groups: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,8 @@ import pytest
 from tests.docs.blocks import ROOT, Block, blocks, write_files
 from tests.factories import free_port, until
 
+pytestmark = pytest.mark.long
+
 SHORTER = {
     "replay_trainer.demo.prepare run": "replay_trainer.demo.prepare run 0 0.005",
     "--steps 100": "--steps 3",

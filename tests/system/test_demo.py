@@ -60,6 +60,7 @@ def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(640)
 def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_both(tmp_path):
     out = tmp_path / "demo"
@@ -90,6 +91,7 @@ def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_bo
     ).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["generate", "serve"])
 def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, victim):
@@ -105,6 +107,7 @@ def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, vict
     assert not any(process.is_running() for process in running.values())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_an_interrupt_stops_every_process_of_the_demo(tmp_path):
     out = tmp_path / "demo"

@@ -193,6 +193,7 @@ calls = st.sampled_from([*METHODS, *busy, *busy]).flatmap(
 )
 
 
+@pytest.mark.long
 @given(st.lists(calls, min_size=1, max_size=12))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_no_sequence_of_messages_unbalances_the_books(sequence):

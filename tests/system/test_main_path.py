@@ -133,6 +133,7 @@ def train(replay, model_folder, tmp_path):
     return start
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generate, train):
     folder = tmp_path / "train"
@@ -159,6 +160,7 @@ def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generat
         assert "nothing was trained, for the run has all its steps already: --steps makes it longer" in nothing.output()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_killing_the_server_ends_generator_and_trainer_with_a_clear_error(tmp_path, generate, train):
     with server_process(tmp_path, CONFIG) as server:

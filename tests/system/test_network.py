@@ -19,6 +19,8 @@ from replay_server import ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
 from tests.system.proxy import Faults, FaultyProxy
 
+pytestmark = pytest.mark.long
+
 SECONDS = float(os.environ.get("REPLAY_NETWORK_SECONDS", "8"))
 SEED = int(os.environ.get("REPLAY_NETWORK_SEED", "0"))
 TABLES = [

@@ -159,6 +159,7 @@ def test_shards_spread_and_come_back_under_load_after_kills_with_what_they_held(
     assert sorted(shard.restarted for shard in shards.status()) == [False, True, True]
 
 
+@pytest.mark.long
 def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(cluster, service):
     node = cluster.add_node(num_cpus=4, object_store_memory=80 << 20, resources={"last": 1})
     with Load() as load:
@@ -177,6 +178,7 @@ def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(
     assert victim.node_id not in {shard.node for shard in shards.status()}
 
 
+@pytest.mark.long
 def test_two_drivers_at_once_start_the_same_shards_and_these_outlive_both(cluster, tmp_path):
     program = (
         "import sys; from replay_server import shards, TableConfig; from replay_server.config import Config\n"
@@ -199,6 +201,7 @@ def test_two_drivers_at_once_start_the_same_shards_and_these_outlive_both(cluste
     assert shards.status() == []
 
 
+@pytest.mark.long
 def test_resize_empties_a_shard_before_it_goes_and_clients_follow(service, tmp_path):
     with ReplayClient(ADDRESS, timeout=30.0) as client, client.writer() as writer:
         keys = {writer.insert(b"", {"work": 1.0}) for _ in range(30)}

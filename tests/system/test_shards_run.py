@@ -43,6 +43,7 @@ def serve(folder: Path, address: str) -> "subprocess.Popen[str]":
     return process
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, generate, model_folder):
     addresses, servers = [free_address() for _ in range(3)], []

@@ -21,6 +21,7 @@ def test_growth_while_it_warms_up_is_none():
     assert growth(rows("memory_mb", [100.0] * 30 + [900.0] * 60)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_short_soak_ends_well(shared_memory):
     """Too short to see anything grow; everybody works, nothing is left, and the server ends with status 0."""

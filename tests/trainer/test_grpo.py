@@ -309,6 +309,7 @@ def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_p
     assert without.server_checkpoint == ""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     options = OPTIONS | {"max_steps": 12, "sgd": False, "learning_rate": 1e-3, "save_every": 2}

@@ -18,7 +18,8 @@ from replay_trainer import Callback, StepReport
 from tests.factories import make_group, server_process, until
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 
-pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
+# The limit is a guard against hanging; processes start where others may be busy.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS, GROUPS = 4, 2
 CONFIG = """
 [[tables]]

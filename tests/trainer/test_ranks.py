@@ -122,6 +122,7 @@ def test_replacements_differ_between_the_ranks_of_a_step(tmp_path: Path) -> None
     assert line["train/zero_variance_fraction"] == 0
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
     options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
     whole = run(tmp_path / "whole", 1, **options)

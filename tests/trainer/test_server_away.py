@@ -93,6 +93,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(
     assert "no replay server answers" in next(said for said in caplog.messages if "to announce version" in said)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("soon")
 def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_version_is_announced_by_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

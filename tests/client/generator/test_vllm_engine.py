@@ -228,6 +228,7 @@ async def test_the_generator_inserts_exact_groups_of_each_version(
         np.testing.assert_allclose(group.rollout_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.long
 @on_the_engines_loop
 async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(
     tmp_path: Path,
@@ -319,6 +320,7 @@ def expect_gone(processes: list[psutil.Process], seconds: float) -> None:
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subprocess.Popen[str]]) -> None:
     process = generators[0]
     processes = processes_of(process)
@@ -331,6 +333,7 @@ def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subpr
     expect_gone(processes, seconds=5)
 
 
+@pytest.mark.long
 def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subprocess.Popen[str]]) -> None:
     process = generators[1]
     assert (
@@ -341,6 +344,7 @@ def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subproc
     expect_gone(processes, seconds=10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -261,6 +261,7 @@ class TestRealServers:
 
         np.testing.assert_allclose(asyncio.run(score()), scores(model, PROMPT), atol=1e-4)
 
+    @pytest.mark.long
     def test_a_server_that_a_killed_generator_left_paused_goes_on(self, fresh: list[VLLMProcess], model: Path) -> None:
         post(f"{fresh[0].url}/pause?mode=keep")
         engine = make_engine(model, fresh[:1], self_test=True)
@@ -305,6 +306,7 @@ class TestRealServers:
                 expected = recomputed(model, sample.group.prompt_ids.tolist(), completion.tolist(), SamplingConfig())
                 assert [next(told) for _ in expected] == pytest.approx(expected, abs=1e-4)
 
+    @pytest.mark.long
     def test_the_command_uses_the_servers(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
         with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
@@ -320,6 +322,7 @@ class TestRealServers:
             assert done.returncode == 0, done.stderr
             assert client.server_info().tables["rollouts"].size == 2
 
+    @pytest.mark.long
     async def test_a_generator_follows_versions_and_survives_the_server(
         self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path
     ) -> None:

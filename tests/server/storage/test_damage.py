@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SECONDS = 15
 
 
+@pytest.mark.long
 def test_damage_anywhere_costs_the_item_that_it_hits_or_is_refused(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "tests.server.storage.damage", str(tmp_path), str(SECONDS)],

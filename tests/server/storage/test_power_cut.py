@@ -20,6 +20,7 @@ SEED = os.environ.get("REPLAY_POWER_CUT_SEED", "0")
 TABLES = (TableConfig(name="pool"),)
 
 
+@pytest.mark.long
 def test_a_cut_at_any_moment_leaves_a_state_that_was_acknowledged_and_nothing_synced_is_lost(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "tests.server.storage.power_cut", str(tmp_path), SECONDS, SEED],

@@ -460,6 +460,7 @@ def test_two_trainers_share_a_pool(tmp_path, server):
     assert [step.version for step, _, _ in trainers[1].steps] == list(range(5, 11))
 
 
+@pytest.mark.long
 def test_two_ranks_share_the_server_of_the_first_and_train_on_different_groups(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -265,6 +265,7 @@ def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server:
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync_every", [1, 100], ids=["which publishes", "which waits for groups"])
 def test_a_server_that_is_away_pauses_the_trainer(
     model: Path,

@@ -26,7 +26,8 @@ from tests.trainer.integrations.killed_async_grpo import (
     trained,
 )
 
-pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
+# The limit is a guard against hanging; processes start where others may be busy.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 GROUPS, STEPS, PER_STEP = 12, 8, 5
 
 

@@ -109,6 +109,7 @@ def rows_of_group(group: Any) -> list[list[list[int]]]:
     return [[prompt.tolist(), ids] for prompt, ids in zip(group.prompts(), completions, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["continue", "raise"])
 def test_ranks_agree_on_what_to_do_without_the_server(tmp_path, choice):
     with server_process(tmp_path) as server:
