@@ -24,8 +24,8 @@ from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_ba
 from replay_server.rpc.messages import InsertMessage, read_messages
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import endless, unary
-from replay_server.tables.batches import InsertBatch
-from replay_server.tables.lines import PendingInsert
+from replay_server.tables.buffer import PendingInsert
+from replay_server.tables.items import InsertBatch
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256

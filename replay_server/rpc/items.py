@@ -17,7 +17,7 @@ from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, once, stream, unary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, list_slots
-from replay_server.tables.payloads import DamagedPayloads, Payload
+from replay_server.tables.items import DamagedPayloads, Payload
 
 
 class ItemMethods:

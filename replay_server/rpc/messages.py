@@ -20,9 +20,8 @@ from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
 from replay_server.errors import Refused, deadline, invalid, too_large
 from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_CHUNK, MIN_RATE
 from replay_server.rpc.budget import Budget
-from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
-from replay_server.tables.payloads import Payload
+from replay_server.tables.items import InsertBatch, Payload
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create

@@ -30,11 +30,10 @@ from replay_server.rpc.clients import Role, Seen
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.payloads import DamagedPayloads, Payload
+from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at, result_of
-from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -113,7 +112,7 @@ class SampleMethods:
         buffer = self.backend.buffer
         buffer.check_open()
         wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-        return pb.Weight(**vars(weigh(buffer.table(request.table), wanted)))
+        return pb.Weight(**vars(buffer.table(request.table).weigh(wanted)))
 
     @unary
     @durable

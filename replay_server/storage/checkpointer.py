@@ -20,19 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_server.errors import Refused, storage_failed
-from replay_server.storage.checkpoint_file import (
+from replay_server.storage.checkpoints import (
+    PARTIAL,
     REMOVED,
     SEEN,
+    CheckpointDirectory,
     CheckpointWriter,
+    Listed,
     Summary,
+    own_name,
 )
-from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, Listed, own_name
 from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, ItemRecords
 from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Item
-from replay_server.tables.payloads import Reader, read_slices
+from replay_server.tables.items import Item, Reader, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")

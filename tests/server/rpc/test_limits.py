@@ -34,7 +34,7 @@ from replay_server.limits import (
     MAX_WEIGHTS,
 )
 from replay_server.rpc import backend, sampling
-from replay_server.tables import scopes
+from replay_server.tables import table as table_module
 from tests.factories import ServerProcess, server_process, until
 from tests.server.rpc.bystander import bystander
 
@@ -511,7 +511,7 @@ def test_the_largest_requests_hold_others_up_for_a_moment_only():
 
 
 def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
-    monkeypatch.setattr(scopes, "MAX_KEYS", 100)
+    monkeypatch.setattr(table_module, "MAX_SCOPE_KEYS", 100)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
         table = server._service.backend.buffer.tables["plain"]
         for _ in range(30):

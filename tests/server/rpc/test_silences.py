@@ -10,9 +10,10 @@ import pytest
 from replay_server.limits import MAX_CLIENTS, MAX_NAME
 from replay_server.rpc.clients import Clients, Role
 from replay_server.rpc.silences import FIRST_STEPS, LONG_WAIT, long_wait, silences
-from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
 
 
 def context(name: str) -> SimpleNamespace:
