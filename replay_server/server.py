@@ -15,10 +15,8 @@ from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
-from replay_server.rpc.auth import Authorizer, warn_of_open_address, warn_of_open_metrics
-from replay_server.rpc.listener import Listener
-from replay_server.rpc.service import ReplayService
-from replay_server.rpc.tls import ServerCertificates
+from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_address, warn_of_open_metrics
+from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory

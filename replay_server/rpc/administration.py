@@ -14,9 +14,8 @@ from replay_server.errors import invalid, unsupported
 from replay_server.limits import MAX_CHANGES, MAX_ROWS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context, long_wait, silences
 from replay_server.rpc.rpc_methods import durable, once, unary
-from replay_server.rpc.silences import long_wait, silences
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 

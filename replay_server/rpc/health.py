@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 REFLECTION: str = reflection.SERVICE_NAME

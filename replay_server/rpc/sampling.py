@@ -26,9 +26,8 @@ from replay_server.limits import (
     MAX_SCOPE,
 )
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Role, Seen
+from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
-from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.items import DamagedPayloads, Payload
@@ -52,7 +51,7 @@ class SampleMethods:
         _check_lease(request.lease)
         backend, buffer = self.backend, self.backend.buffer
         self.leases.give_back_of(request.request)
-        with backend.clients.calling(context, Role.TRAINER), ExitStack() as share, ExitStack() as undo:
+        with backend.clients.calling(context, Side.TRAINER), ExitStack() as share, ExitStack() as undo:
             batch_id, batch, payloads = await draw(buffer, request)
             undo.callback(buffer.give_back, batch_id)
             if request.lease:
@@ -95,7 +94,7 @@ class SampleMethods:
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
-            with self.backend.clients.calling(context, Role.TRAINER) as seen:
+            with self.backend.clients.calling(context, Side.TRAINER) as seen:
                 ahead = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases, seen)
                 async with aclosing(ahead.responses()) as responses:
                     async for response in responses:
