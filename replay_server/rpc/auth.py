@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
 from replay_protos.transport import PemFiles, is_loopback, readable_by_others
 from replay_server.config import SecuritySection
-from replay_server.rpc.health import HEALTH, REFLECTION
 
 log = logging.getLogger("replay_server")
 
@@ -153,8 +153,6 @@ class Authorizer:
     def check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
         """The code and message with which to refuse the call; (None, "") if it may proceed."""
         service, _, name = method.removeprefix("/").partition("/")
-        if service == HEALTH:  # load balancers and orchestrators have no token
-            return None, ""
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
             return grpc.StatusCode.UNAUTHENTICATED, (
@@ -169,7 +167,7 @@ class Authorizer:
                 "token=... is the current one in the server's tokens_file (or REPLAY_TOKENS)"
             )
         needed = ROLES.get(name, Role.ADMIN) if service == SERVICE else Role.ADMIN
-        if service == REFLECTION:
+        if service == reflection.SERVICE_NAME:
             needed = Role.READ_ONLY
         if role < needed:
             return grpc.StatusCode.PERMISSION_DENIED, (

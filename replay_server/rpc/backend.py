@@ -2,7 +2,7 @@
 
 * Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
 * MemoryGuard: says when too little memory is left for more items, before the system kills the server.
-* OpenCalls: counts the calls that are open, bounds the responses under way, and ends endless streams.
+* OpenCalls: counts the calls that are open, and ends endless streams.
 
 A client is a connection (gRPC's name of the peer).
 """
@@ -18,11 +18,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 from replay_server.config import LimitsSection
 from replay_server.errors import busy, deadline
-from replay_server.limits import MAX_RESPONSES, MAX_ROWS_OUTSTANDING
+from replay_server.limits import MAX_ROWS_OUTSTANDING
 from replay_server.rpc.clients import Clients, Context
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
@@ -210,8 +209,6 @@ class OpenCalls:
         self.endless: set[asyncio.Task[Any]] = set()
         """The streams that last until their clients end them."""
         self.closing = False
-        self._responses: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By connection: each response with payloads that is under way holds one of MAX_RESPONSES."""
 
     def close(self) -> None:
         """Ends the streams that would not end by themselves."""
@@ -232,23 +229,12 @@ class OpenCalls:
 
     async def send(self, responses: AsyncIterator[Any], context: Context) -> None:
         """Sends a response with payloads. Raises Refused if the client does not read it."""
-        stall, begun = self._limits.stall_timeout, False
+        stall = self._limits.stall_timeout
         try:
             async for response in responses:
                 async with asyncio.timeout(stall):
-                    if not begun:
-                        await self._begin_response(context)
-                        begun = True
                     await context.write(response)
         except TimeoutError:
             raise deadline(
-                f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout), or did not read "
-                f"{MAX_RESPONSES} answers before it"
+                f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
             ) from None
-
-    async def _begin_response(self, context: Context) -> None:
-        """Waits while MAX_RESPONSES to this connection are under way."""
-        under_way = self._responses.setdefault(context.peer(), asyncio.Semaphore(MAX_RESPONSES))
-        await under_way.acquire()
-        # Released at the very end of the call: gRPC keeps a response that is not read, even after we gave it up.
-        context.add_done_callback(lambda *_: under_way.release())  # type: ignore[arg-type]  # no lambda is generic

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader, write_frame
@@ -23,7 +24,6 @@ from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from replay_server.rpc.administration import AdministrationMethods
 from replay_server.rpc.auth import Authorizer, ServerCertificates, TokenInterceptor
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.health import add_health
 from replay_server.rpc.inserting import InsertMethods
 from replay_server.rpc.items import ItemMethods
 from replay_server.rpc.policy import PolicyMethods
@@ -157,7 +157,6 @@ class Listener:
 
     async def stop(self, grace: float | None) -> None:
         """Ends endless calls, lets the others end for `grace` seconds, and closes all connections."""
-        self._health.drain()
         self._service.close()
         await self._server.stop(grace)
 
@@ -166,7 +165,7 @@ class Listener:
         interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
         self._server = grpc.aio.server(options=_options(self._limits), interceptors=interceptors)
         add_service(self._service, self._server, self._latencies)
-        self._health = add_health(self._server)
+        reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
         try:
             if (credentials := self._certificates.credentials()) is None:
                 return self._server.add_insecure_port(address)
