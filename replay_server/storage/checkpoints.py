@@ -6,10 +6,8 @@ checksum over all of it, so that any flip or cut is noticed:
     HEAD           format, name, time
     PAYLOADS       payloads of some items              ┐ in any order, while the server goes on;
     ITEM_COLUMNS   records of some items, as columns   │ the last record of an item counts
-    ITEMS          records of some items, one by one   │
     REMOVED        keys of removed items               │
-    STATE_RECORD   name, record or nothing             │
-    SEEN           inserted keys                       ┘
+    STATE_RECORD   name, record or nothing             ┘
     FOOT           a summary, as of the one moment that the checkpoint describes
 
 The last bytes say where FOOT begins, so that a list of checkpoints need not read them.
@@ -36,7 +34,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64
 
 from replay_server.errors import invalid
-from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items, unpack_items
+from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items
 from replay_server.storage.restore import no_garbage_collection, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import IntArray
@@ -158,7 +156,7 @@ def own_name(now: float) -> str:
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
 
 
-HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT, ITEM_COLUMNS = range(1, 9)
+HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
 
 CHECKPOINT_FORMAT = 2
 _MAGIC = b"replay checkpoint\0"
@@ -212,12 +210,8 @@ class CheckpointWriter:
             ITEM_COLUMNS, [column.tobytes() for column in (counts, records.items, records.rows, records.owners)]
         )
 
-    def items(self, items: Sequence[tuple[int, bytes]]) -> None:
-        records = [record for _, record in items]
-        self._frame(ITEMS, [_table([key for key, _ in items], list(map(len, records))), *records])
-
-    def keys(self, kind: int, keys: Sequence[int]) -> None:
-        self._frame(kind, [np.array(keys, "<u8").tobytes()])
+    def removed(self, keys: Sequence[int]) -> None:
+        self._frame(REMOVED, [np.array(keys, "<u8").tobytes()])
 
     def piece(self, piece: StateRecord) -> None:
         self._frame(STATE_RECORD, [msgpack.packb([piece.name, piece.record])])
@@ -339,14 +333,8 @@ def read_contents(path: Path) -> Contents:
                 all_places.append(Places(keys, starts + start, sizes))
             elif kind == ITEM_COLUMNS:
                 records.append(_item_columns(body))
-            elif kind == ITEMS:
-                keys, starts, sizes = _entries(body)
-                parts = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
-                records.append(unpack_items(keys, [body[at:to] for at, to in parts]))
             elif kind == REMOVED:
                 records.append(np.frombuffer(body, "<u8"))
-            elif kind == SEEN:
-                state.known_keys += np.frombuffer(body, "<u8").tolist()
             elif kind == STATE_RECORD:
                 name, record = msgpack.unpackb(body)
                 if record is None:

@@ -7,6 +7,7 @@ items are back in their table. A lease has a record beside them: a restart draws
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
@@ -20,23 +21,22 @@ from xxhash import xxh3_128_digest
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
-    ANSWER,
     CLOCK,
     FORWARDED,
     ITEM,
     LEASE,
     POLICY,
+    REMEMBERED,
     ROW,
     SCOPE,
     TABLE,
-    TAKEN,
     Damaged,
     Delta,
     ItemRecords,
+    RememberedIds,
     State,
     StateRecord,
     pack,
-    pack_items,
     table_numbers,
     unpack,
 )
@@ -45,7 +45,7 @@ from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
-_KEPT = (SCOPE, TAKEN, LEASE, ANSWER)
+_KEPT = (SCOPE, LEASE, REMEMBERED)
 """Names of the records that come only when they have changed, and not each time as of the moment."""
 
 
@@ -60,18 +60,24 @@ class ChangeCollector:
         self._clock_record = [records.boot_id(), self._offset]
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
-        self._changed_taken: set[int] = set()
-        # A checkpoint contains those that there are. An answer or a scope it does not need.
+        # A checkpoint contains those that there are. A scope it does not need.
         self._changed_leases = set(buffer.outstanding.leased)
-        self._changed_answers: dict[int, None] = {}
-        self._inserted: list[int] = []
-        self._written = dict(state.state_records)
-        """The state records that were last written."""
-        self._unwritten: list[StateRecord] = []
+        self._remembered: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
+        """Ids that no record has yet."""
+        self._ends: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
+        """The records of remembered ids, and the newest id in each. A record goes when that id is forgotten."""
+        remembered = RememberedIds.all_of(state)
+        self._unwritten = [StateRecord(entry.name, None) for entry in remembered if entry.kind not in self._ends]
         """State records that could not be written, and that would not come again by themselves."""
+        self._add_ends(remembered)
+        self._written = {
+            name: record for name, record in state.state_records.items() if not name.startswith(REMEMBERED)
+        }
+        """The state records that were last written."""
         self._removed_obsolete = False
-        self._stamps = count(max(time.time_ns(), _last_stamp(state) + 1))  # the wall clock may have been set back
-        """Scopes are restored in the order in which they were last used."""
+        # The wall clock may have been set back.
+        self._stamps = count(max(time.time_ns(), _last_stamp(state, remembered) + 1))
+        """Scopes and remembered ids are restored in this order."""
         numbers = {name: number for number, name in table_numbers(state).items()}
         free = max(numbers.values(), default=0) + 1
         self._tables = {name: numbers.get(name, free + place) for place, name in enumerate(buffer.tables)}
@@ -79,23 +85,23 @@ class ChangeCollector:
 
     # ------------------------------------------------------------------------------------------------ watching
 
+    def all_changed(self) -> None:
+        """The buffer was filled from elsewhere: nothing in it is recorded here."""
+        self.changed(self._buffer.items)
+        for kind, remembered in self._buffer.remembered.items():
+            self.remembered(kind, remembered)
+
     def changed(self, keys: Iterable[int]) -> None:
         self._changed.update(keys)
 
-    def inserted(self, keys: Iterable[int]) -> None:
-        self._inserted.extend(keys)
+    def remembered(self, kind: str, ids: Iterable[int]) -> None:
+        self._remembered[kind].extend(ids)
 
     def scope_changed(self, table: str, scope: str) -> None:
         self._changed_scopes.add((table, scope))
 
-    def taken_changed(self, block: int) -> None:
-        self._changed_taken.add(block)
-
     def lease_changed(self, batch_id: int) -> None:
         self._changed_leases.add(batch_id)
-
-    def answers_changed(self, request_ids: Iterable[int]) -> None:
-        self._changed_answers.update(dict.fromkeys(request_ids))
 
     # ------------------------------------------------------------------------------------------------ collecting
 
@@ -103,13 +109,28 @@ class ChangeCollector:
         """Everything that changed since the last call, as of now."""
         buffer = self._buffer
         keys, self._changed = self._changed, set()
-        inserted, self._inserted = self._inserted, []
         there = [key for key in keys if key in buffer.items]
-        packed = pack_items(self.item_records(np.array(sorted(there), dtype=np.uint64)))
-        kept = {key for key, _ in packed}
+        items = self.item_records(np.array(sorted(there), dtype=np.uint64))
+        removed = sorted(keys - set(items.items["key"].tolist()))
         unwritten, self._unwritten = self._unwritten, []
-        state_records = [*unwritten, *self._state_records()]
-        return Delta(packed, sorted(keys - kept), state_records, buffer.known_keys.among(inserted))
+        delta = Delta(items, removed, [*unwritten, *self._state_records()])
+        for kind, ids in self._remembered.items():
+            if ids:
+                self._remembered[kind] = []
+                if (entry := self.remembered_ids(kind, ids)).ids:
+                    delta.remembered.append(entry)
+                    delta.state_records.append(entry.record())
+            ends = self._ends[kind]
+            while ends and ends[0][1] not in buffer.remembered[kind]:
+                delta.state_records.append(StateRecord(ends.popleft()[0], None))
+        return delta
+
+    def remembered_ids(self, kind: str, ids: Iterable[int]) -> RememberedIds:
+        """Those of `ids` that are still remembered, for a record of their own."""
+        remembered, stamp = self._buffer.remembered[kind], next(self._stamps)
+        there = [one for one in ids if one in remembered]
+        answers = [remembered.get(one) for one in there] if remembered.has_bytes else None
+        return RememberedIds(REMEMBERED + b"%d" % stamp, kind, stamp, there, answers)
 
     def pending(self) -> int:
         """The most items that the next Delta can have."""
@@ -120,17 +141,28 @@ class ChangeCollector:
         for name, record in delta.state_records:
             if record is None:
                 self._written.pop(name, None)
-            else:
+            elif not name.startswith(REMEMBERED):
                 self._written[name] = record
+        self._add_ends(delta.remembered)
+
+    def _add_ends(self, entries: Iterable[RememberedIds]) -> None:
+        """These records are written."""
+        for entry in entries:
+            if entry.kind in self._ends:
+                self._ends[entry.kind].append((entry.name, entry.ids[-1]))
 
     def not_written(self, delta: Delta) -> None:
         """`delta` could not be written, so the next Delta has to contain it."""
-        self._changed.update(key for key, _ in delta.items)
+        self._changed.update(delta.items.items["key"].tolist())
         self._changed.update(delta.removed)
-        self._inserted[:0] = delta.known_keys
+        for entry in delta.remembered:  # not its record: some of the inserts may be rolled back now
+            self._remembered[entry.kind][:0] = entry.ids
+        named = {entry.name for entry in delta.remembered}
         # All other state records come again by themselves, because they differ from what was last written.
         self._unwritten = [
-            entry for entry in delta.state_records if entry.record is None or entry.name.startswith(_KEPT)
+            entry
+            for entry in delta.state_records
+            if entry.record is None or (entry.name.startswith(_KEPT) and entry.name not in named)
         ]
 
     def item_records(self, keys: npt.NDArray[np.uint64], found: Sequence[Item] | None = None) -> ItemRecords:
@@ -192,19 +224,9 @@ class ChangeCollector:
                 yield StateRecord(name, record)
         if self._changed_scopes:
             yield from self._scope_records()
-        for block in sorted(self._changed_taken):
-            ids = buffer.outstanding.taken.block(block)
-            packed = None if ids is None else pack([block, np.array(ids, dtype="<u8").tobytes()])
-            yield StateRecord(TAKEN + b"%d" % block, packed)
-        self._changed_taken.clear()
         for batch_id in sorted(self._changed_leases):
             yield StateRecord(LEASE + b"%d" % batch_id, self._lease_record(batch_id))
         self._changed_leases.clear()
-        for request_id in self._changed_answers:
-            answer = buffer.answers.get(request_id)
-            packed = None if answer is None else pack([next(self._stamps), request_id, *answer])
-            yield StateRecord(ANSWER + b"%d" % request_id, packed)
-        self._changed_answers.clear()
 
     def _lease_record(self, batch_id: int) -> bytes | None:
         outstanding = self._buffer.outstanding
@@ -229,14 +251,13 @@ class ChangeCollector:
                 yield StateRecord(SCOPE + b"%d/" % self._tables[name] + xxh3_128_digest(scope.encode()), record)
 
 
-def _last_stamp(state: State) -> int:
-    """The highest stamp of the scopes and answers that are recorded."""
-    stamps = [0]
+def _last_stamp(state: State, remembered: Sequence[RememberedIds]) -> int:
+    """The highest stamp of the scopes and remembered ids that are recorded."""
+    stamps = [0, *(entry.stamp for entry in remembered)]
     for name, record in state.state_records.items():
-        if name.startswith((SCOPE, ANSWER)):
+        if name.startswith(SCOPE):
             with suppress(Damaged):
-                value = unpack(record)
-                stamps.append(value[2] if name.startswith(SCOPE) else value[0])
+                stamps.append(unpack(record)[2])
     return max(stamps)
 
 

@@ -14,21 +14,20 @@ from replay_server.errors import Refused
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
-    ANSWER,
     FORWARDED,
     IN_TABLE,
     LEASE,
     POLICY,
+    REMEMBERED,
     SCOPE,
     TABLE,
-    TAKEN,
     Damaged,
+    RememberedIds,
     State,
     table_numbers,
     unpack,
     unpack_named,
 )
-from replay_server.tables.answers import Answer
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.items import Item
 
@@ -41,24 +40,17 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     offset = records.time_offset(state.state_records, now)
     scopes: list[Any] = []
     admission: dict[str, Any] | None = None
-    taken: list[tuple[int, list[int]]] = []
     leases: list[Any] = []
-    answers: list[Any] = []
     for name, record in state.state_records.items():
-        if name.startswith((SCOPE, TAKEN, LEASE, ANSWER)):
+        if name.startswith(REMEMBERED):
+            continue
+        if name.startswith((SCOPE, LEASE)):
             try:
                 value = unpack(record)
             except Damaged:
                 state.damaged += 1
                 continue
-            if name.startswith(SCOPE):
-                scopes.append(value)
-            elif name.startswith(ANSWER):
-                answers.append(value)
-            elif name.startswith(LEASE):
-                leases.append(value)
-            else:
-                taken.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
+            (scopes if name.startswith(SCOPE) else leases).append(value)
             continue
         value = unpack_named(name, record)
         if name.startswith(TABLE) and value["name"] in buffer.tables:
@@ -74,9 +66,14 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
             buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
     with no_garbage_collection():
         _restore_items(buffer, state, offset)
-    buffer.known_keys.remember(state.known_keys)
-    buffer.outstanding.taken.load(taken)
-    buffer.answers.load((request_id, Answer(*answer)) for _, request_id, *answer in sorted(answers))
+    for entry in RememberedIds.all_of(state):
+        if (remembered := buffer.remembered.get(entry.kind)) is None:
+            state.damaged += 1
+        elif entry.answers is None:
+            remembered.load(entry.ids)
+        else:
+            for one, answer in zip(entry.ids, entry.answers, strict=True):
+                remembered.load([one], tuple(answer))
     # Before the tables drop what is stale or too much: these items are in their readers' hands.
     for batch_id, table_name, scope, seconds, keys in leases:
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)

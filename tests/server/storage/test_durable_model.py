@@ -89,8 +89,7 @@ class DurableMachine(test_model.ModelMachine):
 
         def begin():
             checkpoint.load(self.buffer, self.storage.write_payloads)
-            self.collector.changed(self.buffer.items)
-            self.collector.inserted(checkpoint.contents.state.known_keys)
+            self.collector.all_changed()
 
         self.start_again(begin)
 
