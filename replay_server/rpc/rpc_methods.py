@@ -20,7 +20,7 @@ from replay_protos import REASON_KEY
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context
 from replay_server.tables.answers import Answer
 
 T = TypeVar("T")
