@@ -58,7 +58,8 @@ class Limits:
 class Inspector:
     """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
 
-    Such a group would stop every step that draws it, also after a resume: `forward_to` has put it into the pool by then.
+    Such a group would stop every step that draws it, also after a resume: by then `forward_to` has put it into the
+    pool.
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
     * A group that makes a step fail is bad as well: `put_aside`.

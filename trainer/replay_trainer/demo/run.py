@@ -473,8 +473,8 @@ COMPARED_STEPS = 60
 """Steps of the run without the pool. More would show more, and take longer than people wait: the other run has four
 times as many, and trains on twice as many groups in all."""
 VARIANTS: dict[str, Variant] = {"without": WITHOUT_POOL, "with": SHARING}
-"""without: 16 fresh groups a step, and no pool. with: 4 fresh groups a step, and up to 4 of the pool, with the loss that
-docs/learning.md recommends. Success is rare at the start, which is where the pool matters."""
+"""without: 16 fresh groups a step, and no pool. with: 4 fresh groups a step, and up to 4 of the pool, with the loss
+that docs/learning.md recommends. Success is rare at the start, which is where the pool matters."""
 SMOOTHED_GROUPS = 320
 """Fresh groups in each running mean of the reward."""
 
