@@ -111,11 +111,8 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         assert task is not None
         calls.endless.add(task)
         try:
-            async with (
-                _open_call(self.backend, context),
-                aclosing(method(self, _readable(request), context)) as responses,  # type: ignore[type-var]
-            ):
-                async for response in responses:
+            async with _open_call(self.backend, context):
+                async for response in method(self, _readable(request), context):
                     yield response
         except asyncio.CancelledError:
             if not calls.closing:

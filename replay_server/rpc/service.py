@@ -5,11 +5,9 @@ Payload bytes are never decoded.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +110,9 @@ def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Late
         parse = parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString)
         serialize = write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString
         service.short_calls.add(method.name, behavior, parse, serialize)
-        if inspect.isasyncgenfunction(behavior):
-            behavior = _ending_with_its_call(behavior)
         kind = kinds[method.client_streaming, method.server_streaming]
         handlers[method.name] = kind(behavior, parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-
-def _ending_with_its_call(behavior: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Awaitable[None]]:
-    """gRPC leaves the generator of a call that is cancelled to the garbage collector, which may come late.
-
-    Until then the batches of a killed client would stay reserved.
-    """
-
-    async def respond(requests: Any, context: Any) -> None:
-        async with aclosing(behavior(requests, context)) as responses:  # type: ignore[type-var]
-            async for response in responses:
-                await context.write(response)
-
-    return respond
 
 
 class Listener:
