@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-import urllib.request
 from contextlib import contextmanager
 
 import grpc
@@ -15,10 +14,8 @@ from replay_client.errors import DeadlineExceededError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import (
-    Config,
     LimitsSection,
     ReplayServer,
-    ServerSection,
     TableConfig,
 )
 from replay_server.limits import (
@@ -458,22 +455,6 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ without a token
-
-
-def test_connections_to_the_metrics_that_say_nothing_cost_few_threads_and_hold_up_no_scrape():
-    config = Config(server=ServerSection(address="127.0.0.1:0", metrics_address="127.0.0.1:0"), tables=tuple(TABLES))
-    with ReplayServer.from_config(config) as server:
-        host, _, port = server.metrics_address.rpartition(":")
-        before = threading.active_count()
-        silent = [socket.create_connection((host, int(port))) for _ in range(100)]
-        for one in silent[::2]:
-            one.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: ")
-        time.sleep(0.5)
-        until(lambda: threading.active_count() - before <= 20)
-        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as answer:
-            assert b"replay_" in answer.read()
-        for one in silent:
-            one.close()
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
