@@ -28,8 +28,8 @@ from replay_server.storage.checkpoints import (
     Summary,
     own_name,
 )
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, ItemRecords
+from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.items import Item, Reader, read_slices
 

@@ -23,10 +23,9 @@ import lmdb
 
 from replay_server.errors import broken
 from replay_server.storage.checkpoints import OpenCheckpoint
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
 from replay_server.tables.remembered import Remembered
 

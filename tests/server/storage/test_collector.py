@@ -4,9 +4,8 @@ import time
 
 import numpy as np
 
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import State
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
 from replay_server.tables.items import InsertBatch

@@ -1,4 +1,4 @@
-"""ChangeCollector: is told of every change of a buffer, and turns the changes into records.
+"""State: turns the changes of a buffer into records, and fills a new buffer from the records of an older one.
 
 Outstanding batches are recorded as if they had not been drawn. After a crash no reader can take them any more, so their
 items are back in their table. A lease has a record beside them: a restart draws its batch again.
@@ -6,10 +6,12 @@ items are back in their table. A lease has a record beside them: a restart draws
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -18,11 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
+from replay_server.errors import Refused
 from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
     CLOCK,
     FORWARDED,
+    IN_TABLE,
     ITEM,
     LEASE,
     POLICY,
@@ -39,11 +43,14 @@ from replay_server.storage.records import (
     pack,
     table_numbers,
     unpack,
+    unpack_named,
 )
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
+
+log = logging.getLogger("replay_server")
 
 _KEPT = (SCOPE, LEASE, REMEMBERED)
 """Names of the records that come only when they have changed, and not each time as of the moment."""
@@ -279,3 +286,133 @@ def rows_in_table(
         at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
     return places, rows
+
+
+def restore(buffer: ReplayBuffer, state: State) -> None:
+    """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
+    now = buffer.clock()
+    offset = records.time_offset(state.state_records, now)
+    scopes: list[Any] = []
+    admission: dict[str, Any] | None = None
+    leases: list[Any] = []
+    for name, record in state.state_records.items():
+        if name.startswith(REMEMBERED):
+            continue
+        if name.startswith((SCOPE, LEASE)):
+            try:
+                value = unpack(record)
+            except Damaged:
+                state.damaged += 1
+                continue
+            (scopes if name.startswith(SCOPE) else leases).append(value)
+            continue
+        value = unpack_named(name, record)
+        if name.startswith(TABLE) and value["name"] in buffer.tables:
+            buffer.tables[value["name"]].load_state_dict(value)
+        elif name == POLICY:
+            buffer.policy = Policy(value[0], value[1], min(value[2] - offset, now))
+            for table in buffer.tables.values():
+                table.set_policy_version(buffer.policy.version)
+        elif name == ADMISSION:
+            admission = value
+    if buffer.admission is not None:
+        buffer.admission.load_state_dict(admission, offset, buffer.policy.version)
+    for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
+        if table_name in buffer.tables:
+            buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
+    with no_garbage_collection():
+        _restore_items(buffer, state, offset)
+    for entry in RememberedIds.all_of(state):
+        if (remembered := buffer.remembered.get(entry.kind)) is None:
+            state.damaged += 1
+        elif entry.answers is None:
+            remembered.load(entry.ids)
+        else:
+            for one, answer in zip(entry.ids, entry.answers, strict=True):
+                remembered.load([one], tuple(answer))
+    # Before the tables drop what is stale or too much: these items are in their readers' hands.
+    for batch_id, table_name, scope, seconds, keys in leases:
+        leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
+        buffer.outstanding.restore_lease(batch_id, table_name, leased, scope, seconds)
+    reconcile(buffer)
+
+
+def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
+    now = buffer.clock()
+    items, rows, owners = state.items.items, state.items.rows, state.items.owners
+    keys, in_table = items["key"], rows["kind"] == IN_TABLE
+    holders = np.zeros(keys.size, dtype=np.int64)
+    names = table_numbers(state)
+    for number, name in names.items():
+        chosen = np.flatnonzero(in_table & (rows["table"] == number))
+        chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
+        mine, own = rows[chosen], owners[chosen]
+        if name in buffer.tables:
+            holders[own] += 1
+            buffer.tables[name].load_rows(
+                keys[own],
+                mine["priority"],
+                items["policy_version"][own],
+                items["nbytes"][own],
+                mine["order"],
+                np.minimum(mine["inserted_at"] - offset, now),  # nothing comes from the future: the clock was set back
+                mine["times_sampled"],
+            )
+            continue
+        log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
+        for watcher in buffer.watchers:
+            watcher.changed(keys[own].tolist())
+    forwarded: dict[int, tuple[str, ...]] = {}
+    passed = np.flatnonzero(rows["kind"] == FORWARDED)
+    for owner, number in zip(owners[passed].tolist(), rows["table"][passed].tolist(), strict=True):
+        if names.get(number) in buffer.tables:
+            forwarded[owner] = (*forwarded.get(owner, ()), names[number])
+    columns = (
+        keys.tolist(),
+        items["nbytes"].tolist(),
+        items["policy_version"].tolist(),
+        np.minimum(items["inserted_at"] - offset, now).tolist(),
+        holders.tolist(),
+        (items["unused_permit"] != 0).tolist(),
+    )
+    loaded = dict(zip(columns[0], map(Item, *columns[1:]), strict=True))
+    for owner, tables in forwarded.items():
+        loaded[columns[0][owner]].forwarded = tables
+    buffer.items.update(loaded)
+    buffer.items.bytes += int(items["nbytes"].sum())
+    unheld = keys[holders == 0].tolist()  # they are in no table that is configured
+    buffer.items.hold(unheld)
+    buffer.left(unheld)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Many new objects would make it walk through all of them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def reconcile(buffer: ReplayBuffer) -> None:
+    """Makes all that was loaded fit the configuration. What that costs is logged."""
+    if buffer.admission is not None:
+        buffer.admission.expire()
+    for table in buffer.tables.values():
+        size = table.size
+        if lost := table.reconcile():
+            log.warning("table %r: %d items are lost", table.name, lost)
+        if evicted := size - table.size:
+            log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
+        table.drop_stale(buffer.policy.version)
+    if why := buffer.items.why_full(0):
+        tables = list(buffer.tables.values())
+        try:
+            buffer.items.check_room(0, tables)
+            log.warning("%s: %d items evicted", why, buffer.items.make_room(tables))
+        except Refused:
+            log.warning("%s: 0 items evicted, for too few can be", why)
+    buffer.items.freed = False
