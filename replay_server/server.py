@@ -226,7 +226,8 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                journal = Journal.start(buffer, storage, checkpoint)
+                restored = () if checkpoint is None else (checkpoint.load, checkpoint.contents.summary.bytes)
+                journal = Journal.start(buffer, storage, *restored)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
                 checkpoint.load(buffer)

@@ -200,9 +200,11 @@ class CheckpointWriter:
         self._file.write(_MAGIC)
         self._frame(HEAD, [msgpack.packb([CHECKPOINT_FORMAT, name, created])])
 
-    def payloads(self, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]) -> None:
-        table = b"".join(np.array(column, "<u8").tobytes() for column in ([len(keys)], keys, sizes))
-        self._frame(PAYLOADS, [table, *chain.from_iterable(payloads)])
+    def payloads(self, payloads: Sequence[tuple[int, int, Payload]]) -> None:
+        """Writes (key, bytes, payload) of some items."""
+        columns = [len(payloads)], [key for key, _, _ in payloads], [size for _, size, _ in payloads]
+        table = b"".join(np.array(column, "<u8").tobytes() for column in columns)
+        self._frame(PAYLOADS, [table, *chain.from_iterable(payload for _, _, payload in payloads)])
 
     def item_columns(self, records: ItemRecords) -> None:
         counts = np.array([len(records), records.rows.size], "<u8")

@@ -186,25 +186,19 @@ class LmdbStorage:
             free, reserve = self._free_bytes()
             self._looked_at, self._room = now, free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
+            free, reserve = self._free_bytes()
+            why = (
+                f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
+                f"{reserve} stay so"
+            )
             if not self._lacking:
-                log.error("%s: such inserts are refused until there is room", self._no_room(nbytes))
+                log.error("%s: such inserts are refused until there is room", why)
             self._lacking = nbytes
-            return self._no_room(nbytes)
-        if nbytes >= self._lacking:
-            self._has_room()
-        return None
-
-    def _no_room(self, nbytes: int) -> str:
-        free, reserve = self._free_bytes()
-        return (
-            f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
-            f"{reserve} stay so"
-        )
-
-    def _has_room(self) -> None:
-        if self._lacking:
+            return why
+        if self._lacking and nbytes >= self._lacking:
             log.warning("data_dir %s has room again", self.directory)
-        self._lacking = 0
+            self._lacking = 0
+        return None
 
     def _free_bytes(self) -> tuple[int, int]:
         """The free bytes of the disk, and how many of them are reserved."""
