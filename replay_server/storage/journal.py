@@ -4,12 +4,12 @@
           ▲                                           │
           └───────── the server goes on ──────────────┘
 
-A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before it
-may still be under way on the journal's thread. When that one has ended, the journal collects all changes since then, as
-of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their changes belong to
-the transaction after it. So a sync of the disk costs a thousand clients as much as one, and a busy server commits more
-at once instead of more often. A transaction always leads from one state of the server to a later one, never to half of
-a request: that is why a killed server finds counters, items and scopes that fit each other.
+A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before
+it may still be under way on the journal's thread. When that one has ended, the journal collects all changes since
+then, as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their
+changes belong to the transaction after it. So a sync of the disk costs a thousand clients as much as one, and a busy
+server commits more at once instead of more often. A transaction always leads from one state of the server to a later
+one, never to half of a request: that is why a killed server finds counters, items and scopes that fit each other.
 
 * No client is told of a change before the change is written.
 * When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
@@ -71,7 +71,7 @@ class Journal:
         """Fills the buffer from its storage, and keeps the storage up to date from then on.
 
         `fill` fills it instead, with `nbytes` of a checkpoint. It is called with the buffer, and with what it has to
-        call after each portion of payloads. Raises UnusableDirectory, and ValueError where the storage holds items then.
+        call after each portion of payloads. Raises UnusableDirectory, and ValueError if the storage holds items then.
         """
         began = time.monotonic()
         try:

@@ -4,11 +4,11 @@
                     │                     └────give_back──▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
-A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for each
-fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over the slots
-of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three counts, and
-nothing of items. The scopes know which keys were given out under a name. The counters of operators are a fifth matter,
-and decide nothing. A change of rows therefore always passes `_show` or `_hide`, which tell all selectors of it.
+A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
+each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
+the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
+counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
+always passes `_show` or `_hide`, which tell all selectors of it.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
