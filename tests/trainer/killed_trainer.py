@@ -82,25 +82,18 @@ def trained(folder: Path) -> list[int]:
 
 def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
     """Notes the keys of each step, and draws for no step after `last` (0: all)."""
-    make = trainer._group_source
+    collect = trainer._collect
 
-    def noting(batches: Any) -> Any:
-        source = make(batches)
-        draw = source.next
+    def noting(step: int) -> Any:
+        if 0 < last < step:
+            threading.Event().wait()  # the process dies beside the loop
+        taken = collect(step)
+        keys = [sample.info.key for sample in taken.samples]
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
+        return taken
 
-        def next_groups(step: int) -> Any:
-            if 0 < last < step:
-                threading.Event().wait()  # the process dies beside the loop
-            taken = draw(step)
-            keys = [sample.info.key for sample in taken.samples]
-            with path.open("a") as file:
-                file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
-            return taken
-
-        source.next = next_groups  # type: ignore[method-assign]
-        return source
-
-    trainer._group_source = noting  # type: ignore[method-assign]
+    trainer._collect = noting  # type: ignore[method-assign]
 
 
 def _die(trainer: Any, phase: str, step: int) -> None:
