@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from replay_client import ReplayClient
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, rank_files, weights
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, partitions, publication, weights
 from tests.factories import start
 from tests.trainer.factories import make_model
 
@@ -124,8 +124,8 @@ def _die(trainer: Any, phase: str, step: int) -> None:
             dying(half_written, lambda *_: True)(state, path) if f"step-{step}." in str(path) else save(state, path)
         )
     elif phase in ("rows", "full"):
-        save_file, fail = rank_files.save_file, refuse if phase == "full" else dying(half_written, lambda *_: True)
-        rank_files.save_file = lambda rows, path: (
+        save_file, fail = partitions.save_file, refuse if phase == "full" else dying(half_written, lambda *_: True)
+        partitions.save_file = lambda rows, path: (
             fail(rows, path) if f"step-{step}." in path.name else save_file(rows, path)
         )
     elif phase == "written":

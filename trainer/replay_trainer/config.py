@@ -143,8 +143,8 @@ class GRPOConfig:
     bf16: bool = False
     """Compute in bfloat16. Weights and optimizer keep the dtype of the model; log-probabilities are float32."""
     fsdp: bool = False
-    """With several ranks, shard weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
-    model must still fit on each device: it is sharded there."""
+    """With several ranks, partition weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
+    model must still fit on each device: it is partitioned there."""
 
     loss_type: LossType = "dapo"
     """See replay_trainer.losses."""

@@ -58,7 +58,7 @@ from replay_trainer.metrics import (
 )
 from replay_trainer.passes import Passes, StepFailure
 from replay_trainer.publication import Publication
-from replay_trainer.ranks import Ranks, shard
+from replay_trainer.ranks import Ranks, partition
 from replay_trainer.weights import Adapter, saved, server_checkpoint_of
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class GRPOTrainer:
                 raise ValueError("fsdp=True does not take an adapter: leave fsdp off, or train whole weights")
             for module in (self.policy, self.reference):
                 if module is not None:
-                    shard(module, self.model._no_split_modules or (), self.device, config.bf16)
+                    partition(module, self.model._no_split_modules or (), self.device, config.bf16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -322,8 +322,8 @@ class GRPOTrainer:
             self.inspector.delete()
             keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
             raise RuntimeError(
-                f"{reason}. A rank with sharded weights cannot leave a step alone, so the run stops here. The groups "
-                f"{keys} are put aside and deleted: continue with resume=True"
+                f"{reason}. A rank with partitioned weights cannot leave a step alone, so the run stops here. The "
+                f"groups {keys} are put aside and deleted: continue with resume=True"
             ) from failure
         self.publication.probe()
         if not any(self.ranks.all(bool(bad))):
