@@ -1217,6 +1217,10 @@ Global___Field: _TypeAlias = Field  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
+    """Some metrics are not of one field: replay_server_info (version, server_id, storage), replay_table_max_items and
+    replay_table_max_bytes (config), replay_silent_seconds (silences), and replay_clients (clients).
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -1476,9 +1480,7 @@ Global___Rhythm: _TypeAlias = Rhythm  # noqa: Y015
 
 @_typing.final
 class Silence(_message.Message):
-    """A side of the run has done nothing for three usual intervals, and nobody has said that it ends. Of these messages and
-    of those about clients Prometheus gets two metrics that are no fields: replay_silent_seconds and replay_clients.
-    """
+    """A side of the run has done nothing for three usual intervals, and nobody has said that it ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1490,13 +1492,13 @@ class Silence(_message.Message):
     side: _builtins.str
     """trainer or generators"""
     table: _builtins.str
-    """into which nobody inserts, or which nobody samples; empty: no new version"""
+    """Into which nobody inserts, or which nobody samples; empty: no new version."""
     age: _builtins.float
     """seconds since the last time"""
     usual: _builtins.float
-    """seconds between two times"""
+    """Seconds between two times."""
     reason: _builtins.str
-    """the same in words, with the names of those who are gone"""
+    """The same in words, with the names of those who are gone."""
     def __init__(
         self,
         *,
@@ -1527,11 +1529,11 @@ class ClientInfo(_message.Message):
     role: _builtins.str
     """what it did: generator (insert), trainer (sample, publish), or both"""
     age: _builtins.float
-    """seconds since its last request"""
+    """Seconds since its last request."""
     open: _builtins.int
     """calls and streams that it has open"""
     ended: _builtins.bool
-    """it said that it ends (Leave), and has sent nothing since"""
+    """It said that it ends (Leave), and has sent nothing since."""
     def __init__(
         self,
         *,

@@ -23,8 +23,7 @@ from replay_server.cli.serve import serve
 from replay_server.cli.shards import app as shards
 from replay_server.cli.show import show
 from replay_server.cli.signals import INTERRUPTED, Interrupts
-from replay_server.cli.tables import tables
-from replay_server.cli.top import top
+from replay_server.cli.tables import tables, top
 from replay_server.cli.train import train
 from replay_server.cli.update import reset, update
 from replay_server.cli.watch import watch

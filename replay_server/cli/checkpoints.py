@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from replay_protos.state import document
 from replay_server.cli.connection import Timeout, ask, connect, reach, with_access
-from replay_server.cli.documents import checkpoint_document
 from replay_server.cli.output import AsJson, console, print_json, say
 
 
@@ -43,7 +43,7 @@ def checkpoints(
         reach(client, timeout)
         found = ask(lambda: client.checkpoints(verify=verify))
     if as_json:
-        print_json([checkpoint_document(entry) for entry in found])
+        print_json([document(entry) for entry in found])
     else:
         from rich.table import Table
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from replay_server.cli.export_rows import Row
 from replay_server.cli.extras import need
-from replay_server.cli.output import finite, misuse
+from replay_server.cli.output import misuse
 
 ROWS_PER_BATCH = 256
 """Rows in memory at the same time, and in one row group of a parquet file."""
@@ -45,6 +45,8 @@ def read(path: Path) -> Iterator[Row]:
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    from replay_client.documents import plain
+
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -52,7 +54,7 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
                 name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
                 for name, value in row.items()
             }
-            file.write(json.dumps(finite(encoded), ensure_ascii=False) + "\n")
+            file.write(json.dumps(plain(encoded), ensure_ascii=False) + "\n")
             count += 1
     return count
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_protos.state import Document
 from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
-from replay_server.cli.documents import item_document
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, print_json, say
+
+if TYPE_CHECKING:
+    from replay_client.records import ItemInfo
 
 
 class Order(StrEnum):
@@ -59,7 +62,7 @@ def items(
                 "table": table,
                 "matching": found.matching,
                 "next_page": found.next_page or None,
-                "items": [item_document(item) for item in found.items],
+                "items": [_document(item) for item in found.items],
             }
         )
         return
@@ -111,3 +114,9 @@ def delete(
         say(f"{result.applied} deleted from {table}")
     if result.missing:
         fail(f"not in {table}: {', '.join(map(str, result.missing))}")
+
+
+def _document(item: ItemInfo) -> Document:
+    """The key is a string, as in every document."""
+    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes}
+    return {name: fact for name, fact in facts.items() if name != "nbytes"}

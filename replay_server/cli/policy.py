@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import document
 from replay_server.cli.connection import Timeout, ask, connect, with_access
-from replay_server.cli.documents import policy_document
 from replay_server.cli.output import AsJson, Yes, confirm, print_json, say
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
 
 def _print(current: Policy, as_json: bool) -> None:
     if as_json:
-        print_json(policy_document(current))
+        print_json(document(current, pb.Policy.DESCRIPTOR))
         return
     from replay_client.units import duration
 

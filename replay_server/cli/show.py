@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import numpy as np
 import typer
 
+from replay_protos.state import Document
 from replay_server.cli.connection import Key, Timeout, ask, connect, with_access
-from replay_server.cli.documents import Document
 from replay_server.cli.output import AsJson, console, fail, print_json
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def item_facts(item: StoredItem) -> Document:
 
 
 def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
+    from replay_client.documents import plain
+
     prompt: Document = {"tokens": int(group.prompt_ids.size)}
     if decoder is not None:
         prompt["text"] = decoder.decode(group.prompt_ids.tolist())
@@ -115,8 +117,8 @@ def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -
         "prompt_id": group.prompt_id,
         "policy_version": int(group.policy_version),
         "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
-        "sampling": _plain(group.sampling),
-        "meta": _plain(group.meta),
+        "sampling": plain(group.sampling),
+        "meta": plain(group.meta),
         "extras": {
             name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in group.extras.items()
         },
@@ -255,14 +257,3 @@ def _dump(head: bytes) -> list[str]:
     """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
     rows = [head[at : at + 16] for at in range(0, len(head), 16)]
     return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
-
-
-def _plain(value: Any) -> Any:
-    """A msgpack value as a JSON value."""
-    if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -1,6 +1,6 @@
 """Prometheus: renders server info and latencies as metrics.
 
-A field of ServerInfo declares its metric in replay.proto. The few metrics that are computed of several fields stand here.
+A field of ServerInfo declares its metric in replay.proto. The few metrics that several fields make up stand here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class _Part(NamedTuple):
 def _parts(message: Descriptor) -> tuple[_Part, ...]:
     parts = []
     for field, option in declared(message):
-        if option.no_metric or not (option.metric or option.label or (field.message_type and _parts(field.message_type))):
+        if option.no_metric or not (
+            option.metric or option.label or (field.message_type and _parts(field.message_type))
+        ):
             continue
         label, _, label_value = option.label.partition("=")
         inner = field.message_type is not None

@@ -26,7 +26,6 @@ from replay_client.access import Access
 from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.catalog import Catalog
-from replay_client.dashboard.documents import dumps
 from replay_client.dashboard.group import item_document, window
 from replay_client.dashboard.guard import COOKIE, Guard, accepts
 from replay_client.dashboard.health import signals
@@ -36,6 +35,7 @@ from replay_client.dashboard.query import Query, View
 from replay_client.dashboard.requests import BodyTooLargeError, Protocol, body_of, key_of
 from replay_client.dashboard.tokens import TokenText
 from replay_client.dashboard.training import Runs
+from replay_client.documents import dumps
 from replay_client.errors import ReplayError
 from replay_client.records import StoredItem
 

@@ -1,8 +1,8 @@
 """Merging: one answer from the answers of all shards.
 
-replay.proto declares how each field of ServerInfo is merged (the option `field`, `merge`). `_merged` applies that to one
-message: it goes through the fields, takes the values that the shards have, and makes one of them. A field whose values
-are messages is merged the same way, field by field. So a new field needs no line here.
+replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies that to one message: it goes
+through the fields, takes the values that the shards have, and makes one of them. A field whose values are messages is
+merged the same way, field by field. So a new field needs no line here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
@@ -66,7 +65,7 @@ def lowest(policies: Iterable[Policy]) -> Policy:
 
 
 def _merged(
-    message: Descriptor, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
+    message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
 ) -> dict[str, Any]:
     """The fields of a `message`, each as it is declared. `parts` have them: one for each shard, with its name."""
     merged: dict[str, Any] = {}
@@ -99,7 +98,7 @@ def _of_known(values: Sequence[M | None]) -> M | None:
     return merge_messages(known) if known else None
 
 
-def _by_name(values: Sequence[Mapping[str, M] | Sequence[M]]) -> dict[str, M]:
+def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, Any]:
     """One message for each name, from the messages of each shard."""
     parts: dict[str, list[Any]] = defaultdict(list)
     for part in chain.from_iterable(value.values() if isinstance(value, Mapping) else value for value in values):
