@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from replay_server.cli.connection import ByShard, Timeout, ask, connect, with_access
+from replay_server.cli.connection import ByShard, Timeout, ask, connect
 from replay_server.cli.documents import server_document, shard_documents
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, print_json
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import ByShard, connect, with_access
+from replay_server.cli.connection import ByShard, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import console, misuse
 
 _ANSWER_SECONDS = 1.0
