@@ -9,12 +9,10 @@ while a rank writes its rows of the optimizer's state. In "full" it cannot write
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import distributed
 
 from replay_client import ReplayClient
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, rank_files, weights
+from tests.factories import start
 from tests.trainer.factories import make_model
 
 PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "acknowledged")
@@ -33,16 +32,6 @@ def kill_in_a_process(address: str, folder: Path, phase: str, step: int, **optio
     process = start(run, address, folder, phase, step, **options)
     process.join(300)
     assert process.exitcode == -signal.SIGKILL, (phase, process.exitcode)
-
-
-def start(function: Callable[..., Any], *arguments: Any, **options: Any) -> BaseProcess:
-    """A process that runs the function."""
-    # A server that has imported torch makes each of the processes in no time.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=function, args=arguments, kwargs=options)
-    process.start()
-    return process
 
 
 def run_rank(rank: int, size: int, meeting: Path, *arguments: Any, **options: Any) -> None:
