@@ -8,25 +8,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-WIDTH_WITHOUT_TERMINAL = 240
+_WIDTH_WITHOUT_TERMINAL = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-
-
-def printable(text: str) -> str:
-    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
-    )
 
 
 def say(text: object) -> None:
@@ -58,10 +53,27 @@ def misuse(message: object) -> NoReturn:
     raise typer.Exit(2)
 
 
+def need(what: str, extra: str, *modules: str) -> None:
+    """Ends the command with one line that names the extra, unless all `modules` are installed. Imports none of them."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        fail(
+            f"{what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install '.[{extra}]' in a clone of the repository"
+        )
+
+
+def printable(text: str) -> str:
+    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
+
+
 def console() -> Console:
     """Standard output for tables and colours; in colours only on a terminal, and not if NO_COLOR is set.
 
-    Texts of servers and groups lose their control characters: only rich itself can send commands to the terminal.
+    Only rich itself can send commands to the terminal: texts of servers and groups are made `printable`.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -71,8 +83,20 @@ def console() -> Console:
             for segment in super().render(*args, **options):
                 yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
     return PrintableConsole(highlight=False, markup=False, emoji=False, width=width)
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
+    """A table without lines. `left`: the columns that are aligned to the left; numbers go to the right."""
+    from rich.table import Table
+
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        view.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    return view
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:

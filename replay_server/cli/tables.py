@@ -15,7 +15,8 @@ import typer
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
-from replay_server.cli.connection import ByShard, Timeout, ask, connect, with_access
+from replay_server.cli.connection import ByShard, Timeout, ask, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, misuse, print_json
 
 _ANSWER_SECONDS = 1.0

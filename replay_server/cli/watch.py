@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_protos import replay_pb2 as pb
-from replay_server.cli.connection import Timeout, ask, connect, with_access
+from replay_server.cli.connection import Timeout, ask, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, fail, print_json, say
 
 if TYPE_CHECKING:

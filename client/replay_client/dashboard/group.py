@@ -20,20 +20,24 @@ HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
 
 
+def item_facts(item: StoredItem) -> dict[str, Any]:
+    """What the server knows of an item, as JSON."""
+    return {
+        "key": str(item.key),
+        "bytes": len(item.payload),
+        "age": item.age,
+        "policy_version": item.policy_version,
+        "staleness": item.staleness,
+        "tables": {name: vars(held) for name, held in item.tables.items()},
+    }
+
+
 def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
     """The item as JSON, with its group: the first tokens of each completion or, with `whole`, all of them.
 
     If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
     """
-    document: dict[str, Any] = {
-        "key": str(item.key),
-        "age": item.age,
-        "policy_version": item.policy_version,
-        "staleness": item.staleness,
-        "bytes": len(item.payload),
-        "tables": {name: vars(held) for name, held in item.tables.items()},
-        "group": None,
-    }
+    document = item_facts(item) | {"group": None}
     try:
         group = item.group
     except ValueError as error:
