@@ -22,7 +22,7 @@ ALLOWED = {
     "replay_trainer": {"replay_client"},
 }
 # The commands join all packages, and one adapter starts a server inside the trainer's process.
-JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/embedded.py")
+JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/trl.py")
 LEVELS = [
     {"errors", "limits"},
     {"tables"},

@@ -31,10 +31,10 @@ from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
+from replay_trainer.groups import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.ranks import Ranks
-from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 
 IN_PROCESS = "in-process"
 EVALUATIONS = 12

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.callbacks import append_lines
-from replay_trainer.disk import writing
+from replay_trainer.weights import writing
 from tests.trainer.factories import FakeClient, make_batches, make_model
 
 FULL = Path("/dev/full")

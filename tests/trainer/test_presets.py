@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay_trainer.alarms import Alarms
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.presets import PRESETS, areal, dppo, prime_rl, trl, verl
 from replay_trainer.losses import LossConfig, corrected_policy_loss
+from replay_trainer.metrics import Alarms
 
 # Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.
 RATIOS = torch.tensor([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]])

@@ -17,7 +17,7 @@ from replay_client.rollout import MAGIC
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from replay_server.limits import MAX_CHANGES, MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
+from replay_server.limits import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
 from tests.factories import make_group, until
 from tests.server.rpc.bystander import bystander
 from tests.server.rpc.vanish import hanging
@@ -169,7 +169,6 @@ BAD_COLUMNS = [
     ({"keys": [], "sizes": []}, "a message without items"),
     ({"keys": [], "sizes": [], "payload": b""}, "a message without items"),
     ({"keys": range(MAX_ROWS + 1), "sizes": [], "payload": b""}, "65537 items in one message"),
-    ({"keys": range(MAX_ROWS), "sizes": [], "payload": b"", "targets": 30_000}, "30000 targets in one message"),
     ({"targets": 2}, "table 'plain' is a target twice"),
 ]
 BAD_BATCHES = [
@@ -190,9 +189,8 @@ BAD_CHANGES = {
     "null": "must be a JSON object",
     "[1]": "must be a JSON object",
     "{": "must be a JSON object",
-    "[" * 100_000: "changes of 100000 characters",
-    " " * (MAX_CHANGES + 1): "changes of",
-    '{"when_full": "' + "x" * 100_000 + '"}': "changes of",
+    "[" * 100_000: "must be a JSON object",
+    '{"when_full": "' + "x" * 100_000 + '"}': "when_full",
     '{"max_size": -1}': "max_size",
     '{"max_size": NaN}': "max_size",
     '{"max_size": 1e400}': "max_size",
@@ -260,7 +258,6 @@ INVALID = [
     ("8 for each", "UpdatePriorities", pb.UpdatePrioritiesRequest(table="plain", keys=bytes(12), priorities=bytes(12))),
     ("1048577 keys", "Delete", pb.DeleteRequest(table="plain", keys=range(MAX_KEYS + 1))),
     ("65537 keys", "Get", pb.GetRequest(keys=range(MAX_ROWS + 1))),
-    ("65537 tables", "GetServerInfo", pb.GetServerInfoRequest(tables=[""] * (MAX_ROWS + 1))),
     ("65537 batches", "AcknowledgeSamples", pb.AcknowledgeSamplesRequest(batches=range(MAX_ROWS + 1))),
 ]
 BIG = insert_request(payload=bytes(17 * MB))

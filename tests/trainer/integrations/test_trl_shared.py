@@ -22,7 +22,7 @@ from tests.factories import server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
-from replay_trainer.integrations.trl_rewards import fingerprint
+from replay_trainer.integrations.trl_rows import fingerprint
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,
     At,
