@@ -15,16 +15,13 @@ from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
-from replay_server.rpc.auth import Authorizer, warn_of_open_address, warn_of_open_metrics
-from replay_server.rpc.listener import Listener
-from replay_server.rpc.service import ReplayService
-from replay_server.rpc.tls import ServerCertificates
+from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_address, warn_of_open_metrics
+from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.telemetry.blocked_log import BlockedLog
@@ -34,9 +31,6 @@ if TYPE_CHECKING:
     from replay_server.telemetry.endpoint import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
-
-_THREADS = 4
-"""For work that waits for the disk."""
 
 
 class ReplayServer:
@@ -183,7 +177,6 @@ class ReplayServer:
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serves on the running event loop until `request_stop`. Calls `on_started` when clients can connect."""
         keep_freed_memory()
-        asyncio.get_running_loop().set_default_executor(started_threads(_THREADS, "replay-disk"))
         checkpoint = None
         if self._restore is not None:
             if (directory := self.config.checkpoint_dir) is None:

@@ -33,7 +33,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path):
 
 
 # The commands join all packages, and one adapter starts a server inside the trainer's process.
-JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/embedded.py")
+JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/trl.py")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

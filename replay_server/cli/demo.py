@@ -25,9 +25,8 @@ def demo(
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
-    from replay_trainer.demo.compare import COMPARED_STEPS
-    from replay_trainer.demo.compare import compare as run_both
-    from replay_trainer.demo.run import STEPS, DemoError, run
+    from replay_trainer.demo.run import COMPARED_STEPS, STEPS, DemoError, run
+    from replay_trainer.demo.run import compare as run_both
 
     try:
         if compare:

@@ -17,7 +17,7 @@ from replay_server.cli.output import complain, fail, in_words, say
 from replay_server.cli.tracing import set_up_tracing
 
 if TYPE_CHECKING:
-    from replay_trainer.prompt_evaluation import PromptEvaluation
+    from replay_trainer import PromptEvaluation
 
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
@@ -85,7 +85,7 @@ def train(
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:
-            from replay_trainer.tracing import StepSpans
+            from replay_trainer import StepSpans
 
             callbacks.append(StepSpans())
         with ReplayClient.from_env(timeout, **access) as client:
@@ -117,7 +117,7 @@ def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> Pro
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
     from replay_client.generator.prompts import Prompt, load_prompts
     from replay_client.generator.rewards import load_reward
-    from replay_trainer.prompt_evaluation import PromptEvaluation
+    from replay_trainer import PromptEvaluation
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     rows = load_prompts(prompts)
@@ -139,7 +139,7 @@ def _as_typed(message: str, options: dict[str, Any], given: dict[str, Any], acce
 
 def _sum_up(output_dir: Path) -> None:
     """Prints what the run came to, and where its weights are."""
-    from replay_trainer.summary import read_metrics, summary
+    from replay_trainer.metrics import read_metrics, summary
     from replay_trainer.weights import published
 
     if lines := read_metrics(output_dir / "metrics.jsonl"):

@@ -10,8 +10,7 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_server.rpc.clients import Clients
-from replay_server.storage.checkpoint_file import Summary
-from replay_server.storage.checkpoints import Listed
+from replay_server.storage.checkpoints import Listed, Summary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.meters import Activity, Quantiles

@@ -20,7 +20,7 @@ from replay_protos import REASON_KEY
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context
 from replay_server.tables.answers import Answer
 
 T = TypeVar("T")
@@ -111,11 +111,8 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         assert task is not None
         calls.endless.add(task)
         try:
-            async with (
-                _open_call(self.backend, context),
-                aclosing(method(self, _readable(request), context)) as responses,  # type: ignore[type-var]
-            ):
-                async for response in responses:
+            async with _open_call(self.backend, context):
+                async for response in method(self, _readable(request), context):
                     yield response
         except asyncio.CancelledError:
             if not calls.closing:

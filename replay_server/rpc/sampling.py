@@ -26,15 +26,13 @@ from replay_server.limits import (
     MAX_SCOPE,
 )
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Role, Seen
+from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
-from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.payloads import DamagedPayloads, Payload
+from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at, result_of
-from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -53,7 +51,7 @@ class SampleMethods:
         _check_lease(request.lease)
         backend, buffer = self.backend, self.backend.buffer
         self.leases.give_back_of(request.request)
-        with backend.clients.calling(context, Role.TRAINER), ExitStack() as share, ExitStack() as undo:
+        with backend.clients.calling(context, Side.TRAINER), ExitStack() as share, ExitStack() as undo:
             batch_id, batch, payloads = await draw(buffer, request)
             undo.callback(buffer.give_back, batch_id)
             if request.lease:
@@ -96,7 +94,7 @@ class SampleMethods:
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
-            with self.backend.clients.calling(context, Role.TRAINER) as seen:
+            with self.backend.clients.calling(context, Side.TRAINER) as seen:
                 ahead = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases, seen)
                 async with aclosing(ahead.responses()) as responses:
                     async for response in responses:
@@ -113,7 +111,7 @@ class SampleMethods:
         buffer = self.backend.buffer
         buffer.check_open()
         wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-        return pb.Weight(**vars(weigh(buffer.table(request.table), wanted)))
+        return pb.Weight(**vars(buffer.table(request.table).weigh(wanted)))
 
     @unary
     @durable

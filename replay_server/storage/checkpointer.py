@@ -20,19 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_server.errors import Refused, storage_failed
-from replay_server.storage.checkpoint_file import (
+from replay_server.storage.checkpoints import (
+    PARTIAL,
     REMOVED,
     SEEN,
+    CheckpointDirectory,
     CheckpointWriter,
+    Listed,
     Summary,
+    own_name,
 )
-from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, Listed, own_name
 from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, ItemRecords
-from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Item
-from replay_server.tables.payloads import Reader, read_slices
+from replay_server.tables.items import Item, Reader, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
@@ -57,9 +58,9 @@ class Checkpointer:
         self._keep = keep
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[Summary] | None = None
-        self._thread = started_threads(1, "replay-checkpoint")
-        self._syncs = started_threads(1, "replay-checkpoint-sync")
-        self._verifying = started_threads(1, "replay-verify")
+        self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
+        self._syncs = ThreadPoolExecutor(1, "replay-checkpoint-sync")
+        self._verifying = ThreadPoolExecutor(1, "replay-verify")
 
     async def run(self, every: float) -> None:
         """Writes one every so many seconds, until it is cancelled."""

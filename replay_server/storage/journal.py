@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
@@ -26,7 +27,6 @@ from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.restore import restore
-from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.known_keys import MAX_KNOWN_KEYS
 
@@ -46,7 +46,7 @@ class Journal:
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
-        self._thread = started_threads(1, "replay-journal")
+        self._thread = ThreadPoolExecutor(1, "replay-journal")
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rolled_back: dict[int, None] = {}

@@ -6,7 +6,7 @@
   whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
   the death of the process is harmless: the file `unsynced` then names the boot of the machine in which it was written,
   and a start in a later boot refuses the directory.
-* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (lmdb_check.py).
+* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
     payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
@@ -21,15 +21,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of
+from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
     COMMIT,
     COMMIT_RECORD,
@@ -41,9 +47,22 @@ from replay_server.storage.data_dir import (
     sync_directory,
     why_not_openable,
 )
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases, load
-from replay_server.storage.records import FORMAT, Delta, State, boot_id, seal
-from replay_server.tables.payloads import DamagedPayloads, Payload, Reader, StorageFacts
+from replay_server.storage.records import (
+    ANSWER,
+    FORMAT,
+    SCOPE,
+    TAKEN,
+    Damaged,
+    Delta,
+    ItemRecords,
+    State,
+    boot_id,
+    join_items,
+    seal,
+    unpack_items,
+    unseal,
+)
+from replay_server.tables.items import DamagedPayloads, Payload, Reader, StorageFacts
 
 log = logging.getLogger("replay_server")
 
@@ -114,7 +133,7 @@ class LmdbStorage:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
         elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
-        elif problem := why_not_openable(path):
+        elif problem := why_not_openable(path, {b"items": KEY.size, b"payloads": CHUNK_KEY.size}):
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
@@ -337,3 +356,190 @@ class LmdbStorage:
 
 def _length(payload: Payload) -> int:
     return sum(map(len, payload))
+
+
+MAP_SIZE = 1 << 42
+"""Of the address space only: the file grows with what it holds."""
+_RECORDS_AT_ONCE = 1 << 16
+_MAY_BE_LOST = (SCOPE, TAKEN, ANSWER)
+"""Names of the records without which a server can start."""
+
+
+@dataclass(frozen=True)
+class Databases:
+    """The databases of a file, as LMDB names them."""
+
+    payloads: Any
+    items: Any
+    pieces: Any
+    seen: Any
+
+    @classmethod
+    def of(cls, env: lmdb.Environment, create: bool = True) -> Databases:
+        """Raises lmdb.NotFoundError if one is missing, and is not to be made."""
+        return cls(*(env.open_db(name, create=create) for name in (b"payloads", b"items", b"pieces", b"seen")))
+
+    def all(self) -> tuple[Any, ...]:
+        return self.payloads, self.items, self.pieces, self.seen
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The state of the last commit."""
+
+    state: State
+    seen_counts: deque[tuple[int, int]]
+    """(number, keys) of the records in `seen`."""
+    strays: list[bytes]
+    """Names of chunks that no item needs."""
+
+
+def load(env: lmdb.Environment, databases: Databases, directory: Path) -> Loaded:
+    """The committed state, without payloads. Items whose payload is incomplete are left out.
+
+    Raises UnusableDirectory if the directory is not one, or of another version; DamagedDirectory if a record is damaged
+    without which no server can start.
+    """
+    with env.begin() as txn:
+        commit = txn.get(COMMIT)
+        if commit is None and any(txn.stat(db)["entries"] for db in databases.all()):
+            raise UnusableDirectory(f"data_dir {directory} holds data of something else; name another one")
+        if commit is not None:
+            _check_format(commit, directory)
+        pieces = dict(txn.cursor(databases.pieces))
+        seen: list[int] = []
+        seen_counts: deque[tuple[int, int]] = deque()
+        bad_seen = 0
+        for key, record in txn.cursor(databases.seen):
+            keys: list[int] = []
+            try:
+                keys = np.frombuffer(unseal(record), dtype="<u8").tolist()
+            except (Damaged, ValueError):
+                bad_seen += 1
+            seen += keys
+            seen_counts.append((KEY.unpack(key)[0], len(keys)))
+        parts: list[ItemRecords] = []
+        skipped: list[int] = []
+        entries = iter(txn.cursor(databases.items))
+        while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+            keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+            part = unpack_items(keys_there, [record for _, record in portion])
+            if len(part) < len(portion):
+                skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+            parts.append(part)
+        names = txn.cursor(databases.payloads).iternext(values=False)
+        there = np.concatenate(
+            [
+                np.empty(0, CHUNK_NAME),
+                *(
+                    np.frombuffer(b"".join(some), dtype=CHUNK_NAME)
+                    for some in iter(lambda: list(islice(names, _RECORDS_AT_ONCE)), [])
+                ),
+            ]
+        )
+    items = join_items(parts)
+    complete, strays = match_payloads(items, there)
+    _check_state_records(pieces, directory)
+    skipped += items.items["key"][~complete].tolist()
+    state = State(pieces, items.select(complete), seen, skipped, bad_seen)
+    return Loaded(state, seen_counts, strays)
+
+
+def _check_state_records(pieces: dict[bytes, bytes], directory: Path) -> None:
+    for name, record in pieces.items():
+        if not name.startswith(_MAY_BE_LOST):
+            try:
+                unseal(record)
+            except Damaged:
+                what = f"the record {name.decode(errors='replace')!r} is damaged"
+                raise DamagedDirectory(directory, what) from None
+
+
+def _check_format(commit: bytes, directory: Path) -> None:
+    try:
+        version, _ = COMMIT_RECORD.unpack(unseal(commit))
+    except (Damaged, struct.error):
+        raise DamagedDirectory(directory, "the record of the last commit is damaged") from None
+    if version != FORMAT:
+        raise UnusableDirectory(
+            f"data_dir {directory} has format {version}, and this version of the software reads {FORMAT}: use "
+            f"the version that wrote it, or restore a checkpoint of this version into another directory"
+        )
+
+
+CHUNK_KEY = struct.Struct(">QI")
+CHUNK_BYTES = 256 * 1024 - 16 - 8
+"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
+chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
+CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
+
+
+class ChunkReader:
+    """Reads the payloads of one moment: a transaction sees no later change."""
+
+    def __init__(self, txn: lmdb.Transaction, entries: Sequence[tuple[int, int, Payload | None]]) -> None:
+        self._txn = txn
+        self._entries = entries
+        """(key, bytes, payload if it is in memory)"""
+
+    def read(self, part: slice) -> list[Payload | None]:
+        return [
+            _read(self._txn, key, size) if payload is None else payload for key, size, payload in self._entries[part]
+        ]
+
+    def close(self) -> None:
+        self._txn.abort()
+
+
+def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
+    """The payload in its chunks; None if it is damaged."""
+    pieces = []
+    for number in range(chunk_count(size)):
+        value = txn.get(CHUNK_KEY.pack(key, number))
+        if value is None or len(value) != 8 + min(CHUNK_BYTES, size - number * CHUNK_BYTES):
+            return None
+        piece = bytes(value[8:])  # the view ends with the transaction
+        if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
+            return None
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
+    """(name, value) of each chunk of `payloads`."""
+    for key, payload in payloads.items():
+        for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
+            checksum = xxh3_64(seed=_seed(key, number))
+            for part in parts:
+                checksum.update(part)
+            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+
+
+def _seed(key: int, number: int) -> int:
+    """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
+    return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def chunk_count(size: int) -> int:
+    """How many chunks a payload has."""
+    return -(-size // CHUNK_BYTES)
+
+
+def match_payloads(items: ItemRecords, there: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], list[bytes]]:
+    """Which items have all chunks of their payload; and the names of the chunks that no such item needs.
+
+    `there`: the names of all chunks, ascending.
+    """
+    keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
+    first = np.searchsorted(there["key"], keys)
+    last = first + counts - 1
+    inside = last < there.size
+    at = np.where(inside & (counts > 0), last, 0)
+    complete = counts == 0
+    if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
+        complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
+    owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
+    mine = np.zeros(there.size, dtype=np.bool_)
+    if keys.size:
+        mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
+    return np.asarray(complete), [CHUNK_KEY.pack(key, number) for key, number in there[~mine].tolist()]

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.config import MAX_PRIORITY
-from replay_server.tables.items import Items
+from replay_server.tables.items import InsertBatch, Items
 from replay_server.tables.known_keys import KnownKeys
 from replay_server.tables.table import Table
 

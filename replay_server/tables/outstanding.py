@@ -15,10 +15,9 @@ import numpy as np
 
 from replay_server.errors import invalid
 from replay_server.tables.admission import Admission
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items, Watcher
-from replay_server.tables.table import Table
+from replay_server.tables.table import SampleBatch, SampleRequest, Table
 from replay_server.tables.taken_batches import TakenBatches
 
 

@@ -14,18 +14,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
-from replay_server.tables.scopes import Scopes
 from replay_server.tables.selectors import effective_priorities
+
+
+@dataclass
+class SampleRequest:
+    """What a reader asks of one batch."""
+
+    num_samples: int
+    min_samples: int
+    distinct: bool = True
+    scope: str = ""
+    exclude: frozenset[int] = frozenset()
+
+
+@dataclass
+class SampleBatch:
+    """Items drawn together. Columns of n rows, as they were at the draw."""
+
+    keys: KeyArray
+    priorities: FloatArray
+    probabilities: FloatArray
+    policy_versions: IntArray
+    inserted_at: FloatArray
+    times_sampled: IntArray
+    """Including this draw."""
+    sizes: IntArray
+    consumed: npt.NDArray[np.bool_]
+    """Rows whose last draw this was. The table reserves them until the batch ends."""
+    table_size: int
+    scope: str
+    epoch: int
+
+    def __len__(self) -> int:
+        return int(self.keys.size)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a table could be sampled for: the message Weight of replay.proto, field by field.
+
+    A client of several servers divides its batches by the weights of their tables.
+    """
+
+    total: float
+    squares: float
+    items: int
+    samples: int
+    ordered: bool
+    consuming: bool
+    size: int
+    reason: str
+
+
+_MOST_SAMPLES = 1 << 62
+"""Stands for a rate limiter without a bound."""
 
 
 @dataclass
@@ -201,6 +255,21 @@ class Table:
     def most_available(self, request: SampleRequest) -> int:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
+
+    def weigh(self, request: SampleRequest) -> Weight:
+        """What `request` could draw from now. O(size), in one vectorised pass."""
+        excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
+        total, squares = self.sampler.weigh(excluded)
+        return Weight(
+            total=total,
+            squares=squares,
+            items=self.sampler.selectable() - excluded.size,
+            samples=int(min(self.limiter.most_samples(), _MOST_SAMPLES)),
+            ordered=self.config.sampler.type not in ("uniform", "prioritized"),
+            consuming=bool(self.config.max_times_sampled),
+            size=self.size,
+            reason=self.why_no_sample(request, 1) or "",
+        )
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
@@ -434,3 +503,61 @@ class Table:
         if self.config.when_full == "evict":
             self._fit()
         return lost
+
+
+MAX_SCOPES = 1024
+MAX_SCOPE_KEYS = 1 << 20
+"""Keys of all scopes of a table together, beyond those that the current scope needs."""
+_NO_KEYS: frozenset[int] = frozenset()
+
+
+class Scopes:
+    """Which keys of a table were given out under which scope. Under one scope no item is given out twice.
+
+    A scope is a name that clients choose, usually of one training step. The scopes used longest ago are forgotten
+    first. The current scope never forgets a key that may still come again.
+    """
+
+    def __init__(self, may_come_again: Callable[[int], bool]) -> None:
+        """`may_come_again(key)`: whether the table has the item, or may get it back from an outstanding batch."""
+        self._may_come_again = may_come_again
+        self._keys: OrderedDict[str, set[int]] = OrderedDict()
+        self._trim_at = MAX_SCOPE_KEYS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __contains__(self, scope: str) -> bool:
+        return scope in self._keys
+
+    def given(self, scope: str) -> Set[int]:
+        """The keys given out under `scope`."""
+        return self._keys.get(scope, _NO_KEYS)
+
+    def give(self, scope: str, keys: Iterable[int]) -> None:
+        self._use(scope).update(keys)
+
+    def give_back(self, scope: str, keys: Iterable[int]) -> None:
+        self._use(scope).difference_update(keys)
+
+    def load(self, scope: str, keys: Iterable[int]) -> None:
+        """Restores a scope. Call it in the order in which the scopes were last used."""
+        self._keys[scope] = set(keys)
+
+    def _use(self, scope: str) -> set[int]:
+        keys = self._keys.setdefault(scope, set())
+        self._keys.move_to_end(scope)
+        if len(self._keys) > MAX_SCOPES:
+            self._keys.popitem(last=False)
+        if sum(map(len, self._keys.values())) > self._trim_at:
+            self._trim()
+        return keys
+
+    def _trim(self) -> None:
+        for known in self._keys.values():
+            known.intersection_update([key for key in known if self._may_come_again(key)])
+        total = sum(map(len, self._keys.values()))
+        while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
+            total -= len(self._keys.popitem(last=False)[1])
+        # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
+        self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from replay_client.heartbeat import beat
-from replay_trainer.wait_log import WaitLog
+from replay_trainer.background import WaitLog
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator, running
 from tests.factories import async_until, until

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from replay_trainer.callbacks import append_lines
-from replay_trainer.disk import writing
+from replay_trainer.weights import writing
 from tests.trainer.factories import FakeClient, make_batches, make_trainer
 
 FULL = Path("/dev/full")

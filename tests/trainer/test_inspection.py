@@ -16,7 +16,7 @@ from replay_client import Sample
 from replay_client.errors import TableNotFoundError
 from replay_client.rollout import RolloutGroup
 from replay_trainer import TableEvaluation
-from replay_trainer.inspection import Inspector, Limits, why_unusable
+from replay_trainer.groups import Inspector, Limits, why_unusable
 from replay_trainer.ranks import Ranks
 from tests.trainer.factories import (
     FakeClient,

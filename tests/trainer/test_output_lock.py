@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from replay_trainer.output_lock import OutputLock
+from replay_trainer.weights import OutputLock
 from tests.trainer.factories import FakeClient, make_batches, make_trainer
 
 HOLDER = """
 import sys
 from pathlib import Path
-from replay_trainer.output_lock import OutputLock
+from replay_trainer.weights import OutputLock
 lock = OutputLock(Path(sys.argv[1]))
 print(lock.acquire() or "locked", flush=True)
 sys.stdin.read()

@@ -14,9 +14,9 @@ import torch
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
-from replay_trainer.description import group_drifts
+from replay_trainer.groups import DynamicSource, KeepingSource, ReplacingSource, SharingSource
+from replay_trainer.metrics import group_drifts
 from replay_trainer.ranks import Ranks
-from replay_trainer.sources import DynamicSource, KeepingSource, ReplacingSource, SharingSource
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, make_sample
 

@@ -15,7 +15,7 @@ from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOTrainer, grpo, publication
-from replay_trainer.wait_log import WaitLog
+from replay_trainer.background import WaitLog
 from replay_trainer.weights import published
 from tests.factories import ctrl_c_raises, make_group, until
 from tests.trainer.factories import lines_of, make_trainer

@@ -12,12 +12,14 @@ from replay_client.names import suggests_names, unknown_name
 from replay_client.scoring import Scale
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
-from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
 replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
 draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
+OnEmpty = Literal["keep", "drop", "wait"]
+"""What happens to a zero-variance group if the pool has no replacement.
+keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 

@@ -16,24 +16,38 @@ from torch import Tensor
 from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.adapters import Adapter
-from replay_trainer.alarms import Alarms
+from replay_trainer.background import WaitLog
 from replay_trainer.batching import Batch, to_batch
-from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
+from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, Moments, correct
-from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
-from replay_trainer.inspection import Inspector, Limits
-from replay_trainer.laps import Laps
+from replay_trainer.groups import (
+    DynamicSource,
+    GroupSource,
+    Inspector,
+    KeepingSource,
+    Limits,
+    Replacement,
+    ReplacingSource,
+    SharingSource,
+    ZeroVarianceReplacer,
+)
 from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.metrics import (
+    Alarms,
+    GroupFacts,
+    Laps,
+    Metrics,
+    describe_drifts,
+    describe_groups,
+    describe_replayed,
+    group_drifts,
+)
 from replay_trainer.passes import Passes, StepFailure
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, shard
-from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
-from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
-from replay_trainer.wait_log import WaitLog
-from replay_trainer.weights import saved, server_checkpoint_of
+from replay_trainer.weights import Adapter, saved, server_checkpoint_of
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from replay_client import ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
-from replay_trainer.disk import writing
+from replay_trainer.weights import writing
 
 logger = logging.getLogger(__name__)
 

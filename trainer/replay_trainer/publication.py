@@ -28,19 +28,17 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.adapters import Adapter
-from replay_trainer.background import BackgroundTask, HostCopy
+from replay_trainer.background import BackgroundTask, HostCopy, WaitLog
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
-from replay_trainer.disk import writing
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.output_lock import OutputLock
 from replay_trainer.rank_files import RankFiles, put_rows, take_rows
 from replay_trainer.ranks import Ranks
 from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank, whole_optimizer_state
-from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import (
+    Adapter,
+    OutputLock,
     damaged,
     load_state,
     load_weights,
@@ -51,6 +49,7 @@ from replay_trainer.weights import (
     saved,
     version_of,
     why_damaged,
+    writing,
 )
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from replay_trainer.disk import writing
 from replay_trainer.ranks import Ranks
-from replay_trainer.weights import RANKS_FOLDER, checksum_of, to_disk
+from replay_trainer.weights import RANKS_FOLDER, checksum_of, to_disk, writing
 
 _LEFTOVERS = "step-*.rank-*-of-*.*.tmp"
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import grpc
 import psutil
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
@@ -20,12 +18,10 @@ from replay_server import (
     Config,
     LimitsSection,
     ReplayServer,
-    SecuritySection,
     ServerSection,
     TableConfig,
 )
 from replay_server.limits import (
-    MAX_CHANGES,
     MAX_EXCLUDE,
     MAX_LEASE,
     MAX_ROWS,
@@ -34,8 +30,8 @@ from replay_server.limits import (
     MAX_WEIGHTS,
 )
 from replay_server.rpc import backend, sampling
-from replay_server.tables import scopes
-from tests.factories import ServerProcess, server_process, until
+from replay_server.tables import table as table_module
+from tests.factories import ServerProcess, until
 from tests.server.rpc.bystander import bystander
 
 MB = 1 << 20
@@ -275,30 +271,6 @@ def test_an_upload_that_stalls_is_ended_and_makes_room():
             waits.close()
 
 
-def test_an_upload_that_drips_is_ended_although_it_never_stops(monkeypatch):
-    monkeypatch.setattr("replay_server.rpc.messages.MIN_RATE", 1 << 30)
-    with server_with(stall_timeout=1.0) as server, connection(server) as stub:
-        stream = Stream(stub, item(1, bytes(MB), size=900 * MB))
-
-        def drip() -> bool:
-            stream.send(pb.InsertRequest(payloads=bytes(4096)))
-            return stream.error is not None
-
-        until(drip, pause=0.05)
-        assert stream.error.code() is Code.DEADLINE_EXCEEDED
-        stream.close()
-
-
-def test_pieces_that_cost_more_than_they_carry_are_refused():
-    with server_with() as server, connection(server) as stub:
-        requests = [item(1, bytes(MB), size=2 * MB), pb.InsertRequest(payloads=b"x")]
-        error = refused(lambda: stub.InsertStream(iter(requests)))
-        assert error.code() is Code.INVALID_ARGUMENT
-        assert "a chunk of 1 bytes" in error.details()
-        last = [item(1, bytes(MB), size=MB + 1), pb.InsertRequest(payloads=b"x")]
-        assert next(stub.InsertStream(iter(last))).decided == 1
-
-
 def test_what_waits_for_a_table_is_bounded_for_each_connection_and_refused_beyond():
     with server_with(max_waiting_bytes=8 * MB) as server, ReplayClient(server.address, timeout=5.0) as client:
         client.insert(b"first", {"queue": 1.0})
@@ -324,29 +296,6 @@ def waiting(client: ReplayClient) -> int:
     return client.server_info().tables["queue"].inserting.count
 
 
-def test_a_small_item_in_a_large_message_does_not_keep_the_message():
-    """A field that nobody knows, of 15 MB, before a payload of one byte; 60 of them."""
-    junk = bytes([0xA2, 0x06]) + varint(15 * MB) + bytes(15 * MB)  # field 100
-    with server_with() as server, grpc.insecure_channel(server.address) as channel:
-        before = psutil.Process().memory_info().rss
-        insert = channel.unary_unary("/replay.v1.Replay/Insert")
-        for key in range(1, 61):
-            request = item(key)
-            request.ClearField("payloads")
-            insert(request.SerializeToString() + junk + bytes([0x7A, 1]) + b"x", timeout=30)
-        with ReplayClient(server.address, timeout=10.0) as client:
-            assert client.server_info().bytes == 60
-        assert psutil.Process().memory_info().rss - before < 300 * MB
-
-
-def varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
 # ------------------------------------------------------------------------------------------------ on the way out
 
 
@@ -367,25 +316,6 @@ def test_a_reader_that_does_not_read_is_given_up_and_its_samples_go_back():
 
 def in_hand(client: ReplayClient) -> int:
     return client.server_info().tables["plain"].reserved
-
-
-@pytest.mark.parametrize("method", ["Sample", "Get"])
-def test_hundreds_of_readers_that_do_not_read_cost_little_and_block_nobody(tmp_path, method):
-    config = "[[tables]]\nname = 'plain'\n"
-    with server_process(tmp_path, config) as server, ReplayClient(server.address, timeout=10.0) as client:
-        keys = [client.insert(bytes(8 * MB), {"plain": 1.0}) for _ in range(4)]
-        memory = psutil.Process(server.process.pid).memory_info
-        before = memory().rss
-        with connection(server) as stub:
-            request = pb.SampleRequest(table="plain", num_samples=4) if method == "Sample" else pb.GetRequest(keys=keys)
-            calls = [getattr(stub, method)(request) for _ in range(500)]
-            for _ in range(20):
-                time.sleep(0.1)
-                assert memory().rss - before < 250 * MB  # 64 answers of some 2 MB
-            assert len(client.sample("plain", 4)) == 4
-            for call in calls:
-                call.cancel()
-        until(lambda: in_hand(client) == 0)
 
 
 def test_a_client_reads_any_number_of_answers_one_after_the_other():
@@ -474,8 +404,6 @@ def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
         ("AcknowledgeSamples", pb.AcknowledgeSamplesRequest(batches=range(MAX_ROWS + 1)), "65537 batches"),
         ("Delete", pb.DeleteRequest(table="plain", keys=range((1 << 20) + 1)), "1048577 keys"),
         ("Get", pb.GetRequest(keys=range(MAX_ROWS + 1)), "65537 keys"),
-        ("GetServerInfo", pb.GetServerInfoRequest(tables=[""] * (MAX_ROWS + 1)), "65537 tables"),
-        ("UpdateTable", pb.UpdateTableRequest(table="plain", changes=" " * (MAX_CHANGES + 1)), "changes of"),
         ("SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights="x" * (MAX_WEIGHTS + 1)), "4096"),
         ("SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights="a\x1b[2Jb"), "printable"),
         ("SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights="a\nb"), "printable"),
@@ -511,7 +439,7 @@ def test_the_largest_requests_hold_others_up_for_a_moment_only():
 
 
 def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
-    monkeypatch.setattr(scopes, "MAX_KEYS", 100)
+    monkeypatch.setattr(table_module, "MAX_SCOPE_KEYS", 100)
     with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
         table = server._service.backend.buffer.tables["plain"]
         for _ in range(30):
@@ -530,32 +458,6 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ without a token
-
-
-def test_callers_without_a_token_that_never_finish_a_health_check_hold_up_neither_checks_nor_calls(tmp_path):
-    (tmp_path / "tokens").write_text("admin:0123456789abcdef0123")
-    security = SecuritySection(tokens_file=tmp_path / "tokens")
-    with ReplayServer(tables=TABLES, port=0, security=security) as server:
-        end = threading.Event()
-
-        def never():
-            end.wait(30)
-            yield b""
-
-        with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            check = channel.stream_stream("/grpc.health.v1.Health/Check")
-            stalled = [check(never()) for _ in range(100)]
-            with grpc.insecure_channel(server.address) as other:
-                for _ in range(5):
-                    assert (
-                        HealthStub(other).Check(HealthCheckRequest(), timeout=4).status == HealthCheckResponse.SERVING
-                    )
-            assert refused(lambda: stalled[0]).code() is Code.DEADLINE_EXCEEDED
-            error = refused(lambda: channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff" * 9, timeout=5))
-            assert error.code() is Code.INVALID_ARGUMENT
-            end.set()
-        with ReplayClient(server.address, timeout=10.0, token="0123456789abcdef0123") as client:
-            assert client.policy().version == 0
 
 
 def test_connections_to_the_metrics_that_say_nothing_cost_few_threads_and_hold_up_no_scrape():

@@ -251,32 +251,6 @@ def check_holds_nobody_up(address: str, request: bytes, method: str = "Insert", 
             other.policy()
 
 
-def test_one_table_named_many_times_in_a_message_holds_nobody_up(server):
-    request = insert_request(keys=range(2**16), sizes=[], payload=b"")
-    request.targets.extend([request.targets[0]] * 30_000)
-    check_holds_nobody_up(server.address, request.SerializeToString())
-
-
-def test_many_tables_named_in_a_message_cost_no_memory_for_each_row(server):
-    """3000 tables and 65536 rows: a double for each pair would be 1.5 GB."""
-    request = insert_request(keys=range(2**16), sizes=[], payload=b"")
-    request.targets.extend(pb.InsertTarget(table=f"t{n}", rows=[0]) for n in range(3000))
-    before = psutil.Process().memory_info().rss
-    most, stop = [0], threading.Event()
-
-    def watch():
-        while not stop.wait(0.005):
-            most[0] = max(most[0], psutil.Process().memory_info().rss - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    with grpc.insecure_channel(server.address) as channel:
-        code_of(lambda: ReplayStub(channel).Insert(request))
-    stop.set()
-    thread.join()
-    assert most[0] < 300 * MB
-
-
 @pytest.mark.parametrize("garbage", [b"\xff" * 200_000, b"\x60\x01" * 2 * MB], ids=["endless number", "many fields"])
 def test_bytes_that_are_slow_to_read_hold_nobody_up(server, garbage):
     check_holds_nobody_up(server.address, garbage)

@@ -134,7 +134,7 @@ def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_p
 
 
 def test_scopes_keep_their_order_when_the_clock_is_set_back_between_two_starts(wall, tmp_path, monkeypatch):
-    monkeypatch.setattr("replay_server.tables.scopes.MAX_SCOPES", 2)
+    monkeypatch.setattr("replay_server.tables.table.MAX_SCOPES", 2)
     with serving(tmp_path) as client:
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})

@@ -7,9 +7,10 @@ import numpy as np
 from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import State, unpack_items
 from replay_server.storage.restore import restore
-from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
 
 
 def test_what_could_not_be_written_comes_again():

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from replay_server.storage import chunks, lmdb, records
+from replay_server.storage import lmdb, records
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
 from replay_server.storage.collector import ChangeCollector
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture(autouse=True)
 def many_small_pieces(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(lmdb, "CHUNK_BYTES", 7)
     monkeypatch.setattr(lmdb, "RESERVE", 0)
     monkeypatch.setattr(records, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
 

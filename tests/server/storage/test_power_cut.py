@@ -11,7 +11,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from replay_server.storage.data_dir import DamagedDirectory
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases
+from replay_server.storage.lmdb import MAP_SIZE, Databases
 from replay_server.storage.records import boot_id
 from tests.server.storage.power_cut import MODES, PAGE
 

@@ -24,7 +24,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 import trl
 
 from replay_trainer.demo.task import make_tokenizer
-from replay_trainer.integrations import trl_hooks
+from replay_trainer.integrations import trl as adapter
 from replay_trainer.integrations.trl import (
     GRPOWithReplayBufferConfig,
     GRPOWithReplayBufferTrainer,
@@ -530,15 +530,15 @@ class Renamed:
 
 
 def test_a_trl_with_other_hooks_is_refused_with_the_difference():
-    trl_hooks.check_methods(trl.GRPOTrainer)
+    adapter.check_methods(trl.GRPOTrainer)
     with pytest.raises(
         ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not .*trl==1.16"
     ):
-        trl_hooks.check_methods(Renamed)
+        adapter.check_methods(Renamed)
     with pytest.raises(ImportError, match="has no method _generate"):
-        trl_hooks.check_methods(SimpleNamespace)
+        adapter.check_methods(SimpleNamespace)
     with pytest.raises(ImportError, match="has no attribute accelerator"):
-        trl_hooks.check_attributes(SimpleNamespace())
+        adapter.check_attributes(SimpleNamespace())
 
 
 def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tests.factories import run_ranks, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
-from replay_trainer.integrations.trl_rewards import fingerprint
+from replay_trainer.integrations.trl_rows import fingerprint
 from tests.trainer.integrations import run_trl_rank
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,

@@ -27,7 +27,7 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.scoring import carries_gradient, group_priority
-from replay_trainer.replacement import OnEmpty
+from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
