@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from replay_server.storage.checkpoints import (
     Summary,
     own_name,
 )
+from replay_server.storage.data_dir import sync_directory
 from replay_server.storage.records import Delta, ItemRecords
 from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
@@ -242,8 +242,4 @@ class _Copy:
 def _put_in_place(partial: Path, path: Path) -> None:
     """Renames a file and syncs the name to the disk."""
     partial.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path.parent)

@@ -46,8 +46,6 @@ from replay_server.storage.data_dir import (
 )
 from replay_server.storage.records import (
     FORMAT,
-    REMEMBERED,
-    SCOPE,
     Damaged,
     Delta,
     ItemRecords,
@@ -335,8 +333,6 @@ def _length(payload: Payload) -> int:
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 _RECORDS_AT_ONCE = 1 << 16
-_MAY_BE_LOST = (SCOPE, REMEMBERED)
-"""Names of the records without which a server can start."""
 
 
 class Databases(NamedTuple):
@@ -382,19 +378,8 @@ def load(env: lmdb.Environment, databases: Databases, directory: Path) -> tuple[
         )
     items = join_items(parts)
     complete, strays = match_payloads(items, there)
-    _check_state_records(pieces, directory)
     skipped += items.items["key"][~complete].tolist()
     return State(pieces, items.select(complete), skipped), strays
-
-
-def _check_state_records(pieces: dict[bytes, bytes], directory: Path) -> None:
-    for name, record in pieces.items():
-        if not name.startswith(_MAY_BE_LOST):
-            try:
-                unseal(record)
-            except Damaged:
-                what = f"the record {name.decode(errors='replace')!r} is damaged"
-                raise DamagedDirectory(directory, what) from None
 
 
 def _check_format(commit: bytes, directory: Path) -> None:
