@@ -189,7 +189,7 @@ class ReplayServer:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
-            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.contents.summary.name}"
+            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.summary.name}"
             log.error("%s; all later changes are lost", said)
             await self._serve(checkpoint, True, said, on_started)
 
@@ -226,7 +226,7 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                restored = () if checkpoint is None else (checkpoint.load, checkpoint.contents.summary.bytes)
+                restored = () if checkpoint is None else (checkpoint.load, checkpoint.summary.bytes)
                 journal = Journal.start(buffer, storage, *restored)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:

@@ -60,18 +60,21 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that has been verified."""
+    """A checkpoint that has been verified as a whole."""
 
     path: Path
-    contents: Contents
+    summary: Summary
+    state: State
+    places: npt.NDArray[np.void]
+    """A PLACE for each item (n,), in the order of the file."""
 
     def load(self, buffer: ReplayBuffer, write: Callable[[], None] = lambda: None) -> None:
         """Fills a new buffer; calls `write` after each portion of payloads."""
         with no_garbage_collection():
-            for keys, payloads in read_payloads(self.path, self.contents.places):
+            for keys, payloads in read_payloads(self.path, self.places):
                 buffer.storage.put(keys, payloads)
                 write()
-            restore(buffer, self.contents.state)
+            restore(buffer, self.state)
         log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
 
 
@@ -130,13 +133,13 @@ class CheckpointDirectory:
         for other in order:
             path = self.path / (other + SUFFIX)
             try:
-                contents = read_contents(path)
+                checkpoint = read_contents(path)
             except (DamagedCheckpoint, OSError) as error:
                 log.error("checkpoint %s is damaged: %s", path, error)
                 continue
             if other != order[0]:
                 log.warning("falling back to checkpoint %s, the newest that is whole", other)
-            return OpenCheckpoint(path, contents)
+            return checkpoint
         raise ValueError(f"no whole checkpoint in {self.path}")
 
     def prune(self, keep: int) -> None:
@@ -288,17 +291,7 @@ PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
 """Where in the file the payload of an item lies."""
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint that has been verified as a whole."""
-
-    summary: Summary
-    state: State
-    places: npt.NDArray[np.void]
-    """A PLACE for each item (n,), in the order of the file."""
-
-
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> OpenCheckpoint:
     """Verifies every byte of a checkpoint, and keeps all but the payloads. Raises DamagedCheckpoint."""
     summary = summary_of(path)
     records: list[ItemRecords | npt.NDArray[np.uint64]] = []
@@ -332,7 +325,7 @@ def read_contents(path: Path) -> Contents:
     found, total = places.size, int(places["size"].sum())
     if not len(state.items) == found == summary.items or total != summary.bytes:
         raise DamagedCheckpoint(f"it has {found} items of {total} bytes, not {summary.items} of {summary.bytes}")
-    return Contents(summary, state, places)
+    return OpenCheckpoint(path, summary, state, places)
 
 
 def _is_last(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

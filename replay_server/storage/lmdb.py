@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -138,7 +137,7 @@ class LmdbStorage:
                 readahead=False,
                 max_spare_txns=4,
             )
-            self._databases = Databases(*(self._env.open_db(name.encode()) for name in Databases._fields))
+            self._databases = [self._env.open_db(name) for name in (b"payloads", b"items", b"pieces")]
             if self._fsync:
                 self.sync()
             else:
@@ -320,10 +319,32 @@ class LmdbStorage:
     def load(self) -> State:
         """The committed state, without payloads. Items whose payload is incomplete are left out.
 
-        Raises UnusableDirectory if the directory is not one, of another version, or damaged.
+        Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
         """
-        state, self._strays = load(self._env, self._databases, self.directory)
-        return state
+        with self._env.begin() as txn:
+            commit = txn.get(COMMIT)
+            if commit is None and any(txn.stat(db)["entries"] for db in self._databases):
+                raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
+            if commit is not None:
+                _check_format(commit, self.directory)
+            pieces = dict(txn.cursor(self._pieces))
+            parts: list[ItemRecords] = []
+            skipped: list[int] = []
+            entries = iter(txn.cursor(self._items))
+            while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+                part = unpack_items(keys_there, [record for _, record in portion])
+                if len(part) < len(portion):
+                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                parts.append(part)
+            chunks = [np.empty(0, CHUNK_NAME)]
+            names = txn.cursor(self._payloads).iternext(values=False)
+            while some := list(islice(names, _RECORDS_AT_ONCE)):
+                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
+        items = join_items(parts)
+        complete, self._strays = match_payloads(items, np.concatenate(chunks))
+        skipped += items.items["key"][~complete].tolist()
+        return State(pieces, items.select(complete), skipped)
 
 
 def _length(payload: Payload) -> int:
@@ -333,53 +354,6 @@ def _length(payload: Payload) -> int:
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 _RECORDS_AT_ONCE = 1 << 16
-
-
-class Databases(NamedTuple):
-    """The databases of a file, as LMDB names them."""
-
-    payloads: Any
-    items: Any
-    pieces: Any
-
-
-def load(env: lmdb.Environment, databases: Databases, directory: Path) -> tuple[State, list[bytes]]:
-    """The committed state, without payloads; and the names of chunks that no item needs. Items whose payload is
-    incomplete are left out.
-
-    Raises UnusableDirectory if the directory is not one, or of another version; DamagedDirectory if a record is damaged
-    without which no server can start.
-    """
-    with env.begin() as txn:
-        commit = txn.get(COMMIT)
-        if commit is None and any(txn.stat(db)["entries"] for db in databases):
-            raise UnusableDirectory(f"data_dir {directory} holds data of something else; name another one")
-        if commit is not None:
-            _check_format(commit, directory)
-        pieces = dict(txn.cursor(databases.pieces))
-        parts: list[ItemRecords] = []
-        skipped: list[int] = []
-        entries = iter(txn.cursor(databases.items))
-        while portion := list(islice(entries, _RECORDS_AT_ONCE)):
-            keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-            part = unpack_items(keys_there, [record for _, record in portion])
-            if len(part) < len(portion):
-                skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
-            parts.append(part)
-        names = txn.cursor(databases.payloads).iternext(values=False)
-        there = np.concatenate(
-            [
-                np.empty(0, CHUNK_NAME),
-                *(
-                    np.frombuffer(b"".join(some), dtype=CHUNK_NAME)
-                    for some in iter(lambda: list(islice(names, _RECORDS_AT_ONCE)), [])
-                ),
-            ]
-        )
-    items = join_items(parts)
-    complete, strays = match_payloads(items, there)
-    skipped += items.items["key"][~complete].tolist()
-    return State(pieces, items.select(complete), skipped), strays
 
 
 def _check_format(commit: bytes, directory: Path) -> None:

@@ -175,7 +175,9 @@ class ReplayBuffer:
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
         """Of requests with a number: the digest of the request, and the answer."""
-        self.remembered = {kind.kind: kind for kind in (self.known_keys, self.outstanding.taken, self.answers)}
+        self.remembered: dict[str, Remembered[Any]] = {
+            kind.kind: kind for kind in (self.known_keys, self.outstanding.taken, self.answers)
+        }
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
