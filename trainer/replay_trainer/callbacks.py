@@ -75,7 +75,7 @@ class Callback:
         """At the end, also after an error."""
 
 
-class MetricsFile(Callback):
+class StepMetricsFile(Callback):
     """Writes a line of JSON for each step; numbers that are not finite become null.
 
     A line is written before its version is published. A resume drops the lines after the version that it continues
@@ -242,7 +242,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
         for name in chosen:
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")
-    made: list[Callback] = [MetricsFile(folder / "metrics.jsonl")]
+    made: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl")]
     if config.log_completions:
         shown = console if config.progress else None
         made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))

@@ -27,7 +27,7 @@ RECENT_GROUPS = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What one model can take. None: not known, or no limit."""
 
     vocabulary: int | None = None
@@ -41,7 +41,7 @@ class Limits:
     """Names of all inputs of the model."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None) -> Limits:
+    def of(cls, model: Any, group_tokens: int | None = None) -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -66,7 +66,7 @@ class Inspector:
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     """
 
-    def __init__(self, client: ReplayClient, ranks: Ranks, limits: Limits, pool: str, max_share: float) -> None:
+    def __init__(self, client: ReplayClient, ranks: Ranks, limits: ModelLimits, pool: str, max_share: float) -> None:
         """limits: of the model. pool: the replay table. max_share: from 0 to 1."""
         self.bad_keys: set[int] = set()
         """Keys of all bad groups so far. A draw from the pool excludes them."""
@@ -160,9 +160,9 @@ class Inspector:
         self._undeleted = again
 
 
-def why_unusable(sample: Sample, limits: Limits | None = None) -> str:
+def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
-    limits = limits or Limits()
+    limits = limits or ModelLimits()
     try:
         group = sample.group
     except ValueError as error:

@@ -39,7 +39,7 @@ from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
-from replay_trainer.integrations.trl_rows import FreshRow, GenerationStep, Rows, fingerprint
+from replay_trainer.integrations.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
 
 
 @dataclass
@@ -266,7 +266,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # By the method of the class, which may be a subclass with rewards of its own.
         step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
-            step.fresh = Rows(prompt_ids, completion_ids, tool_mask, logprobs)
+            step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
             rows = step.fresh.copy()  # the lists may belong to a rollout_func
             trained = [bool(ids) for ids in completion_ids] if tool_mask is None else [any(mask) for mask in tool_mask]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
@@ -277,7 +277,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------------------------- replacing
 
-    def _replace(self, step: GenerationStep, rows: Rows, prompts: list[Any], completions: list[Any]) -> Tensor:
+    def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
         assert self.pool is not None
         assert step.rewards is not None
@@ -385,7 +385,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rewards_GF[:, column] = group.rewards / weights[column]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
-    def _log_row(self, row: int, rows: Rows, prompts: list[Any], completions: list[Any]) -> None:
+    def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
         """Put what TRL logs of a replaced row in place: its texts, and None for the extra columns of the fresh row."""
         for ids, texts, role in (
             (rows.prompt_ids[row], prompts, "user"),
@@ -443,7 +443,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         return logprobs  # type: ignore[no-any-return]
 
-    def _padded(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _padded(self, rows: GeneratedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prompts padded on the left, completions on the right, and the masks of both."""
         tensors = []
         for values, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
