@@ -27,7 +27,7 @@ class GeneratedRows:
     """Of the sampler; None where the trainer's own model is the sampler."""
 
     def copy(self) -> GeneratedRows:
-        """GeneratedRows may be replaced in the copy; they are never changed in place."""
+        """Rows may be replaced in the copy; they are never changed in place."""
         lists = (getattr(self, each.name) for each in fields(self))
         return GeneratedRows(*(None if rows is None else list(rows) for rows in lists))  # type: ignore[arg-type]
 
