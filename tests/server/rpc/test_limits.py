@@ -11,8 +11,10 @@ from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import (
+    Config,
     LimitsSection,
     ReplayServer,
+    ServerSection,
     TableConfig,
 )
 from replay_server.limits import MAX_SAMPLE_STREAMS
