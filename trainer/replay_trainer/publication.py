@@ -211,7 +211,7 @@ class Publication:
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
         if self.ranks.is_first:
-            groups = TrainedGroups.from_state_dict(state.get("groups"))
+            groups = TrainedGroups.from_state_dict(state["groups"])
             self.leases.acknowledge(groups)
             # Before groups go back: the server measures their staleness against the version that trains on them.
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
