@@ -75,6 +75,7 @@ class Callback:
         """At the end, also after an error."""
 
 
+@dataclass
 class StepMetricsFile(Callback):
     """Writes a line of JSON for each step; numbers that are not finite become null.
 
@@ -82,8 +83,7 @@ class StepMetricsFile(Callback):
     from, so no step is missing and none is there twice.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def on_start(self, trainer: Run, version: int) -> None:
         truncate_lines(self.path, version)
@@ -92,16 +92,18 @@ class StepMetricsFile(Callback):
         append_lines(self.path, [report.metrics])
 
 
+@dataclass
 class CompletionsFile(Callback):
     """Shows some completions of each step: a line of JSON each, and a table on the screen.
 
     Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
     """
 
-    def __init__(self, path: Path, count: int, console: Console | None) -> None:
-        self.path = path
-        self.count = count
-        self.console = console
+    path: Path
+    count: int
+    """Completions of a step."""
+    console: Console | None
+    """None: no table."""
 
     def on_start(self, trainer: Run, version: int) -> None:
         truncate_lines(self.path, version)

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -246,6 +246,7 @@ def new_counts(**counts: int) -> dict[str, int]:
     return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
+@dataclass
 class ZeroVarianceReplacer:
     """Replaces zero-variance groups by groups of a replay table.
 
@@ -253,33 +254,23 @@ class ZeroVarianceReplacer:
     group: by the log-probabilities of its own sampler and the current weights.
     """
 
-    def __init__(
-        self,
-        client: ReplayClient,
-        table: str = "replay",
-        on_empty: OnEmpty = "keep",
-        timeout: float | None = 60.0,
-        max_staleness: int | None = None,
-        *,
-        inspector: Inspector | None = None,
-        scale: Scale | None = None,
-    ) -> None:
-        """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
+    client: ReplayClient
+    table: str = "replay"
+    on_empty: OnEmpty = "keep"
+    """See OnEmpty; "wait" waits up to `timeout` seconds."""
+    timeout: float | None = 60.0
+    """None: without limit."""
+    max_staleness: int | None = None
+    """Groups that lag by more policy versions are not used. If one trainer alone uses the table, set the limit of the
+    table instead: it also removes these groups."""
+    inspector: Inspector | None = field(default=None, kw_only=True)
+    """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
+    scale: Scale | None = field(default=None, kw_only=True)
+    """How the trainer computes advantages anew, as in `carries_gradient`."""
 
-        Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
-        set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
-        trained on; without it, such a group raises ValueError. `scale`: how the trainer computes advantages anew, as
-        in `carries_gradient`.
-        """
-        if on_empty not in get_args(OnEmpty):
-            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
-        self.client = client
-        self.table = table
-        self.on_empty = on_empty
-        self.timeout = timeout
-        self.max_staleness = max_staleness
-        self.inspector = inspector
-        self.scale = scale
+    def __post_init__(self) -> None:
+        if self.on_empty not in get_args(OnEmpty):
+            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.on_empty!r}")
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -378,6 +369,7 @@ class ZeroVarianceReplacer:
         return chosen
 
 
+@dataclass
 class GroupSource:
     """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
 
@@ -387,73 +379,59 @@ class GroupSource:
     what the server must admit.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[list[Sample]],
-        replacer: ZeroVarianceReplacer,
-        ranks: Ranks,
-        run: str,
-        *,
-        zero_variance: ZeroVariance = "replace",
-        size: int = 0,
-        max_batches: int = 10,
-        added: int = 0,
-        start: int = 0,
-    ) -> None:
-        """`batches`: the fresh groups of this rank. `run`: a name of this run, the same on every rank, that no earlier
-        run had.
-
-        `size` and `max_batches` are for dynamic: groups of a step, and the most batches it takes; after that the step
-        has fewer groups. `added` groups of the pool join each step, if the pool has them. Steps up to `start` take
-        nothing from the pool.
-        """
-        self.left: list[Sample] = []
-        """Fresh groups that are drawn, and that no step has trained on yet."""
-        self._batches = batches
-        self._replacer = replacer
-        self._ranks = ranks
-        self._run = run
-        self._zero_variance = zero_variance
-        self._size = size
-        self._max_batches = max_batches
-        self._added = added
-        self._start = start
+    batches: Iterator[list[Sample]]
+    """The fresh groups of this rank."""
+    replacer: ZeroVarianceReplacer
+    ranks: Ranks
+    run: str
+    """A name of this run, the same on every rank, that no earlier run had."""
+    zero_variance: ZeroVariance = field(default="replace", kw_only=True)
+    size: int = field(default=0, kw_only=True)
+    """With dynamic: groups of a step."""
+    max_batches: int = field(default=10, kw_only=True)
+    """With dynamic: the most batches of a step, which has fewer groups after that."""
+    added: int = field(default=0, kw_only=True)
+    """Groups of the pool that join each step, if the pool has them."""
+    start: int = field(default=0, kw_only=True)
+    """Steps up to this one take nothing from the pool."""
+    left: list[Sample] = field(default_factory=list, init=False)
+    """Fresh groups that are drawn, and that no step has trained on yet."""
 
     def next(self, step: int) -> Replacement:
         """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
-        if self._zero_variance == "dynamic":
+        if self.zero_variance == "dynamic":
             taken = self._dynamic()
         else:
-            fresh = next(self._batches)
+            fresh = next(self.batches)
             count = self._without_gradient(fresh)
             taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
-        if step <= self._start:
+        if step <= self.start:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
-        scope = f"{self._run}/step-{step}"
-        if self._zero_variance == "replace":
-            taken = self._replacer.replace(taken.fresh, scope, self._keys(taken))
-        if self._added:
-            taken = self._replacer.add(taken, self._added, scope, self._keys(taken))
+        scope = f"{self.run}/step-{step}"
+        if self.zero_variance == "replace":
+            taken = self.replacer.replace(taken.fresh, scope, self._keys(taken))
+        if self.added:
+            taken = self.replacer.add(taken, self.added, scope, self._keys(taken))
         return taken
 
     def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
         chosen, fresh = self.left, list[Sample]()
-        for _ in range(self._max_batches):
-            if len(chosen) >= self._size:
+        for _ in range(self.max_batches):
+            if len(chosen) >= self.size:
                 break
-            fresh += (batch := next(self._batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._replacer.scale)]
+            fresh += (batch := next(self.batches))
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self.replacer.scale)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self.left = chosen[: self._size], chosen[self._size :]
-        count, missing = self._without_gradient(fresh), self._size - len(chosen)
+        chosen, self.left = chosen[: self.size], chosen[self.size :]
+        count, missing = self._without_gradient(fresh), self.size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
-        return sum(not carries_gradient(sample.group, self._replacer.scale) for sample in samples)
+        return sum(not carries_gradient(sample.group, self.replacer.scale) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:
         """The keys of the groups of every rank. The pool may hold them already."""
         mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
-        return [key for keys in self._ranks.all(mine) for key in keys]
+        return [key for keys in self.ranks.all(mine) for key in keys]
