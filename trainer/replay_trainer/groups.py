@@ -7,13 +7,14 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
+from replay_client.names import check_choice
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
 from replay_trainer.config import OnEmpty, ZeroVariance
@@ -269,8 +270,7 @@ class ZeroVarianceReplacer:
     """How the trainer computes advantages anew, as in `carries_gradient`."""
 
     def __post_init__(self) -> None:
-        if self.on_empty not in get_args(OnEmpty):
-            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.on_empty!r}")
+        check_choice("on_empty", self.on_empty, OnEmpty)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
+from replay_client.names import check_choice
 from replay_client.scoring import carries_gradient, group_advantages, group_priority
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
@@ -79,15 +80,8 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
             raise ValueError(f"replay_share must be from 0 to 0.9, not {self.replay_share}")
         if self.replay_buffer_size < 0:
             raise ValueError(f"replay_buffer_size must be at least 0, not {self.replay_buffer_size}")
-        if self.replay_on_empty not in get_args(OnEmpty):
-            raise ValueError(
-                f"replay_on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.replay_on_empty!r}"
-            )
-        if self.replay_on_unavailable not in get_args(OnUnavailable):
-            raise ValueError(
-                f"replay_on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, "
-                f"not {self.replay_on_unavailable!r}"
-            )
+        check_choice("replay_on_empty", self.replay_on_empty, OnEmpty)
+        check_choice("replay_on_unavailable", self.replay_on_unavailable, OnUnavailable)
         if not self.replay_clip_max > 0:
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
 
