@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -13,12 +14,11 @@ from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
-from replay_client.documents import dumps
 from replay_client.errors import ReplayError
 from replay_client.records import ServerInfo, rates_between
 from replay_client.shards.merging import shards_of
 from replay_protos import replay_pb2 as pb
-from replay_protos.state import document
+from replay_protos.state import document, plain
 
 HISTORY = 600
 """Looks (polls of the server) that the charts show."""
@@ -39,6 +39,11 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
     row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
     return row | {"capacity": info.admission.capacity if info.admission is not None else None}
+
+
+def dumps(found: object) -> bytes:
+    """The document as compact JSON."""
+    return json.dumps(plain(found), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _event(name: str, news: object) -> bytes:
