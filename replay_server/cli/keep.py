@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_protos.state import document
+from replay_protos.state import document, plain
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
 from replay_server.cli.items import item_document, load_tokenizer
 from replay_server.cli.options import with_access
@@ -310,8 +310,6 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    from replay_client.documents import plain
-
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
