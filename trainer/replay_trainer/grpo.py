@@ -16,7 +16,7 @@ from torch import Tensor
 from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.background import WaitLog
+from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
@@ -162,7 +162,7 @@ class GRPOTrainer:
                 lease=config.lease,
                 on_lease=leases.expect,
             ) as stream:
-                waits = WaitLog(self.client, config.rollouts_table, quiet=not self.ranks.is_first)
+                waits = ServerWaits(self.client, config.rollouts_table, quiet=not self.ranks.is_first)
                 watched = leases.watch(waits.watch(stream))
                 batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
                 source = self._group_source(batches)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.background import BackgroundTask, HostCopy, WaitLog
+from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
@@ -96,7 +96,7 @@ class Publication:
         self._last_saved = -config.save_every
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
-        self._waits = WaitLog(client, quiet=not ranks.is_first)
+        self._waits = ServerWaits(client, quiet=not ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
         self._rank_files = RankFiles(ranks, self.output_dir) if sharded else None

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
-from replay_client.generator.engines.adapters import check_base, holds_adapter, read_adapter
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
+from replay_client.generator.weights import check_base, holds_adapter, read_adapter
 
 _T = TypeVar("_T")
 

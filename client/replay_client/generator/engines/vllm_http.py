@@ -17,7 +17,7 @@ import aiohttp
 
 from replay_client.errors import ReplayError
 from replay_client.generator.engines import LOGPROBS_MODE
-from replay_client.generator.engines.adapters import holds_adapter
+from replay_client.generator.weights import holds_adapter
 
 FIRST = "default"
 """vLLM's label of the weights that a server was started with."""
