@@ -43,8 +43,8 @@ class WaitLog:
     """One log for all waits of a kind, however many are under way at once."""
 
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
-        """`who` waits. `every`: seconds between two lines. `late`: the wait begins now, and its first line comes so late
-        too. Otherwise that comes at once."""
+        """`who` waits. `every`: seconds between two lines. `late`: the wait begins now, and its first line comes after
+        `every` too. Otherwise that comes at once."""
         self._who = who
         self._every, self._late = every, late
         self._since = time.monotonic() if late else None
