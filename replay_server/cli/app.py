@@ -20,10 +20,8 @@ from replay_server.cli.items import delete, items, show
 from replay_server.cli.keep import checkpoint, checkpoints, export, import_items
 from replay_server.cli.output import complain, say
 from replay_server.cli.servers import serve, shards
-from replay_server.cli.tables import tables
-from replay_server.cli.top import top
+from replay_server.cli.tables import tables, top, watch
 from replay_server.cli.train import demo, train
-from replay_server.cli.watch import watch
 
 app = typer.Typer(
     help="A replay server for GRPO: rollout groups in rate-limited priority tables.",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, document
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect
-from replay_server.cli.documents import Document, config_of, policy_document, table_document
 from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
 
@@ -45,9 +46,9 @@ def update(
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
     if as_json:
-        print_json(table_document(after))
+        print_json(document(after))
         return
-    old, new = config_of(info), config_of(after)
+    old, new = json.loads(info.config), json.loads(after.config)
     for name in new:
         if old[name] != new[name]:
             say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
@@ -120,7 +121,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
         if limit is not None and limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = _number(wanted.get("max_times_sampled"))
-    before = config_of(info)["max_times_sampled"]
+    before = json.loads(info.config)["max_times_sampled"]
     if uses and info.size and (not before or uses < before):
         return f"may hold items that were sampled {uses:.0f} times"
     return ""
@@ -180,7 +181,7 @@ def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
 
 def _print(current: Policy, as_json: bool) -> None:
     if as_json:
-        print_json(policy_document(current))
+        print_json(document(current, pb.Policy.DESCRIPTOR))
         return
     from replay_client.units import duration
 

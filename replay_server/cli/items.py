@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from replay_protos.state import Document
 from replay_server.cli.connection import Key, Keys, TableName, Timeout, ask, connect
-from replay_server.cli.documents import Document, item_document
 from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, plain_table, print_json, say
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from replay_client import RolloutGroup
-    from replay_client.records import Membership, StoredItem
+    from replay_client.records import ItemInfo, Membership, StoredItem
 
 _HEAD = 64
 """Bytes that are shown of a payload that is not a rollout group."""
@@ -124,6 +124,12 @@ def delete(
         fail(f"not in {table}: {', '.join(map(str, result.missing))}")
 
 
+def item_document(item: ItemInfo) -> Document:
+    """The key is a string, as in every document."""
+    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes}
+    return {name: fact for name, fact in facts.items() if name != "nbytes"}
+
+
 class Decoder(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -190,7 +196,7 @@ def load_tokenizer(path: Path) -> Decoder:
 
 
 def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
-    from replay_client.dashboard.documents import plain
+    from replay_client.documents import plain
 
     prompt: Document = {"tokens": int(group.prompt_ids.size)}
     if decoder is not None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_protos.state import document
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
-from replay_server.cli.documents import checkpoint_document, item_document
-from replay_server.cli.items import load_tokenizer
+from replay_server.cli.items import item_document, load_tokenizer
 from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
@@ -61,7 +61,7 @@ def checkpoints(
         reach(client, timeout)
         found = ask(lambda: client.checkpoints(verify=verify))
     if as_json:
-        print_json([checkpoint_document(entry) for entry in found])
+        print_json([document(entry) for entry in found])
     else:
         from replay_client.units import byte_size
 
@@ -310,7 +310,7 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    from replay_client.dashboard.documents import plain
+    from replay_client.documents import plain
 
     count = 0
     with path.open("w", encoding="utf-8") as file:

@@ -101,7 +101,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
-    from replay_client.dashboard.documents import plain
+    from replay_client.documents import plain
 
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
