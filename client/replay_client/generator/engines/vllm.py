@@ -275,11 +275,11 @@ def _start(args: dict[str, Any]) -> Any:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             # vLLM has no types that mypy reads, so its class counts as Any.
-            class Engine(AsyncLLM):  # type: ignore[misc]
+            class QuietLLM(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
                     """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
 
-            result["llm"] = Engine.from_engine_args(AsyncEngineArgs(**args))
+            result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
         except BaseException as error:
             result["error"] = error
 

@@ -22,7 +22,7 @@ from replay_client.errors import ReplayError
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
-    Limits,
+    Timeouts,
     VLLMServer,
     VLLMServerError,
     VLLMServerGoneError,
@@ -58,9 +58,9 @@ class VLLMServerEngine:
         self_test: bool = True,
         agreement: float = 0.02,
         patience: float = 600.0,
-        control_timeout: float = Limits.control,
-        reload_timeout: float = Limits.reload,
-        health_timeout: float = Limits.health,
+        control_timeout: float = Timeouts.control,
+        reload_timeout: float = Timeouts.reload,
+        health_timeout: float = Timeouts.health,
         api_key: str | None = None,
         lock_folder: str | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class VLLMServerEngine:
 
         `served_model`: their name of it, if that differs. `max_length` defaults to theirs. `self_test` tries a reload
         at start, see VLLMServer.self_test. `agreement`: most nats that the servers' log-probabilities of a probe may
-        differ by. The three timeouts: see Limits. `api_key`, `lock_folder`: see VLLMServer.
+        differ by. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
         from transformers import AutoTokenizer
@@ -76,8 +76,8 @@ class VLLMServerEngine:
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
-        limits = Limits(control_timeout, reload_timeout, health_timeout)
-        self._servers = [VLLMServer(url, api_key, lock_folder, limits) for url in urls]
+        timeouts = Timeouts(control_timeout, reload_timeout, health_timeout)
+        self._servers = [VLLMServer(url, api_key, lock_folder, timeouts) for url in urls]
         self._agreement, self._patience = agreement, patience
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._weights: Weights | None = None
