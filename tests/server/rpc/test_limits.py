@@ -432,7 +432,7 @@ def test_connections_to_the_metrics_that_say_nothing_cost_few_threads_and_hold_u
     with ReplayServer.from_config(Config(server=section, tables=tuple(TABLES))) as server, ExitStack() as silent:
         host, _, port = server.metrics_address.rpartition(":")
         before = threading.active_count()
-        for number in range(100):
+        for number in range(30):
             one = silent.enter_context(socket.create_connection((host, int(port))))
             one.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: " * (number % 2))
         with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as answer:

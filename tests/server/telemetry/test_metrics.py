@@ -6,9 +6,7 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,6 +22,7 @@ from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
+from tests.commands import COMMAND, fails
 from tests.factories import make_group, until
 
 ROOT = Path(__file__).parents[3]
@@ -90,8 +89,7 @@ def test_a_wait_is_seen_with_its_table_and_operation(server, client):
         client.insert(b"x", {"rollouts": 1.0})
     thread = threading.Thread(target=lambda: client.insert(b"x", {"rollouts": 1.0}))
     thread.start()
-    while not client.server_info().tables["rollouts"].inserting.count:
-        time.sleep(0.01)
+    until(lambda: client.server_info().tables["rollouts"].inserting.count)
     samples = scrape(server.metrics_address)
     assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
     assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
@@ -190,15 +188,7 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
     path = tmp_path / "replay.toml"
     path.write_text("[server]\nmetrics_address = '7401'\n[[tables]]\nname = 'a'\n")
     for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"], ["--address", "127.0.0.1:99999"]):
-        result = subprocess.run(
-            [sys.executable, "-m", "replay_server.cli", "serve", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert result.returncode == 1
-        assert "address: must be host:port, for example 127.0.0.1:7401" in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert "address: must be host:port, for example 127.0.0.1:7401" in fails("serve", *arguments)
 
 
 def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
@@ -257,7 +247,7 @@ def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, s
 
 
 def test_the_process_logs_json_and_says_where_its_metrics_are():
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0"]
+    command = [*COMMAND, "serve", "--address", "127.0.0.1:0"]
     process = subprocess.Popen(
         [*command, "--metrics-address", "127.0.0.1:0", "--log-format", "json"],
         stdout=subprocess.PIPE,
