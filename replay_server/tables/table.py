@@ -104,15 +104,21 @@ class Table:
     def _clear(self, current_version: int) -> None:
         self.columns = Columns(current_version)
         self.limiter = self.config.rate_limiter.build()
-        self.sampler = self.config.sampler.build(self.columns)
-        # A queue removes in the order in which it samples: then one selector does both.
-        same = self.config.remover == self.config.sampler
-        self.remover = self.sampler if same else self.config.remover.build(self.columns)
+        self._build_selectors()
         self.bytes = 0
         self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
+
+    def _build_selectors(self) -> None:
+        config = self.config
+        self.sampler = self.remover = config.sampler.build(self.columns)
+        self._selectors = [self.sampler]
+        # A queue removes in the order in which it samples: then one selector does both.
+        if config.remover != config.sampler:
+            self.remover = config.remover.build(self.columns)
+            self._selectors.append(self.remover)
 
     @property
     def name(self) -> str:
@@ -215,15 +221,13 @@ class Table:
     def _show(self, slots: IntArray) -> None:
         """From now on the rows count, and selectors may choose them."""
         self.bytes += total(self.columns.size[rows_at(slots)])
-        self.sampler.insert(slots)
-        if self.remover is not self.sampler:
-            self.remover.insert(slots)
+        for selector in self._selectors:
+            selector.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
-        self.sampler.delete(slots)
-        if self.remover is not self.sampler:
-            self.remover.delete(slots)
+        for selector in self._selectors:
+            selector.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
 
     def _remove(self, slots: IntArray) -> None:
@@ -362,9 +366,8 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        self.sampler.update(slots)
-        if self.remover is not self.sampler:
-            self.remover.update(slots)
+        for selector in self._selectors:
+            selector.update(slots)
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
@@ -386,9 +389,8 @@ class Table:
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
         before, self.columns.current_version = self.columns.current_version, current
-        self.sampler.version_moved(before)
-        if self.remover is not self.sampler:
-            self.remover.version_moved(before)
+        for selector in self._selectors:
+            selector.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many."""
@@ -429,14 +431,10 @@ class Table:
         limiter.deletes = self.limiter.deletes
         self.limiter = limiter
         if (config.sampler, config.remover) != (old.sampler, old.remover):
-            self.sampler = config.sampler.build(self.columns)
-            same = config.remover == config.sampler
-            self.remover = self.sampler if same else config.remover.build(self.columns)
-            slots = self.columns.used()
-            if slots.size:
-                self.sampler.insert(slots)
-                if not same:
-                    self.remover.insert(slots)
+            self._build_selectors()
+            if (slots := self.columns.used()).size:
+                for selector in self._selectors:
+                    selector.insert(slots)
         self._fit()
 
     def _fit(self) -> None:

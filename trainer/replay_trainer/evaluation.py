@@ -70,7 +70,7 @@ class PromptEvaluation:
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
 
-        Raises ValueError without a tokenizer or with sharded weights, RewardError if a reward function fails.
+        Raises ValueError without a tokenizer or with partitioned weights, RewardError if a reward function fails.
         """
         ranks = trainer.ranks
         if trainer.tokenizer is None:

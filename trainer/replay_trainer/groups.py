@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 from torch import nn
@@ -16,7 +16,7 @@ from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
-from replay_trainer.config import OnEmpty
+from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
 
@@ -378,128 +378,82 @@ class ZeroVarianceReplacer:
         return chosen
 
 
-class GroupSource(Protocol):
-    """Yields what each step trains on."""
+class GroupSource:
+    """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
 
-    @property
-    def left(self) -> Sequence[Sample]:
-        """Fresh groups that are drawn, and that no step has trained on yet."""
-
-    def next(self, step: int) -> Replacement:
-        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
-
-
-class KeepingSource:
-    """Trains on the fresh batch as it is."""
-
-    left: Sequence[Sample] = ()
-
-    def __init__(self, batches: Iterator[list[Sample]], scale: Scale | None = None) -> None:
-        """`scale`: how the trainer computes advantages anew, as in `carries_gradient`."""
-        self._batches = batches
-        self._scale = scale
-
-    def next(self, step: int) -> Replacement:
-        """The next fresh batch."""
-        return _unchanged(next(self._batches), self._scale)
-
-
-class ReplacingSource:
-    """Replaces groups without variance by groups of the pool."""
-
-    left: Sequence[Sample] = ()
+    `zero_variance` says what happens to fresh groups without variance, which carry no gradient (`carries_gradient`).
+    replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh batches until it has enough
+    others (DAPO, arXiv 2503.14476), and so takes more fresh groups than it trains on; GRPOConfig.check_admission says
+    what the server must admit.
+    """
 
     def __init__(
-        self, batches: Iterator[list[Sample]], replacer: ZeroVarianceReplacer, ranks: Ranks, run: str, start: int = 0
+        self,
+        batches: Iterator[list[Sample]],
+        replacer: ZeroVarianceReplacer,
+        ranks: Ranks,
+        run: str,
+        *,
+        zero_variance: ZeroVariance = "replace",
+        size: int = 0,
+        max_batches: int = 10,
+        added: int = 0,
+        start: int = 0,
     ) -> None:
-        """`run`: a name of this run, the same on every rank, that no earlier run had. Steps up to `start` replace
-        nothing."""
+        """`batches`: the fresh groups of this rank. `run`: a name of this run, the same on every rank, that no earlier
+        run had.
+
+        `size` and `max_batches` are for dynamic: groups of a step, and the most batches it takes; after that the step
+        has fewer groups. `added` groups of the pool join each step, if the pool has them. Steps up to `start` take
+        nothing from the pool.
+        """
+        self.left: list[Sample] = []
+        """Fresh groups that are drawn, and that no step has trained on yet."""
         self._batches = batches
         self._replacer = replacer
         self._ranks = ranks
         self._run = run
+        self._zero_variance = zero_variance
+        self._size = size
+        self._max_batches = max_batches
+        self._added = added
         self._start = start
 
     def next(self, step: int) -> Replacement:
-        """The next fresh batch, with its groups without variance replaced."""
-        fresh = next(self._batches)
+        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        if self._zero_variance == "dynamic":
+            taken = self._dynamic()
+        else:
+            fresh = next(self._batches)
+            count = self._without_gradient(fresh)
+            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
         if step <= self._start:
-            return _unchanged(fresh, self._replacer.scale)
-        return self._replacer.replace(fresh, scope=_scope(self._run, step), exclude=_keys(fresh, self._ranks))
+            return taken
+        # One scope for all draws of a step: no two ranks get the same group.
+        scope = f"{self._run}/step-{step}"
+        if self._zero_variance == "replace":
+            taken = self._replacer.replace(taken.fresh, scope, self._keys(taken))
+        if self._added:
+            taken = self._replacer.add(taken, self._added, scope, self._keys(taken))
+        return taken
 
-
-class DynamicSource:
-    """Draws fresh batches until the step has enough groups with variance (DAPO, arXiv 2503.14476).
-
-    It takes more fresh groups a step than it trains on: see GRPOConfig.check_admission for what the server must admit.
-    """
-
-    def __init__(
-        self, batches: Iterator[list[Sample]], size: int, max_batches: int, scale: Scale | None = None
-    ) -> None:
-        """`size` groups a step, from at most `max_batches` fresh batches; after that the step has fewer groups.
-
-        `scale`: how the trainer computes advantages anew, as in `carries_gradient`.
-        """
-        self._batches = batches
-        self._scale = scale
-        self._size = size
-        self._max_batches = max_batches
-        self.left: list[Sample] = []
-
-    def next(self, step: int) -> Replacement:
+    def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
         chosen, fresh = self.left, list[Sample]()
         for _ in range(self._max_batches):
             if len(chosen) >= self._size:
                 break
             fresh += (batch := next(self._batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._scale)]
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._replacer.scale)]
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[: self._size], chosen[self._size :]
-        count = sum(not carries_gradient(sample.group, self._scale) for sample in fresh)
-        missing = self._size - len(chosen)
+        count, missing = self._without_gradient(fresh), self._size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
+    def _without_gradient(self, samples: Sequence[Sample]) -> int:
+        return sum(not carries_gradient(sample.group, self._replacer.scale) for sample in samples)
 
-class SharingSource:
-    """Adds groups of the pool to the groups of another source: GRPOConfig.replay_share."""
-
-    def __init__(
-        self, source: GroupSource, replacer: ZeroVarianceReplacer, ranks: Ranks, count: int, run: str, start: int = 0
-    ) -> None:
-        """`count` groups a step on this rank, if the pool has them. `run`, `start`: as for ReplacingSource."""
-        self._source = source
-        self._replacer = replacer
-        self._ranks = ranks
-        self._count = count
-        self._run = run
-        self._start = start
-
-    @property
-    def left(self) -> Sequence[Sample]:
-        """Those of the other source."""
-        return self._source.left
-
-    def next(self, step: int) -> Replacement:
-        """The groups of the other source, and then those of the pool."""
-        taken = self._source.next(step)
-        if step <= self._start:
-            return taken
-        keys = _keys([*taken.samples, *taken.fresh], self._ranks)
-        return self._replacer.add(taken, self._count, scope=_scope(self._run, step), exclude=keys)
-
-
-def _unchanged(samples: list[Sample], scale: Scale | None) -> Replacement:
-    count = sum(not carries_gradient(sample.group, scale) for sample in samples)
-    return Replacement(list(samples), [], list(samples), new_counts(zero_variance=count, missing=count))
-
-
-def _scope(run: str, step: int) -> str:
-    """One scope for all draws of a step: no two ranks get the same group."""
-    return f"{run}/step-{step}"
-
-
-def _keys(samples: list[Sample], ranks: Ranks) -> list[int]:
-    """The keys of the samples of every rank. The pool may hold their groups already."""
-    return [key for keys in ranks.all([sample.info.key for sample in samples]) for key in keys]
+    def _keys(self, taken: Replacement) -> list[int]:
+        """The keys of the groups of every rank. The pool may hold them already."""
+        mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
+        return [key for keys in self._ranks.all(mine) for key in keys]

@@ -3,7 +3,7 @@
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
-                 optimizer/    with sharded weights, of a full state: each rank's rows of the optimizer's state
+                 optimizer/    with partitioned weights, of a full state: each rank's rows of the optimizer's state
                  manifest.json version, files with their sizes, the server's checkpoint, of a full state the checksums
                                of its files; written last, so a folder with a manifest is complete, and a trainer
                                wrote it

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import urllib.request
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -425,19 +424,6 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ without a token
-
-
-def test_connections_to_the_metrics_that_say_nothing_cost_few_threads_and_hold_up_no_scrape():
-    section = ServerSection(address="127.0.0.1:0", metrics_address="127.0.0.1:0")
-    with ReplayServer.from_config(Config(server=section, tables=tuple(TABLES))) as server, ExitStack() as silent:
-        host, _, port = server.metrics_address.rpartition(":")
-        before = threading.active_count()
-        for number in range(30):
-            one = silent.enter_context(socket.create_connection((host, int(port))))
-            one.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: " * (number % 2))
-        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as answer:
-            assert b"replay_" in answer.read()
-        assert threading.active_count() - before <= 20
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])

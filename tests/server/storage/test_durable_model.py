@@ -3,27 +3,24 @@
 A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
 gives back what was in hand. Moving writes a checkpoint, and begins with it in an empty directory.
 
-REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
+`make test-long` looks at five times as many sequences as `make test`; REPLAY_MODEL_EXAMPLES=2000 at more.
 """
 
 import asyncio
 import copy
-import os
 import tempfile
 from collections import deque
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from replay_server.storage import lmdb, records
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from tests.server.tables import test_model
 
@@ -89,8 +86,7 @@ class DurableMachine(test_model.ModelMachine):
 
         def begin():
             checkpoint.load(self.buffer, self.storage.write_payloads)
-            self.collector.changed(self.buffer.items)
-            self.collector.inserted(checkpoint.contents.state.known_keys)
+            self.collector.all_changed()
 
         self.start_again(begin)
 
@@ -128,8 +124,5 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = DurableMachine.TestCase
-TestDurableModel.settings = settings(
-    test_model.TestModel.settings,
-    max_examples=int(os.environ.get("REPLAY_MODEL_EXAMPLES", "150")),
-)
+TestDurableModel = test_model.test_of(DurableMachine, 30)
+TestDurableModelForLong = pytest.mark.long(test_model.test_of(DurableMachine, 150))

@@ -410,7 +410,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
             return None
         old_BT: Tensor | None = output.get("old_per_token_logps")
-        if old_BT is None:  # computed on every rank, replaced rows or not: a sharded model needs all ranks
+        if old_BT is None:  # computed on every rank, replaced rows or not: a partitioned model needs all ranks
             names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
             old_BT = self._logprobs(*(output[name] for name in names))
         stored_BT = old_BT.clone()

@@ -312,7 +312,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._output_dir,
             version,
             self._keep_weights,
-            None,  # a probe needs a forward pass, which a trainer whose weights are sharded cannot make here
+            None,  # a probe needs a forward pass, which a trainer whose weights are partitioned cannot make here
             weights=self._weights,
         )
         self._policy = self._reach(partial(self.client.set_policy_version, version, weights=str(folder)))

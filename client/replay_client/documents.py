@@ -1,4 +1,4 @@
-"""Documents: the JSON that the page gets."""
+"""Documents: values of msgpack and numpy as JSON, for `--json` and the page of the dashboard."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import math
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import Message
 
 
 def plain(value: Any) -> Any:
-    """Converts values of protobuf, msgpack and numpy into values of JSON. NaN and infinities become None."""
+    """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None."""
     if isinstance(value, dict):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
-    if isinstance(value, Message):
-        return {field.name: plain(getattr(value, field.name)) for field in value.DESCRIPTOR.fields}
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, float):
@@ -34,8 +31,3 @@ def plain(value: Any) -> Any:
 def dumps(document: object) -> bytes:
     """The document as compact JSON."""
     return json.dumps(plain(document), separators=(",", ":"), allow_nan=False).encode()
-
-
-def event(name: str, document: object) -> bytes:
-    """A server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(document))
