@@ -124,5 +124,5 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = test_model.test_of(DurableMachine, 30)
-TestDurableModelForLong = pytest.mark.long(test_model.test_of(DurableMachine, 150))
+TestDurableModel = test_model.case_of(DurableMachine, 30)
+TestDurableModelForLong = pytest.mark.long(test_model.case_of(DurableMachine, 150))

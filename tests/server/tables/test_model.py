@@ -463,7 +463,7 @@ class ModelMachine(RuleBasedStateMachine):
 warnings.filterwarnings("ignore", module="replay_server")
 
 
-def test_of(machine, examples):
+def case_of(machine, examples):
     """The test case of a machine, with so many sequences unless the environment wants another number."""
 
     class TestCase(machine.TestCase):
@@ -482,5 +482,5 @@ def test_of(machine, examples):
     return TestCase
 
 
-TestModel = test_of(ModelMachine, 100)
-TestModelForLong = pytest.mark.long(test_of(ModelMachine, 500))
+TestModel = case_of(ModelMachine, 100)
+TestModelForLong = pytest.mark.long(case_of(ModelMachine, 500))
