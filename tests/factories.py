@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pytest
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
@@ -176,6 +177,20 @@ def _run_rank(rank: int, size: int, port: int, error: Path, function: Callable[.
     except BaseException:
         error.write_text(traceback.format_exc())
         raise
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @contextmanager
