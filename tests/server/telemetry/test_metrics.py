@@ -15,31 +15,19 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
 from tests.commands import COMMAND, fails
-from tests.factories import make_group, until
+from tests.factories import make_group, sample_of, scrape, until
 
 ROOT = Path(__file__).parents[3]
 
 
-def scrape(address, accept=""):
-    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        text, kind = response.read().decode(), response.headers["Content-Type"]
-    families = list(parse_openmetrics(text) if "openmetrics" in kind else parse_text(text))
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
-    }
-
-
 def value(samples, name, **labels):
-    return samples[name, *sorted(labels.items())]
+    return samples[sample_of(name, **labels)]
 
 
 @pytest.fixture
