@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -183,14 +184,14 @@ class ReplayServer:
                 raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
             checkpoint = CheckpointDirectory(directory).open(self._restore)
         try:
-            await self._run(checkpoint, self._replace, "", on_started)
+            await self._serve(checkpoint, self._replace, "", on_started)
         except DamagedDirectory as damage:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
-            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.contents.summary.name}"
+            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.summary.name}"
             log.error("%s; all later changes are lost", said)
-            await self._run(checkpoint, True, said, on_started)
+            await self._serve(checkpoint, True, said, on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> OpenCheckpoint:
         """The newest whole checkpoint. Raises the damage if there is none."""
@@ -201,74 +202,64 @@ class ReplayServer:
         except ValueError:
             raise damage from None
 
-    async def _run(
+    async def _serve(
         self, checkpoint: OpenCheckpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
     ) -> None:
-        section, storage = self.config.server, None
-        if section.data_dir is not None:
-            storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
-            storage.fell_back = fell_back
-        try:
-            await self._serve(storage, checkpoint, on_started)
-        finally:
-            if storage is not None:
-                storage.close()
-
-    async def _serve(
-        self, storage: LmdbStorage | None, checkpoint: OpenCheckpoint | None, on_started: Callable[[], None]
-    ) -> None:
-        section, checkpoints = self.config.server, self.config.checkpoints
+        section, checkpoints, directory = self.config.server, self.config.checkpoints, self.config.checkpoint_dir
         # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.
-        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and self.config.checkpoint_dir is not None:
-            CheckpointDirectory(self.config.checkpoint_dir).check_writable()
-        buffer = ReplayBuffer(
-            self.config.tables,
-            time.monotonic,
-            storage=storage,
-            admission=self.config.admission,
-            max_bytes=section.max_bytes,
-            max_payload_bytes=section.max_payload_bytes,
-        )
+        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and directory is not None:
+            CheckpointDirectory(directory).check_writable()
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        journal = checkpointer = None
-        if storage is not None:
-            journal = Journal.start(buffer, storage, checkpoint)
-        elif checkpoint is not None:
-            checkpoint.load(buffer)
-        if (directory := self.config.checkpoint_dir) is not None:
-            checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
-        try:
+        storage = journal = checkpointer = None
+        async with AsyncExitStack() as ends:  # in the opposite order
+            if section.data_dir is not None:
+                storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
+                storage.fell_back = fell_back
+                ends.callback(storage.close)
+            ends.callback(self._log_end)
+            buffer = ReplayBuffer(
+                self.config.tables,
+                time.monotonic,
+                storage=storage,
+                admission=self.config.admission,
+                max_bytes=section.max_bytes,
+                max_payload_bytes=section.max_payload_bytes,
+            )
+            if storage is not None:
+                restored = () if checkpoint is None else (checkpoint.load, checkpoint.summary.bytes)
+                journal = Journal.start(buffer, storage, *restored)
+                ends.push_async_callback(journal.close)
+            elif checkpoint is not None:
+                checkpoint.load(buffer)
+            if directory is not None:
+                checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
+                ends.push_async_callback(checkpointer.close)
             if journal is not None:
                 await journal.durable()
-            await self._listen(buffer, journal, checkpointer, on_started)
-        finally:
-            if checkpointer is not None:
-                await checkpointer.close()
-            if journal is not None:
-                await journal.close()
-            if self._address is not None:  # otherwise it never started
-                log.info("stopped")
+            await self._listen(buffer, journal, checkpointer, ends, on_started)
+
+    def _log_end(self) -> None:
+        if self._address is not None:  # otherwise it never started
+            log.info("stopped")
 
     async def _listen(
         self,
         buffer: ReplayBuffer,
         journal: Journal | None,
         checkpointer: Checkpointer | None,
+        ends: AsyncExitStack,
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
         metrics, latencies = _metrics_endpoint(section.metrics_address)
+        if metrics is not None:
+            ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer, config.limits, section.data_dir, journal, checkpointer, section.shared_memory or None
         )
-        try:
-            listener = Listener(
-                self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
-            )
-        except OSError:
-            if metrics is not None:
-                metrics.close()
-            raise
+        listener = Listener(
+            self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
+        )
         self._address = listener.address
         warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
         await listener.start()
@@ -292,8 +283,6 @@ class ReplayServer:
                 task.cancel()
             buffer.close()
             await listener.stop(self._grace)
-            if metrics is not None:
-                await asyncio.to_thread(metrics.close)
             if checkpointer is not None and checkpoints.on_stop:
                 try:
                     await checkpointer.write()

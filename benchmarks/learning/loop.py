@@ -32,7 +32,7 @@ from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.demo.task import solve_rate, supervised_batch
-from replay_trainer.groups import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
+from replay_trainer.groups import GroupSource
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.ranks import Ranks
@@ -144,16 +144,17 @@ class _Steps:
 
     def _source(self) -> GroupSource:
         """As GRPOTrainer makes it from `zero_variance` and `replay_share`."""
-        arm, ranks, batches = self.arm, Ranks("cpu"), self._batches()
-        replacer = ZeroVarianceReplacer(self.client, "replay")
-        source: GroupSource
-        if arm.zero_variance == "replace":
-            source = ReplacingSource(batches, replacer, ranks, "run", arm.start)
-        elif arm.zero_variance == "dynamic":
-            source = DynamicSource(batches, arm.fresh, max_batches=10)
-        else:
-            source = KeepingSource(batches)
-        return SharingSource(source, replacer, ranks, arm.replay, "run", arm.start) if arm.replay else source
+        arm = self.arm
+        return GroupSource(
+            self._batches(),
+            ZeroVarianceReplacer(self.client, "replay"),
+            Ranks("cpu"),
+            "run",
+            zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
+            size=arm.fresh,
+            added=arm.replay,
+            start=arm.start,
+        )
 
     def _batches(self) -> Iterator[list[Sample]]:
         while True:

@@ -121,8 +121,9 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
     ]
 
 
-def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:
-    return pb.Quantiles(**vars(Quantiles.of(values)))
+def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles | None:
+    """None of no values: then the message is absent, and its metrics are."""
+    return pb.Quantiles(**vars(Quantiles.of(values))) if values.size else None
 
 
 def checkpoint(summary: Summary) -> pb.CheckpointInfo:

@@ -21,7 +21,6 @@ from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context
-from replay_server.tables.answers import Answer
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -74,11 +73,12 @@ def once(response_type: type[M]) -> Callable[[Method[M]], Method[M]]:
             digest += type(request).__name__.encode()
             if (answer := answers.get(request.request)) is None:
                 response = await method(self, request, context)
-                answers.remember(request.request, Answer(digest, response.SerializeToString()))
+                answers.remember([request.request], (digest, response.SerializeToString()))
                 return response
-            if answer.digest != digest:
+            first_digest, first_response = answer
+            if first_digest != digest:
                 raise invalid(f"request {request.request} was another request before: choose a new number for each")
-            return response_type.FromString(answer.message)
+            return response_type.FromString(first_response)
 
         return respond
 

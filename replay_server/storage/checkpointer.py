@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +21,15 @@ import numpy.typing as npt
 from replay_server.errors import Refused, storage_failed
 from replay_server.storage.checkpoints import (
     PARTIAL,
-    REMOVED,
-    SEEN,
     CheckpointDirectory,
     CheckpointWriter,
     Listed,
     Summary,
     own_name,
 )
-from replay_server.storage.collector import ChangeCollector
+from replay_server.storage.data_dir import sync_directory
 from replay_server.storage.records import Delta, ItemRecords
+from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.items import Item, Reader, read_slices
 
@@ -141,9 +139,10 @@ class Checkpointer:
         buffer.watchers.append(collector)
         copy = _Copy(self._thread, writer, buffer)
         try:
-            known, keys, items = buffer.known_keys.order(), list(buffer.items), list(buffer.items.values())
+            known, keys, items = list(buffer.known_keys), list(buffer.items), list(buffer.items.values())
             for start in range(0, len(known), _KEYS_PER_YIELD):
-                await copy.in_thread(writer.keys, SEEN, buffer.known_keys.among(known[start : start + _KEYS_PER_YIELD]))
+                entry = collector.remembered_ids(buffer.known_keys.kind, known[start : start + _KEYS_PER_YIELD])
+                await copy.in_thread(writer.piece, entry.record())
             for portion in _batches_of(keys, items):
                 await copy.write_items(collector.item_records(*portion))
             rounds = 0
@@ -193,32 +192,26 @@ class _Copy:
         """Writes items that were not written before, as of the moment of the call. Damaged ones are removed."""
         keys: list[int] = records.items["key"].tolist()
         sizes: list[int] = records.items["nbytes"].tolist()
-        reader = self._buffer.storage.reader(keys, sizes)
-        try:
-            damaged = await self.in_thread(self._copy_items, keys, sizes, reader, records)
-        finally:
-            reader.close()
         self._first.append((keys, sizes))
-        self.items += len(keys)
-        self.bytes += sum(sizes)
-        if damaged:
-            self._buffer.discard(damaged)
-
-    def _copy_items(self, keys: list[int], sizes: list[int], reader: Reader, records: ItemRecords) -> list[int]:
-        damaged = self._copy(keys, sizes, reader, slice(None))
-        self._writer.item_columns(records)
-        return damaged
+        await self._write(keys, sizes, lambda: self._writer.item_columns(records))
 
     async def write(self, delta: Delta) -> bool:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
-        if delta.removed or delta.items:
+        if delta.removed or len(delta.items):
             for keys, sizes in self._first:
                 self._sizes.update(zip(keys, sizes, strict=True))
             self._first = []
         for key in delta.removed:
             self.bytes -= self._sizes.pop(key, 0)
-        keys = [key for key, _ in delta.items if key not in self._sizes]
+        keys = [key for key in delta.items.items["key"].tolist() if key not in self._sizes]
         sizes = [self._buffer.items[key].nbytes for key in keys]
+        self._sizes.update(zip(keys, sizes, strict=True))
+        return await self._write(keys, sizes, lambda: self._write_records(delta))
+
+    async def _write(self, keys: list[int], sizes: list[int], write_records: Callable[[], None]) -> bool:
+        """Writes payloads as of the moment of the call, and then their records. False: as `write`."""
+        self.items = sum(len(first) for first, _ in self._first) + len(self._sizes)
+        self.bytes += sum(sizes)
         reader = self._buffer.storage.reader(keys, sizes)
         try:
             damaged = [
@@ -228,38 +221,25 @@ class _Copy:
             ]
         finally:
             reader.close()
-        self._sizes.update(zip(keys, sizes, strict=True))
-        self.items = sum(len(keys) for keys, _ in self._first) + len(self._sizes)
-        self.bytes += sum(sizes)
-        await self.in_thread(self._write_records, delta)
+        await self.in_thread(write_records)
         if damaged:
             self._buffer.discard(damaged)
         return not damaged
 
     def _copy(self, keys: list[int], sizes: list[int], reader: Reader, part: slice) -> list[int]:
         """Writes some payloads. Returns the keys of those that are damaged."""
-        found = reader.read(part)
-        whole = [payload for payload in found if payload is not None]
-        if len(whole) == len(keys):
-            self._writer.payloads(keys, sizes, whole)
-            return []
-        there = [place for place, payload in enumerate(found) if payload is not None]
-        self._writer.payloads([keys[place] for place in there], [sizes[place] for place in there], whole)
-        return [key for key, payload in zip(keys, found, strict=True) if payload is None]
+        found = list(zip(keys, sizes, reader.read(part), strict=True))
+        self._writer.payloads([(key, size, payload) for key, size, payload in found if payload is not None])
+        return [key for key, _, payload in found if payload is None]
 
     def _write_records(self, delta: Delta) -> None:
-        self._writer.items(delta.items)
-        self._writer.keys(REMOVED, delta.removed)
+        self._writer.item_columns(delta.items)
+        self._writer.removed(delta.removed)
         for piece in delta.state_records:
             self._writer.piece(piece)
-        self._writer.keys(SEEN, delta.known_keys)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
     """Renames a file and syncs the name to the disk."""
     partial.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path.parent)

@@ -6,10 +6,8 @@ checksum over all of it, so that any flip or cut is noticed:
     HEAD           format, name, time
     PAYLOADS       payloads of some items              ┐ in any order, while the server goes on;
     ITEM_COLUMNS   records of some items, as columns   │ the last record of an item counts
-    ITEMS          records of some items, one by one   │
     REMOVED        keys of removed items               │
-    STATE_RECORD   name, record or nothing             │
-    SEEN           inserted keys                       ┘
+    STATE_RECORD   name, record or nothing             ┘
     FOOT           a summary, as of the one moment that the checkpoint describes
 
 The last bytes say where FOOT begins, so that a list of checkpoints need not read them.
@@ -36,10 +34,9 @@ import numpy.typing as npt
 from xxhash import xxh3_64
 
 from replay_server.errors import invalid
-from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items, unpack_items
-from replay_server.storage.restore import no_garbage_collection, restore
+from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items
+from replay_server.storage.state import no_garbage_collection, restore
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.columns import IntArray
 from replay_server.tables.items import Payload
 
 log = logging.getLogger("replay_server")
@@ -63,18 +60,21 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that has been verified."""
+    """A checkpoint that has been verified as a whole."""
 
     path: Path
-    contents: Contents
+    summary: Summary
+    state: State
+    places: npt.NDArray[np.void]
+    """A PLACE for each item (n,), in the order of the file."""
 
     def load(self, buffer: ReplayBuffer, write: Callable[[], None] = lambda: None) -> None:
         """Fills a new buffer; calls `write` after each portion of payloads."""
         with no_garbage_collection():
-            for keys, payloads in read_payloads(self.path, self.contents.places):
+            for keys, payloads in read_payloads(self.path, self.places):
                 buffer.storage.put(keys, payloads)
                 write()
-            restore(buffer, self.contents.state)
+            restore(buffer, self.state)
         log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
 
 
@@ -133,13 +133,13 @@ class CheckpointDirectory:
         for other in order:
             path = self.path / (other + SUFFIX)
             try:
-                contents = read_contents(path)
+                checkpoint = read_contents(path)
             except (DamagedCheckpoint, OSError) as error:
                 log.error("checkpoint %s is damaged: %s", path, error)
                 continue
             if other != order[0]:
                 log.warning("falling back to checkpoint %s, the newest that is whole", other)
-            return OpenCheckpoint(path, contents)
+            return checkpoint
         raise ValueError(f"no whole checkpoint in {self.path}")
 
     def prune(self, keep: int) -> None:
@@ -158,7 +158,7 @@ def own_name(now: float) -> str:
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
 
 
-HEAD, PAYLOADS, ITEMS, REMOVED, STATE_RECORD, SEEN, FOOT, ITEM_COLUMNS = range(1, 9)
+HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
 
 CHECKPOINT_FORMAT = 2
 _MAGIC = b"replay checkpoint\0"
@@ -203,8 +203,11 @@ class CheckpointWriter:
         self._file.write(_MAGIC)
         self._frame(HEAD, [msgpack.packb([CHECKPOINT_FORMAT, name, created])])
 
-    def payloads(self, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]) -> None:
-        self._frame(PAYLOADS, [_table(keys, sizes), *chain.from_iterable(payloads)])
+    def payloads(self, payloads: Sequence[tuple[int, int, Payload]]) -> None:
+        """Writes (key, bytes, payload) of some items."""
+        columns = [len(payloads)], [key for key, _, _ in payloads], [size for _, size, _ in payloads]
+        table = b"".join(np.array(column, "<u8").tobytes() for column in columns)
+        self._frame(PAYLOADS, [table, *chain.from_iterable(payload for _, _, payload in payloads)])
 
     def item_columns(self, records: ItemRecords) -> None:
         counts = np.array([len(records), records.rows.size], "<u8")
@@ -212,12 +215,8 @@ class CheckpointWriter:
             ITEM_COLUMNS, [column.tobytes() for column in (counts, records.items, records.rows, records.owners)]
         )
 
-    def items(self, items: Sequence[tuple[int, bytes]]) -> None:
-        records = [record for _, record in items]
-        self._frame(ITEMS, [_table([key for key, _ in items], list(map(len, records))), *records])
-
-    def keys(self, kind: int, keys: Sequence[int]) -> None:
-        self._frame(kind, [np.array(keys, "<u8").tobytes()])
+    def removed(self, keys: Sequence[int]) -> None:
+        self._frame(REMOVED, [np.array(keys, "<u8").tobytes()])
 
     def piece(self, piece: StateRecord) -> None:
         self._frame(STATE_RECORD, [msgpack.packb([piece.name, piece.record])])
@@ -271,11 +270,6 @@ def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]
     yield b"".join(parts[start:])
 
 
-def _table(keys: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """What stands before the parts of a frame: how many, their keys, their sizes."""
-    return b"".join(np.array(column, "<u8").tobytes() for column in ([len(keys)], keys, sizes))
-
-
 def summary_of(path: Path) -> Summary:
     """What a checkpoint holds, by its first and last bytes only. Raises DamagedCheckpoint."""
     with path.open("rb") as file:
@@ -293,41 +287,16 @@ def summary_of(path: Path) -> Summary:
         return Summary(*msgpack.unpackb(body))
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint that has been verified as a whole."""
-
-    summary: Summary
-    state: State
-    places: Places
+PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
+"""Where in the file the payload of an item lies."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where in the file the payloads of items lie, in the order of the file: columns (n,)."""
-
-    keys: npt.NDArray[np.uint64]
-    starts: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-
-    @classmethod
-    def join(cls, parts: Sequence[Places]) -> Places:
-        return cls(
-            np.concatenate([np.empty(0, np.uint64), *(part.keys for part in parts)]),
-            np.concatenate([np.empty(0, np.int64), *(part.starts for part in parts)]),
-            np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)]),
-        )
-
-    def select(self, chosen: npt.NDArray[np.bool_]) -> Places:
-        return Places(self.keys[chosen], self.starts[chosen], self.sizes[chosen])
-
-
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> OpenCheckpoint:
     """Verifies every byte of a checkpoint, and keeps all but the payloads. Raises DamagedCheckpoint."""
     summary = summary_of(path)
     records: list[ItemRecords | npt.NDArray[np.uint64]] = []
     """In the order of the file; an array has the keys of removed items."""
-    all_places: list[Places] = []
+    all_places = [np.empty(0, PLACE)]
     state = State()
     with path.open("rb") as file:
         _check_head(file)
@@ -335,18 +304,11 @@ def read_contents(path: Path) -> Contents:
         kind = 0
         for kind, start, body in _frames(file, end):
             if kind == PAYLOADS:
-                keys, starts, sizes = _entries(body)
-                all_places.append(Places(keys, starts + start, sizes))
+                all_places.append(_places(body, start))
             elif kind == ITEM_COLUMNS:
                 records.append(_item_columns(body))
-            elif kind == ITEMS:
-                keys, starts, sizes = _entries(body)
-                parts = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
-                records.append(unpack_items(keys, [body[at:to] for at, to in parts]))
             elif kind == REMOVED:
                 records.append(np.frombuffer(body, "<u8"))
-            elif kind == SEEN:
-                state.known_keys += np.frombuffer(body, "<u8").tolist()
             elif kind == STATE_RECORD:
                 name, record = msgpack.unpackb(body)
                 if record is None:
@@ -356,14 +318,14 @@ def read_contents(path: Path) -> Contents:
         if kind != FOOT:
             raise DamagedCheckpoint("its end is missing")
     state.items = _last_records(records)
-    places = Places.join(all_places)
-    if not np.array_equal(places.keys, state.items.items["key"]):  # they differ where something changed meanwhile
-        places = places.select(_is_last(places.keys))
-        places = places.select(np.isin(places.keys, state.items.items["key"], assume_unique=True))
-    found, total = places.keys.size, int(places.sizes.sum())
+    places = np.concatenate(all_places)
+    if not np.array_equal(places["key"], state.items.items["key"]):  # they differ where something changed meanwhile
+        places = places[_is_last(places["key"])]
+        places = places[np.isin(places["key"], state.items.items["key"], assume_unique=True)]
+    found, total = places.size, int(places["size"].sum())
     if not len(state.items) == found == summary.items or total != summary.bytes:
         raise DamagedCheckpoint(f"it has {found} items of {total} bytes, not {summary.items} of {summary.bytes}")
-    return Contents(summary, state, places)
+    return OpenCheckpoint(path, summary, state, places)
 
 
 def _is_last(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
@@ -391,19 +353,19 @@ def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> Item
     return joined if chosen.all() else joined.select(chosen)
 
 
-def read_payloads(path: Path, places: Places) -> Iterator[tuple[list[int], list[Payload]]]:
+def read_payloads(path: Path, places: npt.NDArray[np.void]) -> Iterator[tuple[list[int], list[Payload]]]:
     """The payloads that lie there, some MB at a time. `places` must be in the order of the file."""
-    ends = places.starts + places.sizes
+    starts, ends = places["start"], places["start"] + places["size"]
     with path.open("rb") as file:
         at = 0
         while at < ends.size:
             # What lies between two payloads is small, so one read takes all that begin within some MB.
-            first = int(places.starts[at])
+            first = int(starts[at])
             to = max(at + 1, int(np.searchsorted(ends, first + 16 * _CHUNK)))
             file.seek(first)
             block = file.read(int(ends[to - 1]) - first)
-            spans = zip((places.starts[at:to] - first).tolist(), (ends[at:to] - first).tolist(), strict=True)
-            yield places.keys[at:to].tolist(), [(block[start:end],) for start, end in spans]
+            spans = zip((starts[at:to] - first).tolist(), (ends[at:to] - first).tolist(), strict=True)
+            yield places["key"][at:to].tolist(), [(block[start:end],) for start, end in spans]
             at = to
 
 
@@ -446,11 +408,13 @@ def _frames(file: BinaryIO, end: int) -> Iterator[tuple[int, int, bytes]]:
         yield kind, start, count + body if kind == PAYLOADS else body
 
 
-def _entries(body: bytes) -> tuple[npt.NDArray[np.uint64], IntArray, IntArray]:
-    """Key, where it begins in the body, and bytes of each part that the count, keys and sizes before them speak of."""
+def _places(body: bytes, start: int) -> npt.NDArray[np.void]:
+    """A PLACE for each payload of a frame whose body begins at `start`."""
     n = int.from_bytes(body[:8], "little")
-    keys, sizes = np.frombuffer(body, "<u8", n, 8), np.frombuffer(body, "<i8", n, 8 + 8 * n)
-    return keys, 8 + 16 * n + np.cumsum(sizes) - sizes, sizes
+    places = np.empty(n, PLACE)
+    places["key"], sizes = np.frombuffer(body, "<u8", n, 8), np.frombuffer(body, "<i8", n, 8 + 8 * n)
+    places["start"], places["size"] = start + 8 + 16 * n + np.cumsum(sizes) - sizes, sizes
+    return places
 
 
 def _item_columns(body: bytes) -> ItemRecords:

@@ -15,9 +15,8 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +30,6 @@ KEY = struct.Struct(">Q")
 COMMIT = b"commit"
 COMMIT_RECORD = struct.Struct("<QQ")
 """FORMAT, number of the transaction."""
-
-_U16 = struct.Struct("<H")
-
-# The beginning of a meta page: MDB_page, MDB_meta in mdb.c, 64 bit.
-_HEAD_BYTES = 16 + 136
-_FLAGS, _MAGIC, _PAGE_SIZE, _MAIN_ROOT, _TXN = 10, 16, 40, 128, 144
-_IS_META, _MAGIC_AND_VERSION = 0x08, (0xBEEFC0DE, 1)
-_NO_PAGE = (1 << 64) - 1
 
 
 class UnusableDirectory(ValueError):
@@ -79,86 +70,15 @@ def put_aside(directory: Path) -> None:
 def why_not_openable(path: Path, key_sizes: dict[bytes, int]) -> str:
     """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it.
 
-    `key_sizes` as for `problems_of`.
+    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 12), which are in order as numbers.
     """
-    try:
-        problems = problems_of(path, key_sizes) or list(_wrong_roots(path))
-    except (struct.error, IndexError, OverflowError) as error:
-        problems = [str(error)]
+    with path.open("rb") as file:
+        check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
+        try:
+            problems = list(check.verify()) or list(check.wrong_roots())
+        except (lmdb_verify.VerifyError, struct.error, IndexError, OverflowError) as error:
+            problems = [str(error)]
     return f"{len(problems)} problems, the first: {problems[0]}" if problems else ""
-
-
-@dataclass(frozen=True)
-class _Root:
-    """The root of a commit, as a meta page names it."""
-
-    txn: int
-    """Number of the commit."""
-    main: int
-    """Root page of the main database; _NO_PAGE: it is empty."""
-    page_size: int
-
-    @classmethod
-    def parse(cls, head: bytes) -> Self | None:
-        """None: this is no root."""
-        if len(head) < _HEAD_BYTES:
-            return None
-        (flags,) = struct.unpack_from("<H", head, _FLAGS)
-        (page_size,) = struct.unpack_from("<I", head, _PAGE_SIZE)
-        if not flags & _IS_META or struct.unpack_from("<II", head, _MAGIC) != _MAGIC_AND_VERSION:
-            return None
-        if page_size & (page_size - 1) or not 512 <= page_size <= 1 << 15:
-            return None
-        (main,), (txn,) = struct.unpack_from("<Q", head, _MAIN_ROOT), struct.unpack_from("<Q", head, _TXN)
-        return cls(txn, main, page_size)
-
-
-def _roots_in(path: Path) -> list[_Root]:
-    """The roots that the file has, the newest first; a new file has two with number 0. Only their form is checked."""
-    with path.open("rb") as file:
-        first = _Root.parse(file.read(4096))
-        found = [first]
-        for size in [4096, 1 << 13, 1 << 14, 1 << 15] if first is None else [first.page_size]:
-            file.seek(size)
-            found.append(_Root.parse(file.read(_HEAD_BYTES)))
-    return sorted((root for root in found if root is not None), key=lambda root: root.txn, reverse=True)
-
-
-def _wrong_roots(path: Path) -> Iterator[str]:
-    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
-    it opens the older state and does not notice. So each of our commits records its own number."""
-    roots = _roots_in(path)
-    new, others = roots[0], [root for root in roots[1:] if root.txn or root.main != _NO_PAGE]
-    with path.open("rb") as file:
-        known_new, *known_others = (_commit_number(file, root.main, root.page_size) for root in (new, *others))
-    if known_new is None:
-        return  # no commit yet, or what `load` refuses
-    if known_new != new.txn:
-        yield f"commit {known_new} says that it is {new.txn}"
-    for old, known in zip(others, known_others, strict=True):
-        if known is None and old.txn != new.txn - 1:
-            yield f"commits {old.txn} and {new.txn} follow each other"
-        if known is not None and known != old.txn:
-            yield f"commit {known} says that it is {old.txn}"
-
-
-def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
-    """The number in our own record in the main database, whose only page is `root`."""
-    if root * size >= file.seek(0, os.SEEK_END):  # also where there is none
-        return None
-    file.seek(root * size)
-    page = file.read(size)
-    try:
-        lower = _U16.unpack_from(page, 12)[0]
-        for at in range(16, lower, 2):
-            node = _U16.unpack_from(page, at)[0]
-            length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
-            if page[node + 8 : node + 8 + key_length] == COMMIT:
-                start = node + 8 + key_length
-                return int(COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
-    except (struct.error, Damaged):
-        return None
-    return None
 
 
 def sync_directory(path: Path) -> None:
@@ -185,19 +105,6 @@ _OVERFLOW = 4
 _PAGES_AT_ONCE = 4096
 
 
-def problems_of(path: Path, key_sizes: dict[bytes, int]) -> list[str]:
-    """The problems of the file, in words; empty: LMDB can open it.
-
-    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 12), which are in order as numbers.
-    """
-    with path.open("rb") as file:
-        check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
-        try:
-            return list(check.verify())
-        except lmdb_verify.VerifyError as error:
-            return [str(error)]
-
-
 class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
     def __init__(self, file: BinaryIO, size: int, key_sizes: dict[str, int]) -> None:
         super().__init__(file, size)
@@ -222,6 +129,37 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         live, free = np.frombuffer(self.live, np.uint8)[2:], np.frombuffer(self.free, np.uint8)[2:]
         if not (live ^ free == 1).all():
             super()._check_cover()
+
+    def wrong_roots(self) -> Iterator[str]:
+        """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
+        it opens the older state and does not notice. So each of our commits records its own number. After `verify`."""
+        roots = [self._read_meta(0, 1), self._read_meta(1, self.psize)]
+        old, new = sorted(roots, key=lambda root: int(root.txnid))
+        known_old, known_new = self._commit_number(old.main.root), self._commit_number(new.main.root)
+        if known_new is None:
+            return  # no commit yet, or what the start refuses
+        if known_new != new.txnid:
+            yield f"commit {known_new} says that it is {new.txnid}"
+        is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
+        if known_old is None and old.txnid != new.txnid - 1 and not is_new_file:
+            yield f"commits {old.txnid} and {new.txnid} follow each other"
+        if known_old is not None and known_old != old.txnid:
+            yield f"commit {known_old} says that it is {old.txnid}"
+
+    def _commit_number(self, root: int) -> int | None:
+        """The number in our own record in the main database, whose only page is `root`."""
+        if (page := self.read_page(root)) is None:
+            return None
+        try:
+            (lower,) = struct.unpack_from("<H", page, 12)
+            for (node,) in struct.iter_unpack("<H", page[_HEADER:lower]):
+                length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
+                start = node + _NODE + key_length
+                if page[node + _NODE : start] == COMMIT:
+                    return int(COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
+        except (struct.error, Damaged):
+            pass
+        return None
 
     def _check_leaves(
         self, ctx: dict[str, Any], numbers: list[int], last: npt.NDArray[np.void] | None

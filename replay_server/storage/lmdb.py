@@ -12,7 +12,6 @@
     payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
-    seen       number of the commit -> checksum, keys inserted with it
     (main)     "commit" -> format, number of the transaction
 """
 
@@ -23,12 +22,9 @@ import math
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -48,16 +44,14 @@ from replay_server.storage.data_dir import (
     why_not_openable,
 )
 from replay_server.storage.records import (
-    ANSWER,
     FORMAT,
-    SCOPE,
-    TAKEN,
     Damaged,
     Delta,
     ItemRecords,
     State,
     boot_id,
     join_items,
+    pack_items,
     seal,
     unpack_items,
     unseal,
@@ -68,8 +62,6 @@ log = logging.getLogger("replay_server")
 
 BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
-MAX_KNOWN_KEYS = 1 << 18
-"""How many of the last inserted keys are kept, at least."""
 RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
@@ -115,9 +107,6 @@ class LmdbStorage:
         """Bytes of fresh payloads."""
         self._strays: list[bytes] = []
         """Names of chunks that no item needs."""
-        self._seen_counts: deque[tuple[int, int]] = deque()
-        """(number, keys) of the records in `seen`."""
-        self._seen_total = 0
         self.commits = 0
         self.error = ""
         """Why the last commit failed, if it did."""
@@ -148,7 +137,7 @@ class LmdbStorage:
                 readahead=False,
                 max_spare_txns=4,
             )
-            self._databases = Databases.of(self._env)
+            self._databases = [self._env.open_db(name) for name in (b"payloads", b"items", b"pieces")]
             if self._fsync:
                 self.sync()
             else:
@@ -156,8 +145,7 @@ class LmdbStorage:
                 sync_directory(self.directory)
         except (lmdb.Error, OSError) as error:
             raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
-        self._payloads, self._items = self._databases.payloads, self._databases.items
-        self._pieces, self._seen = self._databases.pieces, self._databases.seen
+        self._payloads, self._items, self._pieces = self._databases
 
     # ------------------------------------------------------------------------------------------------ payloads
 
@@ -195,25 +183,19 @@ class LmdbStorage:
             free, reserve = self._free_bytes()
             self._looked_at, self._room = now, free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
+            free, reserve = self._free_bytes()
+            why = (
+                f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
+                f"{reserve} stay so"
+            )
             if not self._lacking:
-                log.error("%s: such inserts are refused until there is room", self._no_room(nbytes))
+                log.error("%s: such inserts are refused until there is room", why)
             self._lacking = nbytes
-            return self._no_room(nbytes)
-        if nbytes >= self._lacking:
-            self._has_room()
-        return None
-
-    def _no_room(self, nbytes: int) -> str:
-        free, reserve = self._free_bytes()
-        return (
-            f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
-            f"{reserve} stay so"
-        )
-
-    def _has_room(self) -> None:
-        if self._lacking:
+            return why
+        if self._lacking and nbytes >= self._lacking:
             log.warning("data_dir %s has room again", self.directory)
-        self._lacking = 0
+            self._lacking = 0
+        return None
 
     def _free_bytes(self) -> tuple[int, int]:
         """The free bytes of the disk, and how many of them are reserved."""
@@ -223,7 +205,7 @@ class LmdbStorage:
     def _free_pages(self) -> int:
         """Free bytes within the file that new payloads can use, about: half is counted as lost to fragmentation."""
         with self._env.begin() as txn:
-            stats = [txn.stat(db) for db in (self._payloads, self._items, self._pieces, self._seen)]
+            stats = [txn.stat(db) for db in self._databases]
         used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
         free = (self._env.info()["last_pgno"] - used) * stats[0]["psize"]
         return free // 2
@@ -248,8 +230,9 @@ class LmdbStorage:
         """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         chunks = chunks_of(new)
-        old_seen: int | None = None
-        while old_seen is None:
+        records = pack_items(delta.items)
+        whole = False
+        while not whole:
             written = 0
             with self._env.begin(write=True) as txn:
                 payloads = txn.cursor(self._payloads)
@@ -259,19 +242,19 @@ class LmdbStorage:
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    old_seen = self._write_records(txn, delta, new, gone)
+                    self._write_records(txn, delta, records, new, gone)
+                    whole = True
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
-        for _ in range(old_seen):
-            self._seen_total -= self._seen_counts.popleft()[1]
-        if delta.known_keys:
-            self._seen_total += len(delta.known_keys)
-            self._seen_counts.append((self._env.info()["last_txnid"], len(delta.known_keys)))
 
     def _write_records(
-        self, txn: lmdb.Transaction, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]
-    ) -> int:
-        """Returns how many records of seen keys are obsolete now."""
+        self,
+        txn: lmdb.Transaction,
+        delta: Delta,
+        records: list[tuple[int, bytes]],
+        new: dict[int, Payload],
+        gone: list[tuple[int, int]],
+    ) -> None:
         for key, size in gone:
             for number in range(0 if key in new else chunk_count(size)):
                 txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
@@ -280,27 +263,17 @@ class LmdbStorage:
                 txn.delete(stray, db=self._payloads)
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
-        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
+        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
         for piece in delta.state_records:
             if piece.record is None:
                 txn.delete(piece.name, db=self._pieces)
             else:
                 txn.put(piece.name, piece.record, db=self._pieces)
-        obsolete = 0
-        if delta.known_keys:
-            txn.put(KEY.pack(txn.id()), seal(np.array(delta.known_keys, dtype="<u8").tobytes()), db=self._seen)
-            total = self._seen_total + len(delta.known_keys)
-            for number, n in self._seen_counts:
-                if (total := total - n) < MAX_KNOWN_KEYS:
-                    break
-                txn.delete(KEY.pack(number), db=self._seen)
-                obsolete += 1
-        return obsolete
 
     def write_payloads(self) -> None:
         """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
         if self.unwritten:
-            self.commit(Delta([], [], [], []), *self.begin_commit())
+            self.commit(Delta(), *self.begin_commit())
             self.end_commit(None)
 
     @property
@@ -346,12 +319,32 @@ class LmdbStorage:
     def load(self) -> State:
         """The committed state, without payloads. Items whose payload is incomplete are left out.
 
-        Raises UnusableDirectory if the directory is not one, of another version, or damaged.
+        Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
         """
-        loaded = load(self._env, self._databases, self.directory)
-        self._strays, self._seen_counts = loaded.strays, loaded.seen_counts
-        self._seen_total = sum(keys for _, keys in loaded.seen_counts)
-        return loaded.state
+        with self._env.begin() as txn:
+            commit = txn.get(COMMIT)
+            if commit is None and any(txn.stat(db)["entries"] for db in self._databases):
+                raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
+            if commit is not None:
+                _check_format(commit, self.directory)
+            pieces = dict(txn.cursor(self._pieces))
+            parts: list[ItemRecords] = []
+            skipped: list[int] = []
+            entries = iter(txn.cursor(self._items))
+            while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+                part = unpack_items(keys_there, [record for _, record in portion])
+                if len(part) < len(portion):
+                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                parts.append(part)
+            chunks = [np.empty(0, CHUNK_NAME)]
+            names = txn.cursor(self._payloads).iternext(values=False)
+            while some := list(islice(names, _RECORDS_AT_ONCE)):
+                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
+        items = join_items(parts)
+        complete, self._strays = match_payloads(items, np.concatenate(chunks))
+        skipped += items.items["key"][~complete].tolist()
+        return State(pieces, items.select(complete), skipped)
 
 
 def _length(payload: Payload) -> int:
@@ -361,98 +354,6 @@ def _length(payload: Payload) -> int:
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 _RECORDS_AT_ONCE = 1 << 16
-_MAY_BE_LOST = (SCOPE, TAKEN, ANSWER)
-"""Names of the records without which a server can start."""
-
-
-@dataclass(frozen=True)
-class Databases:
-    """The databases of a file, as LMDB names them."""
-
-    payloads: Any
-    items: Any
-    pieces: Any
-    seen: Any
-
-    @classmethod
-    def of(cls, env: lmdb.Environment, create: bool = True) -> Databases:
-        """Raises lmdb.NotFoundError if one is missing, and is not to be made."""
-        return cls(*(env.open_db(name, create=create) for name in (b"payloads", b"items", b"pieces", b"seen")))
-
-    def all(self) -> tuple[Any, ...]:
-        return self.payloads, self.items, self.pieces, self.seen
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The state of the last commit."""
-
-    state: State
-    seen_counts: deque[tuple[int, int]]
-    """(number, keys) of the records in `seen`."""
-    strays: list[bytes]
-    """Names of chunks that no item needs."""
-
-
-def load(env: lmdb.Environment, databases: Databases, directory: Path) -> Loaded:
-    """The committed state, without payloads. Items whose payload is incomplete are left out.
-
-    Raises UnusableDirectory if the directory is not one, or of another version; DamagedDirectory if a record is damaged
-    without which no server can start.
-    """
-    with env.begin() as txn:
-        commit = txn.get(COMMIT)
-        if commit is None and any(txn.stat(db)["entries"] for db in databases.all()):
-            raise UnusableDirectory(f"data_dir {directory} holds data of something else; name another one")
-        if commit is not None:
-            _check_format(commit, directory)
-        pieces = dict(txn.cursor(databases.pieces))
-        seen: list[int] = []
-        seen_counts: deque[tuple[int, int]] = deque()
-        bad_seen = 0
-        for key, record in txn.cursor(databases.seen):
-            keys: list[int] = []
-            try:
-                keys = np.frombuffer(unseal(record), dtype="<u8").tolist()
-            except (Damaged, ValueError):
-                bad_seen += 1
-            seen += keys
-            seen_counts.append((KEY.unpack(key)[0], len(keys)))
-        parts: list[ItemRecords] = []
-        skipped: list[int] = []
-        entries = iter(txn.cursor(databases.items))
-        while portion := list(islice(entries, _RECORDS_AT_ONCE)):
-            keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-            part = unpack_items(keys_there, [record for _, record in portion])
-            if len(part) < len(portion):
-                skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
-            parts.append(part)
-        names = txn.cursor(databases.payloads).iternext(values=False)
-        there = np.concatenate(
-            [
-                np.empty(0, CHUNK_NAME),
-                *(
-                    np.frombuffer(b"".join(some), dtype=CHUNK_NAME)
-                    for some in iter(lambda: list(islice(names, _RECORDS_AT_ONCE)), [])
-                ),
-            ]
-        )
-    items = join_items(parts)
-    complete, strays = match_payloads(items, there)
-    _check_state_records(pieces, directory)
-    skipped += items.items["key"][~complete].tolist()
-    state = State(pieces, items.select(complete), seen, skipped, bad_seen)
-    return Loaded(state, seen_counts, strays)
-
-
-def _check_state_records(pieces: dict[bytes, bytes], directory: Path) -> None:
-    for name, record in pieces.items():
-        if not name.startswith(_MAY_BE_LOST):
-            try:
-                unseal(record)
-            except Damaged:
-                what = f"the record {name.decode(errors='replace')!r} is damaged"
-                raise DamagedDirectory(directory, what) from None
 
 
 def _check_format(commit: bytes, directory: Path) -> None:

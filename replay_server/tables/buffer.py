@@ -1,10 +1,18 @@
 """ReplayBuffer: all tables of a server over one set of payloads, and the operations that clients call.
 
-* Everything is synchronous and runs on one event loop. Each operation checks its whole request first and then applies
-  all of it, so it is atomic.
-* A request that may not proceed becomes a Pending in the line of its table, first come first served.
-* After every change the lines of the changed tables are served again.
+Every operation is a plain function that runs on the event loop from its beginning to its end. It checks its whole
+request first, and then applies all of it. So tables need no locks, and no client sees half of a change.
+
+An insert asks the insert rules whether its rows enter their tables, wait, or are refused. A sample asks its table
+whether it may draw now. A request that has to wait becomes a Pending in the line of each of its tables, and the
+caller gets it at once. Nobody polls: each operation that changes a table ends with `_progress`. That serves the first
+request of each line of the table, then the lines of all tables that this changes, until no first request can go on.
+So a wait ends within the operation that makes its end possible. Requests are served first come, first served,
+whatever the event loop runs next. And a wait can always say why it lasts, because the rule that holds the request
+back has the words.
+
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
+* A row of several tables waits in the lines of all of them, and enters all of them at once.
 """
 
 from __future__ import annotations
@@ -13,13 +21,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.answers import Answers
 from replay_server.tables.columns import FloatArray, KeyArray
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
@@ -32,10 +40,10 @@ from replay_server.tables.insert_rules import (
     are_priorities,
     bad_priority,
 )
-from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage, Watcher
-from replay_server.tables.known_keys import KnownKeys
+from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
+from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.table import SampleBatch, SampleRequest, Table
 from replay_server.tables.waiting import Line, Pending
 
@@ -122,6 +130,12 @@ def silence(pending: PendingInsert | PendingSample, now: float, admission: Admis
 
 log = logging.getLogger("replay_server")
 
+MAX_KNOWN_KEYS = 1 << 18
+MAX_ANSWERS = 1 << 16
+MAX_ANSWER_BYTES = 64 << 20
+_set_of = lru_cache(1 << 10)(frozenset[str])
+"""One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
+
 
 @dataclass
 class Policy:
@@ -150,13 +164,20 @@ class ReplayBuffer:
         self.items = Items(self.storage, max_bytes, unused_permit)
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
-        self.known_keys = KnownKeys()
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
         self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers, self.admission)
-        self.answers = Answers(self.watchers)
+        self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
+        """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
+        self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
+            "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
+        )
+        """Of requests with a number: the digest of the request, and the answer."""
+        self.remembered: dict[str, Remembered[Any]] = {
+            kind.kind: kind for kind in (self.known_keys, self.outstanding.taken, self.answers)
+        }
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
@@ -235,10 +256,9 @@ class ReplayBuffer:
         for table in tables:
             table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
             self.lines[table.name].inserts.moved()
-        self.known_keys.remember(insert.keys, insert.priorities)
+        self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
             watcher.changed(insert.keys)
-            watcher.inserted(insert.keys)
         self.items.make_room(tables)
         for table, evicted_before in zip(tables, before, strict=True):
             if table.counters.evicted > evicted_before:

@@ -176,28 +176,6 @@ def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-class Watcher(Protocol):
-    """Is told of every change, for example to record it on disk."""
-
-    def changed(self, keys: Iterable[int]) -> None:
-        """The records of these items may no longer be true."""
-
-    def inserted(self, keys: Iterable[int]) -> None:
-        """These keys became known."""
-
-    def scope_changed(self, table: str, scope: str) -> None:
-        """Keys were given out under this scope; "": any scope of the table may have changed."""
-
-    def taken_changed(self, block: int) -> None:
-        """This block of the ids of taken batches has changed."""
-
-    def lease_changed(self, batch_id: int) -> None:
-        """The reader of this batch has it now under a lease, or has it no longer."""
-
-    def answers_changed(self, request_ids: Iterable[int]) -> None:
-        """The answers to these requests are remembered, or forgotten."""
-
-
 @dataclass(slots=True)
 class Item:
     nbytes: int

@@ -16,9 +16,12 @@ import numpy as np
 from replay_server.errors import invalid
 from replay_server.tables.admission import Admission
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.items import Items, Watcher
+from replay_server.tables.items import Items
+from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.table import SampleBatch, SampleRequest, Table
-from replay_server.tables.taken_batches import TakenBatches
+
+MAX_TAKEN = 1 << 18
+"""Batches whose readers took them last, and may ask again."""
 
 
 class OutstandingBatches:
@@ -32,7 +35,7 @@ class OutstandingBatches:
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
-        self.taken = TakenBatches()
+        self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
         # A batch of a server before a restart must not be mistaken for a new one.
         self._ids = count(secrets.randbits(62) | 1)
 
@@ -74,10 +77,8 @@ class OutstandingBatches:
         """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
-        changed_blocks = list(self.taken.remember(batch_id))
+        self.taken.remember([batch_id])
         for watcher in self._watchers:
-            for block in changed_blocks:
-                watcher.taken_changed(block)
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)

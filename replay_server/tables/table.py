@@ -4,6 +4,12 @@
                     │                     └────give_back──▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
+A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
+each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
+the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
+counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
+always passes `_show` or `_hide`, which tell all selectors of it.
+
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
 * After `give_back` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
@@ -13,6 +19,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -104,15 +111,21 @@ class Table:
     def _clear(self, current_version: int) -> None:
         self.columns = Columns(current_version)
         self.limiter = self.config.rate_limiter.build()
-        self.sampler = self.config.sampler.build(self.columns)
-        # A queue removes in the order in which it samples: then one selector does both.
-        same = self.config.remover == self.config.sampler
-        self.remover = self.sampler if same else self.config.remover.build(self.columns)
+        self._build_selectors()
         self.bytes = 0
         self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
+
+    def _build_selectors(self) -> None:
+        config = self.config
+        self.sampler = self.remover = config.sampler.build(self.columns)
+        self._selectors = [self.sampler]
+        # A queue removes in the order in which it samples: then one selector does both.
+        if config.remover != config.sampler:
+            self.remover = config.remover.build(self.columns)
+            self._selectors.append(self.remover)
 
     @property
     def name(self) -> str:
@@ -169,7 +182,7 @@ class Table:
         n, now = len(keys), self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self._insert_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
+        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -191,7 +204,7 @@ class Table:
         while (excess := self.size - max_size) > 0 or self.bytes > max_bytes:
             self.evict(max(1, excess))
 
-    def _insert_rows(
+    def add_rows(
         self,
         keys: Sequence[int],
         priorities: FloatArray,
@@ -201,6 +214,7 @@ class Table:
         inserted_at: FloatArray | float,
         times_sampled: IntArray | int,
     ) -> None:
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts them."""
         columns = self.columns
         slots = columns.add(keys)
         rows = rows_at(slots)
@@ -215,15 +229,13 @@ class Table:
     def _show(self, slots: IntArray) -> None:
         """From now on the rows count, and selectors may choose them."""
         self.bytes += total(self.columns.size[rows_at(slots)])
-        self.sampler.insert(slots)
-        if self.remover is not self.sampler:
-            self.remover.insert(slots)
+        for selector in self._selectors:
+            selector.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
-        self.sampler.delete(slots)
-        if self.remover is not self.sampler:
-            self.remover.delete(slots)
+        for selector in self._selectors:
+            selector.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
 
     def _remove(self, slots: IntArray) -> None:
@@ -362,9 +374,8 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        self.sampler.update(slots)
-        if self.remover is not self.sampler:
-            self.remover.update(slots)
+        for selector in self._selectors:
+            selector.update(slots)
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
@@ -386,9 +397,8 @@ class Table:
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
         before, self.columns.current_version = self.columns.current_version, current
-        self.sampler.version_moved(before)
-        if self.remover is not self.sampler:
-            self.remover.version_moved(before)
+        for selector in self._selectors:
+            selector.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many."""
@@ -429,14 +439,10 @@ class Table:
         limiter.deletes = self.limiter.deletes
         self.limiter = limiter
         if (config.sampler, config.remover) != (old.sampler, old.remover):
-            self.sampler = config.sampler.build(self.columns)
-            same = config.remover == config.sampler
-            self.remover = self.sampler if same else config.remover.build(self.columns)
-            slots = self.columns.used()
-            if slots.size:
-                self.sampler.insert(slots)
-                if not same:
-                    self.remover.insert(slots)
+            self._build_selectors()
+            if (slots := self.columns.used()).size:
+                for selector in self._selectors:
+                    selector.insert(slots)
         self._fit()
 
     def _fit(self) -> None:
@@ -454,46 +460,21 @@ class Table:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but items and scopes, as if outstanding batches had been given back."""
-        limiter, consumed, rng = self.limiter, len(self.columns.reserved), self.rng.bit_generator.state
+        limiter, consumed = self.limiter, len(self.columns.reserved)
         return {
             "name": self.name,
             "order": self._order,
             "limiter": [limiter.inserts, limiter.samples - self.outstanding, limiter.deletes - consumed],
             "counters": self.counts()
             | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
-            "rng": [
-                rng["state"]["state"].to_bytes(16),
-                rng["state"]["inc"].to_bytes(16),
-                rng["has_uint32"],
-                rng["uinteger"],
-            ],
+            "rng": json.dumps(self.rng.bit_generator.state),  # its numbers have 128 bits
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order = state["order"]
         self.limiter.inserts, self.limiter.samples, self.limiter.deletes = state["limiter"]
         self.counters = Counters(**state["counters"])
-        current, increment, has_uint32, uinteger = state["rng"]
-        self.rng.bit_generator.state = {
-            "bit_generator": "PCG64",
-            "state": {"state": int.from_bytes(current), "inc": int.from_bytes(increment)},
-            "has_uint32": has_uint32,
-            "uinteger": uinteger,
-        }
-
-    def load_rows(
-        self,
-        keys: KeyArray,
-        priorities: FloatArray,
-        policy_versions: IntArray,
-        sizes: IntArray,
-        orders: IntArray,
-        inserted_at: FloatArray,
-        times_sampled: IntArray,
-    ) -> None:
-        """Restores items, which come in the order of their insertion. The loaded counters count them already."""
-        if keys.size:
-            self._insert_rows(keys.tolist(), priorities, policy_versions, sizes, orders, inserted_at, times_sampled)
+        self.rng.bit_generator.state = json.loads(state["rng"])
 
     def reconcile(self) -> int:
         """Makes the counters fit the loaded items, and the items the configuration. Returns how many were missing."""

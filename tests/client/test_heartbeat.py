@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from replay_client.heartbeat import beat
-from replay_trainer.background import WaitLog
+from replay_trainer.background import WaitWatcher
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator, running
 from tests.factories import async_until, turns, until
@@ -77,7 +77,9 @@ def test_a_trainer_beats_while_it_waits_for_groups(heartbeat):
         go_on.wait(60)
         yield 1
 
-    trainer = threading.Thread(target=lambda: list(WaitLog(Server(1), "rollouts", look_seconds=0.02).watch(batches())))
+    trainer = threading.Thread(
+        target=lambda: list(WaitWatcher(Server(1), "rollouts", look_seconds=0.02).watch(batches()))
+    )
     trainer.start()
     for _ in range(2):
         until(heartbeat.exists)

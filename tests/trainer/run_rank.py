@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._pytree import tree_leaves
 
 from replay_client import Sample
-from replay_trainer import GRPOTrainer, background, publication, rank_files, sharded_state
+from replay_trainer import GRPOTrainer, background, partitions, publication
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
 from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample, poison, poisoned_sample
@@ -48,10 +48,10 @@ def with_adapter(folder: Path) -> Any:
 def count_bytes(folder: Path) -> None:
     """Writes to bytes-RANK.json what this rank reads at a resume, and what it copies for each full state.
 
-    {"read": [[bytes, bytes of the whole tensor], ...], "files": files of rows it opens, "copied": [bytes, ...]}
+    {"read": [[bytes, bytes of the whole tensor], ...], "files": safetensors files it opens, "copied": [bytes, ...]}
     """
     counts: dict[str, list[Any]] = {"read": [], "files": [], "copied": []}
-    read, take, open_file = sharded_state.read_rows, background.HostCopy.take, rank_files.safe_open
+    read, take, open_file = partitions.read_rows, background.HostCopy.take, partitions.safe_open
 
     def note(name: str, value: Any) -> None:
         counts[name].append(value)
@@ -74,9 +74,9 @@ def count_bytes(folder: Path) -> None:
     def load_nothing(*_: Any) -> None:
         raise AssertionError("this rank has loaded a whole model")
 
-    sharded_state.read_rows = counted_read
+    partitions.read_rows = counted_read
     background.HostCopy.take = counted_take  # type: ignore[method-assign]
-    rank_files.safe_open = noted_open
+    partitions.safe_open = noted_open
     publication.load_weights = load_nothing  # type: ignore[assignment]
 
 

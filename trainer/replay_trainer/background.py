@@ -115,7 +115,7 @@ LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
 
-class WaitLog:
+class WaitWatcher:
     """Says that one thread waits for one server, and why: after half a minute, every half minute, and when it goes on.
 
     It says within seconds that the server is gone, and that a server which came back is another one.

@@ -6,17 +6,18 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
+from replay_client.names import check_choice
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
-from replay_trainer.config import OnEmpty
+from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
 
@@ -27,7 +28,7 @@ RECENT_GROUPS = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What one model can take. None: not known, or no limit."""
 
     vocabulary: int | None = None
@@ -41,7 +42,7 @@ class Limits:
     """Names of all inputs of the model."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None) -> Limits:
+    def of(cls, model: Any, group_tokens: int | None = None) -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -66,7 +67,7 @@ class Inspector:
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     """
 
-    def __init__(self, client: ReplayClient, ranks: Ranks, limits: Limits, pool: str, max_share: float) -> None:
+    def __init__(self, client: ReplayClient, ranks: Ranks, limits: ModelLimits, pool: str, max_share: float) -> None:
         """limits: of the model. pool: the replay table. max_share: from 0 to 1."""
         self.bad_keys: set[int] = set()
         """Keys of all bad groups so far. A draw from the pool excludes them."""
@@ -160,9 +161,9 @@ class Inspector:
         self._undeleted = again
 
 
-def why_unusable(sample: Sample, limits: Limits | None = None) -> str:
+def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
-    limits = limits or Limits()
+    limits = limits or ModelLimits()
     try:
         group = sample.group
     except ValueError as error:
@@ -246,6 +247,7 @@ def new_counts(**counts: int) -> dict[str, int]:
     return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
+@dataclass
 class ZeroVarianceReplacer:
     """Replaces zero-variance groups by groups of a replay table.
 
@@ -253,33 +255,22 @@ class ZeroVarianceReplacer:
     group: by the log-probabilities of its own sampler and the current weights.
     """
 
-    def __init__(
-        self,
-        client: ReplayClient,
-        table: str = "replay",
-        on_empty: OnEmpty = "keep",
-        timeout: float | None = 60.0,
-        max_staleness: int | None = None,
-        *,
-        inspector: Inspector | None = None,
-        scale: Scale | None = None,
-    ) -> None:
-        """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
+    client: ReplayClient
+    table: str = "replay"
+    on_empty: OnEmpty = "keep"
+    """See OnEmpty; "wait" waits up to `timeout` seconds."""
+    timeout: float | None = 60.0
+    """None: without limit."""
+    max_staleness: int | None = None
+    """Groups that lag by more policy versions are not used. If one trainer alone uses the table, set the limit of the
+    table instead: it also removes these groups."""
+    inspector: Inspector | None = field(default=None, kw_only=True)
+    """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
+    scale: Scale | None = field(default=None, kw_only=True)
+    """How the trainer computes advantages anew, as in `carries_gradient`."""
 
-        Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
-        set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
-        trained on; without it, such a group raises ValueError. `scale`: how the trainer computes advantages anew, as
-        in `carries_gradient`.
-        """
-        if on_empty not in get_args(OnEmpty):
-            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
-        self.client = client
-        self.table = table
-        self.on_empty = on_empty
-        self.timeout = timeout
-        self.max_staleness = max_staleness
-        self.inspector = inspector
-        self.scale = scale
+    def __post_init__(self) -> None:
+        check_choice("on_empty", self.on_empty, OnEmpty)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -378,128 +369,69 @@ class ZeroVarianceReplacer:
         return chosen
 
 
-class GroupSource(Protocol):
-    """Yields what each step trains on."""
+@dataclass
+class GroupSource:
+    """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
 
-    @property
-    def left(self) -> Sequence[Sample]:
-        """Fresh groups that are drawn, and that no step has trained on yet."""
+    `zero_variance` says what happens to fresh groups without variance, which carry no gradient (`carries_gradient`).
+    replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh batches until it has enough
+    others (DAPO, arXiv 2503.14476), and so takes more fresh groups than it trains on; GRPOConfig.check_admission says
+    what the server must admit.
+    """
+
+    batches: Iterator[list[Sample]]
+    """The fresh groups of this rank."""
+    replacer: ZeroVarianceReplacer
+    ranks: Ranks
+    run: str
+    """A name of this run, the same on every rank, that no earlier run had."""
+    zero_variance: ZeroVariance = field(default="replace", kw_only=True)
+    size: int = field(default=0, kw_only=True)
+    """With dynamic: groups of a step."""
+    max_batches: int = field(default=10, kw_only=True)
+    """With dynamic: the most batches of a step, which has fewer groups after that."""
+    added: int = field(default=0, kw_only=True)
+    """Groups of the pool that join each step, if the pool has them."""
+    start: int = field(default=0, kw_only=True)
+    """Steps up to this one take nothing from the pool."""
+    left: list[Sample] = field(default_factory=list, init=False)
+    """Fresh groups that are drawn, and that no step has trained on yet."""
 
     def next(self, step: int) -> Replacement:
         """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        if self.zero_variance == "dynamic":
+            taken = self._dynamic()
+        else:
+            fresh = next(self.batches)
+            count = self._without_gradient(fresh)
+            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+        if step <= self.start:
+            return taken
+        # One scope for all draws of a step: no two ranks get the same group.
+        scope = f"{self.run}/step-{step}"
+        if self.zero_variance == "replace":
+            taken = self.replacer.replace(taken.fresh, scope, self._keys(taken))
+        if self.added:
+            taken = self.replacer.add(taken, self.added, scope, self._keys(taken))
+        return taken
 
-
-class KeepingSource:
-    """Trains on the fresh batch as it is."""
-
-    left: Sequence[Sample] = ()
-
-    def __init__(self, batches: Iterator[list[Sample]], scale: Scale | None = None) -> None:
-        """`scale`: how the trainer computes advantages anew, as in `carries_gradient`."""
-        self._batches = batches
-        self._scale = scale
-
-    def next(self, step: int) -> Replacement:
-        """The next fresh batch."""
-        return _unchanged(next(self._batches), self._scale)
-
-
-class ReplacingSource:
-    """Replaces groups without variance by groups of the pool."""
-
-    left: Sequence[Sample] = ()
-
-    def __init__(
-        self, batches: Iterator[list[Sample]], replacer: ZeroVarianceReplacer, ranks: Ranks, run: str, start: int = 0
-    ) -> None:
-        """`run`: a name of this run, the same on every rank, that no earlier run had. Steps up to `start` replace
-        nothing."""
-        self._batches = batches
-        self._replacer = replacer
-        self._ranks = ranks
-        self._run = run
-        self._start = start
-
-    def next(self, step: int) -> Replacement:
-        """The next fresh batch, with its groups without variance replaced."""
-        fresh = next(self._batches)
-        if step <= self._start:
-            return _unchanged(fresh, self._replacer.scale)
-        return self._replacer.replace(fresh, scope=_scope(self._run, step), exclude=_keys(fresh, self._ranks))
-
-
-class DynamicSource:
-    """Draws fresh batches until the step has enough groups with variance (DAPO, arXiv 2503.14476).
-
-    It takes more fresh groups a step than it trains on: see GRPOConfig.check_admission for what the server must admit.
-    """
-
-    def __init__(
-        self, batches: Iterator[list[Sample]], size: int, max_batches: int, scale: Scale | None = None
-    ) -> None:
-        """`size` groups a step, from at most `max_batches` fresh batches; after that the step has fewer groups.
-
-        `scale`: how the trainer computes advantages anew, as in `carries_gradient`.
-        """
-        self._batches = batches
-        self._scale = scale
-        self._size = size
-        self._max_batches = max_batches
-        self.left: list[Sample] = []
-
-    def next(self, step: int) -> Replacement:
+    def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
         chosen, fresh = self.left, list[Sample]()
-        for _ in range(self._max_batches):
-            if len(chosen) >= self._size:
+        for _ in range(self.max_batches):
+            if len(chosen) >= self.size:
                 break
-            fresh += (batch := next(self._batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._scale)]
+            fresh += (batch := next(self.batches))
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self.replacer.scale)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self.left = chosen[: self._size], chosen[self._size :]
-        count = sum(not carries_gradient(sample.group, self._scale) for sample in fresh)
-        missing = self._size - len(chosen)
+        chosen, self.left = chosen[: self.size], chosen[self.size :]
+        count, missing = self._without_gradient(fresh), self.size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
+    def _without_gradient(self, samples: Sequence[Sample]) -> int:
+        return sum(not carries_gradient(sample.group, self.replacer.scale) for sample in samples)
 
-class SharingSource:
-    """Adds groups of the pool to the groups of another source: GRPOConfig.replay_share."""
-
-    def __init__(
-        self, source: GroupSource, replacer: ZeroVarianceReplacer, ranks: Ranks, count: int, run: str, start: int = 0
-    ) -> None:
-        """`count` groups a step on this rank, if the pool has them. `run`, `start`: as for ReplacingSource."""
-        self._source = source
-        self._replacer = replacer
-        self._ranks = ranks
-        self._count = count
-        self._run = run
-        self._start = start
-
-    @property
-    def left(self) -> Sequence[Sample]:
-        """Those of the other source."""
-        return self._source.left
-
-    def next(self, step: int) -> Replacement:
-        """The groups of the other source, and then those of the pool."""
-        taken = self._source.next(step)
-        if step <= self._start:
-            return taken
-        keys = _keys([*taken.samples, *taken.fresh], self._ranks)
-        return self._replacer.add(taken, self._count, scope=_scope(self._run, step), exclude=keys)
-
-
-def _unchanged(samples: list[Sample], scale: Scale | None) -> Replacement:
-    count = sum(not carries_gradient(sample.group, scale) for sample in samples)
-    return Replacement(list(samples), [], list(samples), new_counts(zero_variance=count, missing=count))
-
-
-def _scope(run: str, step: int) -> str:
-    """One scope for all draws of a step: no two ranks get the same group."""
-    return f"{run}/step-{step}"
-
-
-def _keys(samples: list[Sample], ranks: Ranks) -> list[int]:
-    """The keys of the samples of every rank. The pool may hold their groups already."""
-    return [key for keys in ranks.all([sample.info.key for sample in samples]) for key in keys]
+    def _keys(self, taken: Replacement) -> list[int]:
+        """The keys of the groups of every rank. The pool may hold them already."""
+        mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
+        return [key for keys in self.ranks.all(mine) for key in keys]

@@ -25,10 +25,9 @@ import numpy as np
 from lmdb.verify import VerifyError, verify
 
 from replay_server.storage import lmdb
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
 from replay_server.tables.items import DamagedPayloads, InsertBatch

@@ -56,7 +56,7 @@ class Recording:
 def dump(storage: LmdbStorage) -> object:
     """All records of the file, and the names of the chunks."""
     with storage._env.begin() as txn:
-        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces, storage._seen)]
+        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces)]
         return [*tables, [bytes(name) for name, _ in txn.cursor(storage._payloads)]]
 
 

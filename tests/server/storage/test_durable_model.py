@@ -21,9 +21,8 @@ from hypothesis.stateful import precondition, rule
 from replay_server.storage import lmdb, records
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from tests.server.tables import test_model
 
@@ -89,8 +88,7 @@ class DurableMachine(test_model.ModelMachine):
 
         def begin():
             checkpoint.load(self.buffer, self.storage.write_payloads)
-            self.collector.changed(self.buffer.items)
-            self.collector.inserted(checkpoint.contents.state.known_keys)
+            self.collector.all_changed()
 
         self.start_again(begin)
 

@@ -1,22 +1,28 @@
-"""RankFiles: with sharded weights each rank writes its own rows of the optimizer's state, and no rank gathers them.
+"""Partitions: with fsdp each rank writes and reads its own rows of each tensor, and no rank loads a whole model.
 
     <output_dir>/step-12.rank-1-of-2.<run>.tmp                 each rank writes its file here
     <output_dir>/step-12/optimizer/rank-1-of-2.safetensors     the first rank moves all files here, before the manifest
 
 A file has the tensors "<parameter>/<entry>": the rows of that rank. `trainer.pt` has their full shapes, and the rest.
+FSDP2 gives rank r of n the rows from r * ceil(rows / n) on, ceil(rows / n) of them or what is left. So any number of
+ranks finds its rows in the files of any other number, and opens only the files that have them. docs/history/trainer.md
+says why torch.distributed.checkpoint does not do this here.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from replay_trainer.ranks import Ranks
@@ -86,41 +92,28 @@ class RankFiles:
 class StoredRows:
     """A tensor of which each file of a full state has some rows. A slice of it reads from the files that it needs."""
 
-    def __init__(self, files: _OpenFiles, name: str, shape: list[int]) -> None:
+    def __init__(self, open_file: Callable[[int], Any], ranks: int, name: str, shape: list[int]) -> None:
+        """`open_file` gives the open file of one of `ranks`."""
         self.shape = torch.Size(shape)
-        self._files = files
+        self._open_file = open_file
+        self._ranks = ranks
         self._name = name
 
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.shape[0])
-        # As FSDP2 gave them out: rank r has the rows from r * share on.
-        share = math.ceil(self.shape[0] / self._files.ranks)
+        share = math.ceil(self.shape[0] / self._ranks)
         parts: list[Tensor] = []
-        for rank in range(self._files.ranks):
+        for rank in range(self._ranks):
             first, end = max(start - rank * share, 0), min(stop - rank * share, share)
             if first < end:
-                parts.append(self._files.open(rank).get_slice(self._name)[first:end])
+                parts.append(self._open_file(rank).get_slice(self._name)[first:end])
         if not parts:
-            parts.append(self._files.open(0).get_slice(self._name)[0:0])
+            parts.append(self._open_file(0).get_slice(self._name)[0:0])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _OpenFiles:
-    """The files of a full state, each opened when it is needed."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.ranks = ranks
-        self._folder = folder
-        self._open: dict[int, Any] = {}
-
-    def open(self, rank: int) -> Any:
-        if rank not in self._open:
-            self._open[rank] = safe_open(self._folder / _name(rank, self.ranks), "pt")
-        return self._open[rank]
-
-
 def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
-    """Splits a state of the optimizer: what is not sharded, this rank's rows of the rest, and the full shapes of it."""
+    """Splits a state of the optimizer: what is whole, this rank's rows of the rest, and the full shapes of the rest."""
     whole: dict[str, Any] = optimizer | {"state": {}}
     rows, shapes = {}, {}
     for name, entries in optimizer["state"].items():
@@ -135,10 +128,81 @@ def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
     """Puts StoredRows of a full state into the places of what `take_rows` took out."""
-    files = _OpenFiles(folder, ranks)
+    open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)
-        optimizer["state"][name][entry] = StoredRows(files, key, shape)
+        optimizer["state"][name][entry] = StoredRows(open_file, ranks, key, shape)
+
+
+def read_rows(stored: Any, like: Tensor) -> Tensor:
+    """This rank's rows of `stored`: a tensor, a slice of a file, or StoredRows, with the full shape of `like`."""
+    if not isinstance(like, DTensor):
+        return torch.as_tensor(stored[:])
+    local = like.to_local()
+    mesh = like.device_mesh
+    rows = math.ceil(like.shape[0] / mesh.size())
+    start = min(mesh.get_local_rank() * rows, like.shape[0])
+    mine: Tensor = stored[start : start + local.shape[0]]
+    assert mine.shape == local.shape, (mine.shape, local.shape)
+    return mine
+
+
+def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
+    """Copies this rank's part of a published folder into a partitioned model.
+
+    Raises ValueError for a tensor that the folder lacks, or that has another shape.
+    """
+    aliases: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    # Tied tensors are one object under several names, and the file has one of these.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        aliases[id(tensor)].append(name)
+        tensors[id(tensor)] = tensor
+    opened = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, it is not a dict
+    for identity, names in aliases.items():
+        tensor = tensors[identity]
+        name = next((each for each in names if each in files), "")
+        if not name:
+            raise ValueError(f"{folder} lacks the weights {names[0]!r}: it is of another model")
+        stored = files[name].get_slice(name) if tensor.dim() else files[name].get_tensor(name)
+        shape = list(stored.get_shape()) if tensor.dim() else []
+        if shape != list(tensor.shape):
+            raise ValueError(
+                f"{folder} has {names[0]!r} with the shape {shape}, and this model with {list(tensor.shape)}: it is of "
+                f"another model"
+            )
+        own = read_rows(stored, tensor) if tensor.dim() else stored
+        with torch.no_grad():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
+
+
+def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[str, Any]:
+    """What this rank needs of a full state of the optimizer: its rows of partitioned parameters, all rows of others.
+
+    `state` may lie in a mapped file.
+    """
+    parameters = dict(policy.named_parameters(remove_duplicate=False))
+
+    def part(value: Any, parameter: Tensor) -> Any:
+        if not isinstance(value, Tensor | StoredRows) or value.shape != parameter.shape:
+            return value.clone() if isinstance(value, Tensor) else value  # the number of steps
+        own = read_rows(value, parameter)
+        if not isinstance(parameter, DTensor):
+            return own
+        return DTensor.from_local(
+            own.clone().to(parameter.to_local().device),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    parts = {
+        name: {entry: part(value, parameters[name]) for entry, value in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    return state | {"state": parts}
 
 
 def _name(rank: int, ranks: int) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from replay_trainer import rank_files
-from replay_trainer.rank_files import RankFiles, put_rows
+from replay_trainer import partitions
+from replay_trainer.partitions import RankFiles, put_rows
 from replay_trainer.weights import checksum_of
 from tests.trainer.factories import FakeClient, assert_same_weights, make_batches
 from tests.trainer.test_publication import train
@@ -120,9 +120,9 @@ def test_any_number_of_ranks_reads_the_rows_of_another(tmp_path: Path, before: i
 def test_a_rank_opens_only_the_files_that_have_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(24.0).reshape(12, 2)
     put_in_place(write(tmp_path, 4, {"a/m": tensor}), tmp_path)
-    opened, open_file = list[str](), rank_files.safe_open
+    opened, open_file = list[str](), partitions.safe_open
     monkeypatch.setattr(
-        rank_files, "safe_open", lambda path, kind: opened.append(path.name[5]) or open_file(path, kind)
+        partitions, "safe_open", lambda path, kind: opened.append(path.name[5]) or open_file(path, kind)
     )
     for start, stop, files in [(0, 3, "0"), (3, 6, "1"), (6, 12, "23"), (4, 8, "12"), (12, 12, "0")]:
         optimizer: dict[str, Any] = {"state": {"a": {}}}

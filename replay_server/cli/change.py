@@ -1,4 +1,4 @@
-"""`replay update` and `replay reset`: change and empty tables while the server runs."""
+"""`replay update`, `reset` and `policy`: change a server while it runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, with_access
-from replay_server.cli.documents import Document, config_of, table_document
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, document
+from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
 
 if TYPE_CHECKING:
-    from replay_client.records import TableInfo
+    from replay_client.records import Policy, TableInfo
+
+policy = typer.Typer(help="Show or set the trainer's current policy version.", rich_markup_mode=None)
 
 
 @with_access
@@ -42,9 +46,9 @@ def update(
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
     if as_json:
-        print_json(table_document(after))
+        print_json(document(after))
         return
-    old, new = config_of(info), config_of(after)
+    old, new = json.loads(info.config), json.loads(after.config)
     for name in new:
         if old[name] != new[name]:
             say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
@@ -117,7 +121,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
         if limit is not None and limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = _number(wanted.get("max_times_sampled"))
-    before = config_of(info)["max_times_sampled"]
+    before = json.loads(info.config)["max_times_sampled"]
     if uses and info.size and (not before or uses < before):
         return f"may hold items that were sampled {uses:.0f} times"
     return ""
@@ -132,3 +136,54 @@ def _number(value: object) -> float | None:
     except ValueError:
         return None
     return number if isinstance(number, int | float) else None
+
+
+@policy.callback(invoke_without_command=True)
+@with_access
+def _show_by_default(
+    access: dict[str, Any], context: typer.Context, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    if context.invoked_subcommand is None:
+        _show(access, as_json, timeout)
+
+
+@policy.command("show")
+@with_access
+def _show_policy(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+    """Show the current version, the location of its weights, and its age."""
+    _show(access, as_json, timeout)
+
+
+@policy.command("set")
+@with_access
+def _set_policy(
+    access: dict[str, Any],
+    version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
+    weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
+    if rollback:
+        confirm(f"Go back to version {version}, and count permits anew?", yes)
+    with connect(access, timeout) as client:
+        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback)), as_json)
+
+
+def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
+    with connect(access, timeout) as client:
+        _print(ask(client.policy), as_json)
+
+
+def _print(current: Policy, as_json: bool) -> None:
+    if as_json:
+        print_json(document(current, pb.Policy.DESCRIPTOR))
+        return
+    from replay_client.units import duration
+
+    weights = current.weights or "no weights published"
+    say(f"version {current.version}, {weights}, set {duration(current.age)} ago")
