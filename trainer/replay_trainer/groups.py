@@ -401,13 +401,19 @@ class GroupSource:
     """Fresh groups that are drawn, and that no step has trained on yet."""
 
     def next(self, step: int) -> Replacement:
-        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        """The groups of this step on this rank: those that `collect` and `replace` leave."""
+        return self.replace(step, self.collect())
+
+    def collect(self) -> Replacement:
+        """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""
         if self.zero_variance == "dynamic":
-            taken = self._dynamic()
-        else:
-            fresh = next(self.batches)
-            count = self._without_gradient(fresh)
-            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+            return self._dynamic()
+        fresh = next(self.batches)
+        count = self._without_gradient(fresh)
+        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+
+    def replace(self, step: int, taken: Replacement) -> Replacement:
+        """The groups of `collect`, with those of the pool that this step takes."""
         if step <= self.start:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
