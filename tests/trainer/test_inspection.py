@@ -80,12 +80,6 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_trained_on_is_told_with_its_reason(name: str) -> None:
-    make, words = BAD[name]
-    assert words in why_unusable(make(), ModelLimits(vocabulary=16))
-
-
 LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5], logprobs=-1.0)
 
 
