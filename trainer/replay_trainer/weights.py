@@ -88,6 +88,7 @@ class OutputLock:
         return ""
 
     def release(self) -> None:
+        """Free the folder, if it is held."""
         if self._file is not None:
             (self.folder / NAME).unlink(missing_ok=True)
             self._file.close()
