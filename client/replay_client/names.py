@@ -7,7 +7,7 @@ import functools
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 T = TypeVar("T")
 
@@ -17,6 +17,12 @@ def unknown_name(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     return f"there is no {name[:100]!r}; {hint}"
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raises ValueError unless `value`, of the setting `name`, is one of a Literal type."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
 
 def suggests_names(kind: type[T]) -> type[T]:

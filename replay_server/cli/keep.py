@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_protos.state import document
+from replay_protos.state import document, plain
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
 from replay_server.cli.items import item_document, load_tokenizer
 from replay_server.cli.options import with_access
@@ -306,14 +306,12 @@ def _write(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
 
 def _read(path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError that names a file of another kind, OSError if it cannot be read."""
-    from replay_client.documents import json_lines
+    from replay_client.json_lines import json_lines
 
     return (row for _, row in json_lines(path)) if format_of(path) == "jsonl" else _read_parquet(path)
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    from replay_client.documents import plain
-
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:

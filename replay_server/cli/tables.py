@@ -80,7 +80,7 @@ def top(
             if not screen.paused and time.monotonic() >= look_at:
                 look_at = time.monotonic() + interval
                 try:
-                    screen.see(client.server_info(), time.monotonic())
+                    screen.see(client.server_info())
                 except ReplayError as error:
                     screen.problem = str(error)
             live.update(screen.render(live.console.height), refresh=True)

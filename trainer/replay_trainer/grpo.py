@@ -40,7 +40,7 @@ from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.groups import (
     GroupSource,
     Inspector,
-    Limits,
+    ModelLimits,
     Replacement,
     ZeroVarianceReplacer,
 )
@@ -122,7 +122,7 @@ class GRPOTrainer:
             fused=True,
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
-        limits = Limits.of(self.policy.model, config.max_group_tokens)
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,

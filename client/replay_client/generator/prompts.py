@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from replay_client.documents import json_lines
 from replay_client.errors import ReplayError
+from replay_client.json_lines import json_lines
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""

@@ -210,7 +210,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._policy = self._reach(self.client.policy)
         self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
         saved = state.stateful_callbacks.get(type(self).__name__)
-        groups = TrainedGroups.from_state_dict(saved and saved["groups"])
+        groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
         self._progress.skip(dict(saved["begun"]) if saved else {})
         self._reach(partial(self._leases.acknowledge, groups))
         self._reach(partial(self._leases.give_back_of_dead, groups))

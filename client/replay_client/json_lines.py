@@ -1,16 +1,13 @@
-"""Documents: values of msgpack and numpy as JSON, for `--json` and the page; and files of JSON lines."""
+"""JSON lines: the objects of a text file that has one in each line, as prompts and exported items have them."""
 
 from __future__ import annotations
 
 import codecs
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 _OTHER_FILES = (
     (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
@@ -21,30 +18,6 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
 """How files begin that people give by mistake, and what to do with them."""
-
-
-def plain(value: Any) -> Any:
-    """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None."""
-    if isinstance(value, dict):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return (
-        value
-        if isinstance(value, str | int) or value is None
-        else value.hex()
-        if isinstance(value, bytes)
-        else str(value)
-    )
-
-
-def dumps(document: object) -> bytes:
-    """The document as compact JSON."""
-    return json.dumps(plain(document), separators=(",", ":"), allow_nan=False).encode()
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
