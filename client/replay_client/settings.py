@@ -28,7 +28,7 @@ def bounded(
 
 def check_fields(settings: Any) -> None:
     """Raises ValueError for a field that is not one of the choices of its Literal, no bool, or out of its bounds."""
-    hints = _hints(type(settings))
+    hints = _hints(settings.__class__)
     for each in fields(settings):
         _check(each, hints[each.name], getattr(settings, each.name))
 
