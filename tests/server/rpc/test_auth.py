@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -376,7 +375,7 @@ def test_a_server_that_hangs_up_leads_to_what_it_may_want(pki, client_ca, tls, w
     assert words in str(caught.value)
 
 
-def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
+def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path, caplog):
     current = make_certificate(tmp_path, "current", pki["ca"])
     pki["current"] = current
     with tls_server(pki, "current") as server:
@@ -392,7 +391,7 @@ def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
         make_certificate(tmp_path, "current", pki["other ca"])
         until(lambda: works("other ca"))
         current.cert.write_text("nonsense")
-        time.sleep(1.1)
+        until(lambda: works("other ca") and f"{current.cert} holds no certificate" in caplog.text)
         assert works("other ca")
 
 
