@@ -96,6 +96,12 @@ async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> No
             await asyncio.sleep(0.005)
 
 
+async def turns(count: int = 200) -> None:
+    """Lets the event loop turn: what waits for nothing outside of this thread has happened afterwards."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 @dataclass
 class ServerProcess:
     """`replay serve` as a process of its own."""

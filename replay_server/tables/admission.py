@@ -49,11 +49,6 @@ class PendingPermits(Pending[Grant]):
         self.count = count
         self.request = request
 
-    @property
-    def grant(self) -> Grant | None:
-        """The grant, once there is one."""
-        return self.value
-
 
 class Admission:
     def __init__(self, config: AdmissionConfig, table: str, clock: Callable[[], float]) -> None:
@@ -214,7 +209,7 @@ class Admission:
         if not pending.done:
             pending.abandon()
             self.progress()
-        elif (grant := pending.grant) is not None and grant.attempt is pending:
+        elif (grant := pending.value) is not None and grant.attempt is pending:
             self.release(grant.id)
 
     def progress(self) -> None:
@@ -254,9 +249,8 @@ class Admission:
                 self.restart(version)
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
-        self._began, self._version = state.get("began", version > 0), version  # older records do not say
-        self._share = state.get("share", 1.0)
-        self._earlier = state.get("earlier", float(version * self.config.groups_per_step))
+        self._began, self._version = state["began"], version
+        self._share, self._earlier = state["share"], state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

@@ -1,7 +1,7 @@
-"""MetricsEndpoint: gives metrics to Prometheus and health to containers over HTTP, on threads of its own.
+"""MetricsEndpoint: gives metrics to Prometheus and health to containers, over the HTTP server of prometheus_client.
 
 * /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing else.
-* A scrape asks the event loop once, for the server info. It formats the metrics on its own thread.
+* A scrape asks the event loop once, for the server info. It formats the metrics on a thread of its own.
 * A connection that says or reads nothing for ten seconds is cut, so that its thread ends.
 """
 
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from http.server import ThreadingHTTPServer
 from typing import Any, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, GCCollector, MetricsHandler, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app, start_http_server
 
 from replay_protos import replay_pb2 as pb
 from replay_server.telemetry.latency import Latencies
@@ -30,8 +28,6 @@ PATH = "/metrics"
 HEALTH = "/health"
 _LOOP_SECONDS = 5.0
 """How long a scrape or a look at the health waits for the event loop."""
-_SILENT_SECONDS = 10.0
-"""After which a connection is cut that sends or reads nothing."""
 
 
 class MetricsEndpoint:
@@ -39,84 +35,71 @@ class MetricsEndpoint:
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
+        self._loop: asyncio.AbstractEventLoop | None = None
         try:
-            self._http = _Server(host.strip("[]"), int(port), registry)
+            self._http, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
         except OSError as error:
             raise OSError(
                 f"metrics_address: cannot listen on {address}: it is in use, or not one of this machine ({error})"
             ) from error
-        ProcessCollector(registry=registry)
-        GCCollector(registry=registry)
-        self._registry = registry
-        self.address = f"{host}:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, name="replay-metrics", daemon=True)
+        self._metrics = make_wsgi_app(self._registry)
+        self._http.set_app(self._respond)
+        self._http.RequestHandlerClass = _Handler
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self.address = f"{host}:{self._http.server_port}"
 
     def start(self, info: Callable[[], pb.ServerInfo], latencies: Latencies) -> None:
         """Responds from now on. `info` is called on the event loop that runs now."""
-        loop = asyncio.get_running_loop()
-        self._http.on_loop = partial(_result_of, loop)
-        self._registry.register(ServerCollector(partial(_result_of, loop, info), latencies))
-        self._thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._registry.register(ServerCollector(partial(self._on_loop, info), latencies))
 
     def close(self) -> None:
         """Stops listening. A scrape under way may fail, because the event loop no longer responds."""
-        if self._thread.is_alive():
-            self._http.shutdown()
+        self._http.shutdown()
         self._http.server_close()
+        self._thread.join()
 
-
-def _result_of(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
-    """What `function` returns on the event loop. Raises TimeoutError if that is busy, RuntimeError if it is closed."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
+    def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        status, said = "404 Not Found", f"metrics are at {PATH}, health is at {HEALTH}"
         try:
-            answer.set_result(function())
-        except Exception as error:
-            answer.set_exception(error)
+            if environ["PATH_INFO"] == PATH:
+                metrics: Iterable[bytes] = self._metrics(environ, start_response)
+                return metrics
+            if environ["PATH_INFO"] == HEALTH:
+                self._on_loop(lambda: None)
+                status, said = "200 OK", "ok"
+        except (TimeoutError, RuntimeError):  # the event loop is busy, not there yet, or closed
+            status, said = "503 Service Unavailable", "the server is busy or shutting down"
+        start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(said)))])
+        return [said.encode()]
 
-    loop.call_soon_threadsafe(call)
-    return answer.result(_LOOP_SECONDS)
+    def _on_loop(self, function: Callable[[], T]) -> T:
+        """What `function` returns on the event loop. Raises TimeoutError if that is busy, RuntimeError without one."""
+        if self._loop is None:
+            raise RuntimeError("the server is not started")
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._loop.call_soon_threadsafe(call)
+        return answer.result(_LOOP_SECONDS)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    on_loop: Callable[[Callable[[], None]], None]
-    """Returns when the function has run on the server's event loop."""
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0
+    """Seconds after which a connection is cut that sends or reads nothing."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = addresses[0]
-        super().__init__((str(address[0]), int(address[1])), _Handler.factory(registry))
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("metrics: the connection from %s broke", client_address, exc_info=True)
-
-
-class _Handler(MetricsHandler):
-    timeout = _SILENT_SECONDS
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+    def handle(self) -> None:
         try:
-            if path == PATH:
-                super().do_GET()
-            elif path == HEALTH:
-                self._say_health()
-            else:
-                self.send_error(404, explain=f"metrics are at {PATH}, health is at {HEALTH}")
-        except (TimeoutError, RuntimeError):  # the event loop is busy, or closed
-            self.send_error(503, explain="the server is busy or shutting down")
-
-    def _say_health(self) -> None:
-        assert isinstance(self.server, _Server)
-        self.server.on_loop(lambda: None)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain")
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"ok")
+            super().handle()
+        except OSError:
+            log.debug("metrics: the connection from %s broke", self.client_address, exc_info=True)
 
     def log_message(self, format: str, *values: object) -> None:
         log.debug("metrics: " + format, *values)

@@ -83,13 +83,6 @@ def test_sharded_ranks_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> N
             assert b[name] != a[name]
 
 
-def test_replacements_differ_between_the_ranks_of_a_step(tmp_path: Path) -> None:
-    run(tmp_path / "two", 2, zero_variance_groups=3, max_steps=1)
-    (line,) = metrics(tmp_path / "two")
-    assert line["replay/groups_replaced"] == line["replay/groups_zero_variance"] == 3
-    assert line["train/zero_variance_fraction"] == 0
-
-
 @pytest.mark.long
 def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
     options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
@@ -112,9 +105,9 @@ def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path
         assert sum(own for own, _ in reads[0]) < 0.51 * sum(full for _, full in reads[0])
     everything = sum(full for _, full in of_parts[0]["read"])
     for index, rank in enumerate(of_parts):
-        assert rank["files"] == [f"rank-{index}-of-2.safetensors"]  # its own alone
+        assert rank["files"] == ["model.safetensors", f"rank-{index}-of-2.safetensors"]  # its own alone of the rows
         assert 0.3 * everything < rank["copied"][0] < 0.35 * everything  # half of the two tensors of AdamW
-    assert [rank["files"] for rank in of_whole] == [[], []]  # the state of one rank is in one file
+    assert [rank["files"] for rank in of_whole] == [["model.safetensors"]] * 2  # the state of one rank is in trainer.pt
 
 
 def bytes_of_ranks(folder: Path) -> list[dict[str, list[Any]]]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from replay_client import ReplayClient
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.background import WaitLog
+from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
@@ -40,7 +40,7 @@ from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.groups import (
     GroupSource,
     Inspector,
-    Limits,
+    ModelLimits,
     Replacement,
     ZeroVarianceReplacer,
 )
@@ -122,7 +122,7 @@ class GRPOTrainer:
             fused=True,
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
-        limits = Limits.of(self.policy.model, config.max_group_tokens)
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
@@ -137,7 +137,7 @@ class GRPOTrainer:
         self.publication: Publication
         self._source: GroupSource
         self._laps: Laps
-        self._waits: WaitLog
+        self._waits: ServerWaits
         self._skipped = 0
         """Groups of this step, over all ranks, that could not be trained on."""
 
@@ -219,7 +219,7 @@ class GRPOTrainer:
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._laps = Laps()
-        self._waits = WaitLog(self.client, table, quiet=not self.ranks.is_first)
+        self._waits = ServerWaits(self.client, table, quiet=not self.ranks.is_first)
         with self.client.sampler(
             table,
             batch_size=self.fresh_per_rank,

@@ -64,10 +64,8 @@ class TrainedGroups:
         return {"leases": [[*lease, keys] for lease, keys in self.whole.items()], "keys": self.part}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any] | None) -> TrainedGroups:
-        """None: a state of before there were leases."""
-        if state is None:
-            return cls()
+    def from_state_dict(cls, state: dict[str, Any]) -> TrainedGroups:
+        """The groups of `state_dict`."""
         return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
 
 

@@ -95,6 +95,20 @@ def fresh(servers: list[VLLMProcess], model: Path) -> list[VLLMProcess]:
     return servers
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often engines have asked which address."""
+    counts: Counter[str] = Counter()
+    call = VLLMServer.call
+
+    async def counted(self: VLLMServer, method: str, path: str, *args: Any, **query: Any) -> Any:
+        counts[f"{self.url}{path}"] += 1
+        return await call(self, method, path, *args, **query)
+
+    monkeypatch.setattr(VLLMServer, "call", counted)
+    return counts
+
+
 def make_engine(model: Path, servers: list[VLLMProcess], **options: Any) -> VLLMServerEngine:
     return VLLMServerEngine(model, base_url=[server.url for server in servers], **({"self_test": False} | options))
 
@@ -147,16 +161,8 @@ class TestRealServers:
         await engine.close()
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], asked: Counter[str]
     ) -> None:
-        asked: Counter[str] = Counter()
-        call = VLLMServer.call
-
-        async def counted(self: VLLMServer, method: str, path: str, *args: Any, **query: Any) -> Any:
-            asked[f"{self.url}{path}"] += 1
-            return await call(self, method, path, *args, **query)
-
-        monkeypatch.setattr(VLLMServer, "call", counted)
         engine = make_engine(model, fresh, seed=1)
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(max_tokens=12)
@@ -180,19 +186,11 @@ class TestRealServers:
         await engine.close()
 
     async def test_of_several_generators_one_reloads(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], asked: Counter[str]
     ) -> None:
-        loads: list[str | None] = []
-        load = VLLMServer._load
-
-        async def recorded(self: VLLMServer, path: str | None) -> None:
-            loads.append(path)
-            await load(self, path)
-
-        monkeypatch.setattr(VLLMServer, "_load", recorded)
         engines = [make_engine(model, fresh[:1]) for _ in range(3)]
         await asyncio.gather(*(engine.load_weights(str(versions[2]), 3) for engine in engines))
-        assert loads == [str(versions[2])]
+        assert asked[f"{fresh[0].url}/collective_rpc"] == 1
         for engine in engines:
             await check_scores(engine, versions[2])
             await engine.close()
@@ -357,6 +355,7 @@ ANSWERS: dict[str, Any] = {
 }
 """What vLLM 0.32 answers, as far as the engine reads it."""
 NEVER = object()
+CHUNKED = {"enable_chunked_prefill": True}
 
 
 @contextlib.contextmanager
@@ -397,6 +396,10 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
+def server_info(mode: str = "processed_logprobs", **configs: Any) -> dict[str, Any]:
+    return {"vllm_config": {"model_config": {"logprobs_mode": mode}} | configs}
+
+
 def answers_for(model: Path, **changes: Any) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
@@ -417,20 +420,12 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
     [
         ({"server_info": None}, {}, "has no /server_info: start it with the development calls: VLLM_SERVER_DEV_MODE=1"),
         (
-            {"server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}},
+            {"server_info": server_info("raw_logprobs")},
             {},
             "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
         ),
         (
-            {
-                "server_info": {
-                    "vllm_config": {
-                        "model_config": {"logprobs_mode": "processed_logprobs"},
-                        "device_config": {"device": "cpu"},
-                        "scheduler_config": {"enable_chunked_prefill": True},
-                    }
-                }
-            },
+            {"server_info": server_info(device_config={"device": "cpu"}, scheduler_config=CHUNKED)},
             {},
             "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
         ),
@@ -522,11 +517,10 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
         "finish_reason": "stop",
     }
     completions = {"v1/completions": {"choices": [choice]}, "health": {}}
-    raw = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
         engine = VLLMServerEngine(model, base_url=[url, other], self_test=False)
-        again |= {"/v1/completions": (503, {}), "/server_info": raw}
+        again |= {"/v1/completions": (503, {}), "/server_info": server_info("raw_logprobs")}
         await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
         await async_until(lambda: asked.count("/server_info") >= 3)  # the second question came after the refusal
         await engine.generate(PROMPT, SamplingConfig(), 1)

@@ -293,6 +293,6 @@ def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_pa
     options = ("--model", "model", "--output-dir", "run", "--address", "127.0.0.1:1")
     trainer = started("train", *options, folder=tmp_path)
     said = trainer.stderr.readline()
-    assert "waiting for the server for" in said
+    assert "waiting for the server: " in said
     assert "no replay server answers at 127.0.0.1:1" in said
     assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)

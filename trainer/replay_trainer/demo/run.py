@@ -15,10 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from rich.console import Console
@@ -295,15 +294,14 @@ def run(
         shutil.copyfile(warm / "prompts.jsonl", out / "prompts.jsonl")
     display = Display(steps, variant.fresh)
     parts: list[Part] = []
-    with sigterm_as_interrupt():
-        try:
-            with display.progress:
-                run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
-            for part in reversed(parts):
-                part.stop()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with display.progress:
+            run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
+        for part in reversed(parts):
+            part.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     draw(metrics, out / "curves.png")
@@ -449,22 +447,6 @@ def summarise(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Itera
         f"engine, trainer     differ by {generated.get('probe_max_difference', math.nan):.1e} nats on the probe, after "
         f"{generated.get('reloads', 0)} reloads of the weights"
     )
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the demo like Ctrl-C."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:  # the command line has its own
-        signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 RARE = 0.08
