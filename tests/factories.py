@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pytest
+from prometheus_client import parser as prometheus
+from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
@@ -182,6 +186,34 @@ def _run_rank(rank: int, size: int, port: int, error: Path, function: Callable[.
     except BaseException:
         error.write_text(traceback.format_exc())
         raise
+
+
+def scrape(address: str, accept: str = "") -> dict[tuple[Any, ...], float]:
+    """What Prometheus gets from a server: values by metric and labels, as `sample_of` names them."""
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text, kind = response.read().decode(), response.headers["Content-Type"]
+    parse = openmetrics if "openmetrics" in kind else prometheus
+    samples = (sample for family in parse.text_string_to_metric_families(text) for sample in family.samples)
+    return {sample_of(sample.name, **sample.labels): sample.value for sample in samples}
+
+
+def sample_of(metric: str, **labels: str) -> tuple[Any, ...]:
+    return (metric, *sorted(labels.items()))
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @contextmanager

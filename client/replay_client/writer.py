@@ -25,8 +25,8 @@ from replay_client.errors import (
     error_of,
 )
 from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_items
-from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shared_memory import SharedInserts
 from replay_client.streams import end_stream

@@ -157,7 +157,7 @@ _PAYLOADS_PER_CALL = 32
 
 
 @dataclass(frozen=True)
-class Column:
+class GroupColumn:
     """One column of the file."""
 
     name: str
@@ -167,17 +167,17 @@ class Column:
 
 
 _GROUP_COLUMNS = (
-    Column("prompt_id", "str", lambda group: group.prompt_id),
-    Column("group_size", "int", lambda group: group.group_size),
-    Column("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
-    Column("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
-    Column("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
-    Column("rewards", "list of float", lambda group: group.rewards.tolist()),
-    Column("advantages", "list of float", lambda group: group.advantages.tolist()),
-    Column("mean_logprobs", "list of float", lambda group: _mean_logprobs(group)),
-    Column("finish_reasons", "list of str", lambda group: list(group.finish_reasons or ())),
-    Column("reward_mean", "float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
-    Column("reward_std", "float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
+    GroupColumn("prompt_id", "str", lambda group: group.prompt_id),
+    GroupColumn("group_size", "int", lambda group: group.group_size),
+    GroupColumn("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
+    GroupColumn("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
+    GroupColumn("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
+    GroupColumn("rewards", "list of float", lambda group: group.rewards.tolist()),
+    GroupColumn("advantages", "list of float", lambda group: group.advantages.tolist()),
+    GroupColumn("mean_logprobs", "list of float", lambda group: _mean_logprobs(group)),
+    GroupColumn("finish_reasons", "list of str", lambda group: list(group.finish_reasons or ())),
+    GroupColumn("reward_mean", "float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
+    GroupColumn("reward_std", "float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
 )
 """What a group says of itself; a list has one value for each completion. Null where an item is not a group."""
 _ITEM_COLUMNS = {

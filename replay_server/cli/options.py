@@ -28,7 +28,8 @@ def option(name: str, text: str, kind: Any = str, default: Any = None) -> inspec
     """The option `--name` as a parameter of a command. A default of None means: not given."""
     # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
     names = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
-    annotation = Annotated[kind if default is not None else kind | None, typer.Option(*names, help=text)]
+    shown = typer.Option(*names, help=text)
+    annotation = Annotated[kind | None, shown] if default is None else Annotated[kind, shown]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from replay_client.heartbeat import beat
-from replay_trainer.background import WaitWatcher
+from replay_client.waits import beat
+from replay_trainer.background import ServerWaits
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator, running
 from tests.factories import async_until, turns, until
@@ -78,7 +78,7 @@ def test_a_trainer_beats_while_it_waits_for_groups(heartbeat):
         yield 1
 
     trainer = threading.Thread(
-        target=lambda: list(WaitWatcher(Server(1), "rollouts", look_seconds=0.02).watch(batches()))
+        target=lambda: list(ServerWaits(Server(1), "rollouts", look_seconds=0.02).watch(batches()))
     )
     trainer.start()
     for _ in range(2):

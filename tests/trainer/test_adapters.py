@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from replay_client.generator.engines.transformers import TransformersEngine
-from replay_client.generator.probe import Probe
+from replay_client.generator.weights import Probe
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
 from replay_trainer.weights import published
 from tests.client.generator.factories import make_model as make_model_with_tokenizer

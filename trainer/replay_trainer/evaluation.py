@@ -14,7 +14,7 @@ from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import Rewards, Scorer
-from replay_client.heartbeat import beat
+from replay_client.waits import beat
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
 

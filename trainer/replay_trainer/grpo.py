@@ -32,7 +32,7 @@ from torch import Tensor
 from replay_client import ReplayClient
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.background import WaitWatcher
+from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
@@ -137,7 +137,7 @@ class GRPOTrainer:
         self.publication: Publication
         self._source: GroupSource
         self._laps: Laps
-        self._waits: WaitWatcher
+        self._waits: ServerWaits
         self._skipped = 0
         """Groups of this step, over all ranks, that could not be trained on."""
 
@@ -219,7 +219,7 @@ class GRPOTrainer:
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._laps = Laps()
-        self._waits = WaitWatcher(self.client, table, quiet=not self.ranks.is_first)
+        self._waits = ServerWaits(self.client, table, quiet=not self.ranks.is_first)
         with self.client.sampler(
             table,
             batch_size=self.fresh_per_rank,

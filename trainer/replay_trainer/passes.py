@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from replay_client.heartbeat import beat
+from replay_client.waits import beat
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import correct

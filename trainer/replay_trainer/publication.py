@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.background import BackgroundTask, HostCopy, WaitWatcher
+from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
@@ -108,7 +108,7 @@ class Publication:
         self._last_saved = -config.save_every
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
-        self._waits = WaitWatcher(self.client, quiet=not self.ranks.is_first)
+        self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
-from replay_client.generator.priorities import Priority, load_priority
+from replay_client.generator.rewards import Priority, load_priority
 from replay_client.names import suggests_names
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
-from replay_client.generator.wait_log import WaitLog
+from replay_client.waits import WaitLog
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import async_until, free_port, server_process, turns
@@ -187,7 +187,7 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
 
 
 async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay_client.generator.stale._TRIAL_SECONDS", 0.2)
+    monkeypatch.setattr("replay_client.generator.policy_follower._TRIAL_SECONDS", 0.2)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
             await async_until(lambda: generator.stats["groups"] > 3)
@@ -256,7 +256,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, clock = WaitLog(), [1000.0]
-    monkeypatch.setattr("replay_client.generator.wait_log.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("replay_client.waits.time.monotonic", lambda: clock[0])
     for second in range(71):
         clock[0] = 1000.0 + second
         log.wait("busy")

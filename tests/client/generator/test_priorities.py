@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from replay_client.generator import GeneratorConfig
-from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
+from replay_client.generator.rewards import load_priority
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_learnability, group_priority
 from tests.client.generator.factories import RecordingClient, ScriptedEngine

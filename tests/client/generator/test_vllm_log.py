@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from replay_client.generator.engines import vllm_log as module
-from replay_client.generator.engines.vllm_log import VLLMLog
+from replay_client.generator.engines import vllm as module
+from replay_client.generator.engines.vllm import VLLMLog
 
 RELOAD = """2026-11-22 16:00:00,000 pid=7 ERROR Invocation of collective_rpc method failed
 Traceback (most recent call last):

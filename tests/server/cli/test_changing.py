@@ -1,9 +1,10 @@
 """`update`, `delete`, `reset`, `policy set`: they do what they say, and ask first where something would be lost."""
 
 import json
-import os
+import shlex
 import subprocess
-import sys
+
+from tests.commands import COMMAND, run_replay
 
 
 def config_of(client, table):
@@ -73,7 +74,7 @@ def test_what_loses_items_needs_a_yes(client, replay):
 
 def test_a_person_at_the_terminal_is_asked(client, server):
     client.insert(b"x", {"replay": 1.0})
-    command = f"{sys.executable} -m replay_server.cli reset replay --address {server.address}"
+    command = shlex.join([*COMMAND, "reset", "replay", "--address", server.address])
     for answer, status, left in (("n\n", 1, 1), ("y\n", 0, 0)):
         result = subprocess.run(
             ["script", "-qec", command, "/dev/null"], input=answer, capture_output=True, text=True, timeout=60
@@ -101,13 +102,7 @@ def test_policy_is_shown_and_set(client, replay):
 
 
 def test_bench_measures_a_server_of_its_own_and_leaves_nothing_running():
-    result = subprocess.run(
-        [sys.executable, "-m", "replay_server.cli", "bench", "--size", "1kB", "--seconds", "0.2", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ,
-    )
+    result = run_replay("bench", "--size", "1kB", "--seconds", "0.2", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["bytes"] == 1000

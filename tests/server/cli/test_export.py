@@ -12,8 +12,8 @@ import pytest
 from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.demo.task import make_tokenizer
+from tests.commands import run_replay
 from tests.factories import make_group
-from tests.server.cli.conftest import run_replay
 
 
 @pytest.fixture

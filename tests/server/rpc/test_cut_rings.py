@@ -2,12 +2,9 @@
 
 import ctypes
 import os
-import random
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,7 +15,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from tests.factories import server_process
 from tests.server.rpc.bystander import bystander
-from tests.server.rpc.rings import asking, insert_of
+from tests.server.rpc.rings import asking, insert_of, open_rings, own_folder
 
 TABLES = """
 [[tables]]
@@ -55,18 +52,8 @@ HARM = {
 }
 
 
-def memory_of_rings() -> list[str]:
-    """Paths under which this process can open the memory of its own rings."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if "replay-ring" in os.readlink(f"/proc/self/fd/{fd}"):
-                found.append(f"/proc/self/fd/{fd}")
-    return found
-
-
 def do_harm(kind: str) -> None:
-    paths = memory_of_rings()
+    paths = open_rings().values()
     assert paths, "this process has no ring that it could harm"
     for path in paths:
         with suppress(OSError):  # the system may forbid it
@@ -75,12 +62,9 @@ def do_harm(kind: str) -> None:
 
 @pytest.fixture
 def server(tmp_path):
-    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
-    folder.mkdir()
-    with server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
+    with own_folder() as folder, server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
         yield server
         assert server.process.poll() is None, "the server died"
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -3,18 +3,16 @@
 A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
 gives back what was in hand. Moving writes a checkpoint, and begins with it in an empty directory.
 
-REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
+`make test-long` looks at five times as many sequences as `make test`; REPLAY_MODEL_EXAMPLES=2000 at more.
 """
 
 import asyncio
 import copy
-import os
 import tempfile
 from collections import deque
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -126,8 +124,5 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = DurableMachine.TestCase
-TestDurableModel.settings = settings(
-    test_model.TestModel.settings,
-    max_examples=int(os.environ.get("REPLAY_MODEL_EXAMPLES", "150")),
-)
+TestDurableModel = test_model.case_of(DurableMachine, 30)
+TestDurableModelForLong = pytest.mark.long(test_model.case_of(DurableMachine, 150))
