@@ -35,6 +35,8 @@ MAX_RESPONSES = 64
 """Responses with payloads under way to one connection. More must wait: each costs some 2 MB while it is not read."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""
+MAX_DRAWS = 4096
+"""Draws of one sample stream that wait, or whose batches are neither taken nor leased."""
 MAX_CLIENTS = 1024
 """Named clients that the server remembers."""
 MAX_NAME = 64

@@ -22,6 +22,7 @@ from replay_server.storage.records import (
     ADMISSION,
     ANSWER,
     CLOCK,
+    ENDED,
     FORWARDED,
     ITEM,
     LEASE,
@@ -29,7 +30,6 @@ from replay_server.storage.records import (
     ROW,
     SCOPE,
     TABLE,
-    TAKEN,
     Damaged,
     Delta,
     ItemRecords,
@@ -45,7 +45,7 @@ from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
-_KEPT = (SCOPE, TAKEN, LEASE, ANSWER)
+_KEPT = (SCOPE, ENDED, LEASE, ANSWER)
 """Names of the records that come only when they have changed, and not each time as of the moment."""
 
 
@@ -60,7 +60,7 @@ class ChangeCollector:
         self._clock_record = [records.boot_id(), self._offset]
         self._changed: set[int] = set()
         self._changed_scopes: set[tuple[str, str]] = set()
-        self._changed_taken: set[int] = set()
+        self._changed_ended: set[int] = set()
         # A checkpoint contains those that there are. An answer or a scope it does not need.
         self._changed_leases = set(buffer.outstanding.leased)
         self._changed_answers: dict[int, None] = {}
@@ -88,8 +88,8 @@ class ChangeCollector:
     def scope_changed(self, table: str, scope: str) -> None:
         self._changed_scopes.add((table, scope))
 
-    def taken_changed(self, block: int) -> None:
-        self._changed_taken.add(block)
+    def ended_changed(self, block: int) -> None:
+        self._changed_ended.add(block)
 
     def lease_changed(self, batch_id: int) -> None:
         self._changed_leases.add(batch_id)
@@ -192,11 +192,11 @@ class ChangeCollector:
                 yield StateRecord(name, record)
         if self._changed_scopes:
             yield from self._scope_records()
-        for block in sorted(self._changed_taken):
-            ids = buffer.outstanding.taken.block(block)
+        for block in sorted(self._changed_ended):
+            ids = buffer.outstanding.ended.block(block)
             packed = None if ids is None else pack([block, np.array(ids, dtype="<u8").tobytes()])
-            yield StateRecord(TAKEN + b"%d" % block, packed)
-        self._changed_taken.clear()
+            yield StateRecord(ENDED + b"%d" % block, packed)
+        self._changed_ended.clear()
         for batch_id in sorted(self._changed_leases):
             yield StateRecord(LEASE + b"%d" % batch_id, self._lease_record(batch_id))
         self._changed_leases.clear()

@@ -16,9 +16,9 @@ from replay_server.storage.chunks import CHUNK_NAME, match_payloads
 from replay_server.storage.data_dir import COMMIT, COMMIT_RECORD, KEY, DamagedDirectory, UnusableDirectory
 from replay_server.storage.records import (
     ANSWER,
+    ENDED,
     FORMAT,
     SCOPE,
-    TAKEN,
     Damaged,
     ItemRecords,
     State,
@@ -30,7 +30,7 @@ from replay_server.storage.records import (
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 _RECORDS_AT_ONCE = 1 << 16
-_MAY_BE_LOST = (SCOPE, TAKEN, ANSWER)
+_MAY_BE_LOST = (SCOPE, ENDED, ANSWER)
 """Names of the records without which a server can start."""
 
 

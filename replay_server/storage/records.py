@@ -49,10 +49,10 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, TAKEN, LEASE, ANSWER, POLICY, ADMISSION, CLOCK = (
+TABLE, SCOPE, ENDED, LEASE, ANSWER, POLICY, ADMISSION, CLOCK = (
     b"table/",
     b"scope/",
-    b"taken/",
+    b"ended/",
     b"lease/",
     b"answer/",
     b"policy",
@@ -88,7 +88,7 @@ class ItemRecords:
 
 
 class StateRecord(NamedTuple):
-    """A named record of a table, scope, taken batches, lease, answer, the policy or admission; None: delete it."""
+    """A named record of a table, scope, ended batches, lease, answer, the policy or admission; None: delete it."""
 
     name: bytes
     record: bytes | None
@@ -187,7 +187,7 @@ class Delta:
     removed: list[int]
     """Keys of items that are gone. Some were perhaps never written."""
     state_records: list[StateRecord]
-    """Tables, scopes, taken batches, leases, answers, policy, admission."""
+    """Tables, scopes, ended batches, leases, answers, policy, admission."""
     known_keys: list[int]
     """Inserted keys, in order."""
 

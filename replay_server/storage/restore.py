@@ -15,13 +15,13 @@ from replay_server.storage import records
 from replay_server.storage.records import (
     ADMISSION,
     ANSWER,
+    ENDED,
     FORWARDED,
     IN_TABLE,
     LEASE,
     POLICY,
     SCOPE,
     TABLE,
-    TAKEN,
     Damaged,
     State,
     table_numbers,
@@ -41,11 +41,11 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     offset = records.time_offset(state.state_records, now)
     scopes: list[Any] = []
     admission: dict[str, Any] | None = None
-    taken: list[tuple[int, list[int]]] = []
+    ended: list[tuple[int, list[int]]] = []
     leases: list[Any] = []
     answers: list[Any] = []
     for name, record in state.state_records.items():
-        if name.startswith((SCOPE, TAKEN, LEASE, ANSWER)):
+        if name.startswith((SCOPE, ENDED, LEASE, ANSWER)):
             try:
                 value = unpack(record)
             except Damaged:
@@ -58,7 +58,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
             elif name.startswith(LEASE):
                 leases.append(value)
             else:
-                taken.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
+                ended.append((value[0], np.frombuffer(value[1], dtype="<u8").tolist()))
             continue
         value = unpack_named(name, record)
         if name.startswith(TABLE) and value["name"] in buffer.tables:
@@ -75,7 +75,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     with no_garbage_collection():
         _restore_items(buffer, state, offset)
     buffer.known_keys.remember(state.known_keys)
-    buffer.outstanding.taken.load(taken)
+    buffer.outstanding.ended.load(ended)
     buffer.answers.load((request_id, Answer(*answer)) for _, request_id, *answer in sorted(answers))
     # Before the tables drop what is stale or too much: these items are in their readers' hands.
     for batch_id, table_name, scope, seconds, keys in leases:

@@ -201,9 +201,9 @@ class ReplayBuffer:
         self._progress(outstanding.lease(batch_id, lease, version) if lease else outstanding.take(batch_id, version))
         return True
 
-    def give_back(self, batch_id: int) -> None:
-        """The batch returns to its table, as if it was never drawn."""
-        self._progress([self.outstanding.give_back(batch_id, self.policy.version)])
+    def give_back(self, batch_id: int, *, by_reader: bool = False) -> None:
+        """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
+        self._progress([self.outstanding.give_back(batch_id, self.policy.version, by_reader=by_reader)])
 
     def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
         """As `payloads.read`. The items must be held until all is read."""

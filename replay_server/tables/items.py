@@ -29,8 +29,8 @@ class Watcher(Protocol):
     def scope_changed(self, table: str, scope: str) -> None:
         """Keys were given out under this scope; "": any scope of the table may have changed."""
 
-    def taken_changed(self, block: int) -> None:
-        """This block of the ids of taken batches has changed."""
+    def ended_changed(self, block: int) -> None:
+        """This block of the ids of ended batches has changed."""
 
     def lease_changed(self, batch_id: int) -> None:
         """The reader of this batch has it now under a lease, or has it no longer."""

@@ -412,16 +412,16 @@ def test_what_a_reader_holds_counts_until_it_is_sent():
 
 def test_sample_streams_of_a_connection_are_bounded():
     with server_with() as server, connection(server) as stub:
-        opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=1), credit=1)
+        opening = pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=1 << 40))
         end = threading.Event()
 
         def stay():
             yield opening
             end.wait(60)
 
-        calls = [stub.SampleStream(stay()) for _ in range(MAX_SAMPLE_STREAMS)]
+        calls = [stub.Draw(stay()) for _ in range(MAX_SAMPLE_STREAMS)]
         until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == MAX_SAMPLE_STREAMS)
-        assert refused(lambda: stub.SampleStream(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
+        assert refused(lambda: stub.Draw(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
         end.set()
         for call in calls:
             call.cancel()
@@ -471,7 +471,6 @@ def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
         ("Sample", pb.SampleRequest(table="plain", num_samples=1, exclude=range(MAX_EXCLUDE + 1)), "to exclude"),
         ("Sample", pb.SampleRequest(table="plain", num_samples=1, scope="x" * (MAX_SCOPE + 1)), "scope of 257"),
         ("Sample", pb.SampleRequest(table="plain", num_samples=1, lease=MAX_LEASE + 1), "lease"),
-        ("AcknowledgeSamples", pb.AcknowledgeSamplesRequest(batches=range(MAX_ROWS + 1)), "65537 batches"),
         ("Delete", pb.DeleteRequest(table="plain", keys=range((1 << 20) + 1)), "1048577 keys"),
         ("Get", pb.GetRequest(keys=range(MAX_ROWS + 1)), "65537 keys"),
         ("GetServerInfo", pb.GetServerInfoRequest(tables=[""] * (MAX_ROWS + 1)), "65537 tables"),

@@ -17,6 +17,7 @@ import pytest
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.errors import ReplayError
 from replay_client.rollout import MAGIC
+from replay_client.streams import failure
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
@@ -30,6 +31,8 @@ TABLES = [
 ]
 Code = grpc.StatusCode
 MB = 1 << 20
+ID = 1 << 40
+"""Of a draw."""
 
 
 @pytest.fixture
@@ -221,9 +224,7 @@ def test_an_unknown_table_is_a_typed_error_whatever_its_name(stub, client, table
     assert row_codes(stub.Insert(insert_request(table=table))) == [NOT_FOUND]
     calls = [
         lambda: stub.Sample(pb.SampleRequest(table=table, num_samples=1, timeout=0)),
-        lambda: stub.SampleStream(
-            iter([pb.SampleStreamRequest(open=pb.SampleRequest(table=table, num_samples=1), credit=1)])
-        ),
+        lambda: drawn(stub, pb.SampleRequest(table=table, num_samples=1, id=ID)),
         lambda: stub.UpdatePriorities(pb.UpdatePrioritiesRequest(table=table)),
         lambda: stub.Delete(pb.DeleteRequest(table=table)),
         lambda: stub.ListItems(pb.ListItemsRequest(table=table)),
@@ -316,8 +317,8 @@ def test_a_lease_without_an_end_is_refused(stub, client, lease):
 def test_a_batch_that_can_never_be_is_refused(stub, client, fields):
     request = pb.SampleRequest(table="plain", timeout=0, **fields)
     assert code_of(lambda: stub.Sample(request)) is Code.INVALID_ARGUMENT
-    stream = [pb.SampleStreamRequest(open=request, credit=1)]
-    assert code_of(lambda: stub.SampleStream(iter(stream))) is Code.INVALID_ARGUMENT
+    request.id = ID
+    assert code_of(lambda: drawn(stub, request)) is Code.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("page", ["-1", "abc", "1.5", "²", "0x10", "9" * 5000, "\0"])
@@ -442,51 +443,91 @@ def test_a_message_over_the_limit_is_refused(stub, client):
     big = insert_request(payload=bytes(17 * MB))
     assert code_of(lambda: stub.Insert(big)) is Code.RESOURCE_EXHAUSTED
     assert code_of(lambda: stub.InsertStream(iter([insert_request(keys=[7]), big]))) is Code.RESOURCE_EXHAUSTED
-    stream = [pb.SampleStreamRequest(open=pb.SampleRequest(table="x" * 17 * MB, num_samples=1))]
-    assert code_of(lambda: stub.SampleStream(iter(stream))) is Code.RESOURCE_EXHAUSTED
+    draw = pb.DrawRequest(draw=pb.SampleRequest(table="x" * 17 * MB, num_samples=1))
+    assert code_of(lambda: stub.Draw(iter([draw]))) is Code.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(
-    "first",
+    "request_",
     [
-        pb.SampleStreamRequest(),
-        pb.SampleStreamRequest(credit=1),
-        pb.SampleStreamRequest(take=1),
-        pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=1), credit=2**32 - 1),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1)),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=7)),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=2**63)),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=ID, lease=math.nan)),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=ID, timeout=-1.0)),
+        pb.DrawRequest(draw=pb.SampleRequest(table="plain", weigh=True, id=ID, scope="x" * 1000)),
+        pb.DrawRequest(take=range(2**16 + 1)),
+        pb.DrawRequest(renew=[ID]),
+        pb.DrawRequest(renew=[ID], seconds=math.inf),
     ],
-    ids=["empty", "credit", "take", "huge credit"],
+    ids=["no id", "small id", "large id", "lease", "timeout", "scope", "ids", "no seconds", "seconds"],
 )
-def test_a_sample_stream_must_begin_with_open_and_a_bounded_credit(stub, client, first):
-    assert code_of(lambda: stub.SampleStream(iter([first]))) is Code.INVALID_ARGUMENT
-    assert code_of(lambda: stub.SampleStream(iter([]))) is Code.INVALID_ARGUMENT
+def test_a_bad_request_of_a_stream_is_refused_alone_and_the_stream_goes_on(stub, client, request_):
+    key = client.insert(b"x", {"plain": 1.0})
+    good = pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=ID + 1))
+    answers = list(stub.Draw(iter([request_, good])))
+    assert [answer.error.code for answer in answers] == [INVALID, 0]
+    assert answers[1].keys == [key]
+    assert list(stub.Draw(iter([pb.DrawRequest()]))) == []
 
 
-def test_nobody_takes_a_batch_of_another_stream_and_taking_one_twice_takes_it_once(stub, client):
+def test_a_draw_that_cannot_be_served_does_not_hold_up_those_behind_it(stub, client):
+    key = client.insert(b"x", {"queue": 1.0})
+    waits, goes = (pb.SampleRequest(table=table, num_samples=1, id=ID + n) for n, table in enumerate(("pool", "queue")))
+    answers = stub.Draw(iter_until(threading.Event(), *(pb.DrawRequest(draw=draw) for draw in (waits, goes))))
+    assert next(answers).keys == [key]
+    answers.cancel()
+
+
+def test_a_batch_ends_once_whoever_names_it_and_however_often(stub, client):
+    """An unknown id is missing. A known one may be named on any stream: its reader may have lost its own."""
     for n in range(4):
         client.insert(bytes([n]), {"queue": 1.0})
-    opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=2)
-    go_on = threading.Event()
+    done = threading.Event()
+    draws = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=ID + n)) for n in range(2)]
+    mine = stub.Draw(iter_until(done, *draws))
+    assert [next(mine).batch for _ in range(2)] == [ID, ID + 1]
 
-    def owner():
-        yield opening
-        go_on.wait(20)
+    def told(**ids) -> tuple[list[int], list[int]]:
+        (answer,) = stub.Draw(iter([pb.DrawRequest(**ids)]))
+        return list(answer.done), list(answer.missing)
 
-    mine = stub.SampleStream(owner())
-    batch = next(mine).batch
-    for foreign in (batch, batch + 1, 1, 2**64 - 1):
-        thief = stub.SampleStream(iter([opening, pb.SampleStreamRequest(take=foreign)]))
-        assert code_of(lambda thief=thief: thief) is Code.INVALID_ARGUMENT
-    acknowledged = stub.AcknowledgeSamples(pb.AcknowledgeSamplesRequest(batches=[batch, batch], give_back=True))
-    assert list(acknowledged.missing) == [batch, batch]
-    go_on.set()
+    unknown = [0, 1, ID + 2, 2**63 + ID, 2**64 - 1]
+    assert told(take=unknown) == told(give_back=unknown) == told(renew=unknown, seconds=9.0) == ([], unknown)
+    assert told(take=[ID, ID]) == ([ID, ID], [])
+    assert told(give_back=[ID]) == ([], [ID])
+    assert told(renew=[ID], seconds=9.0) == ([ID], [])
+    done.set()
     mine.cancel()
-    until(lambda: client.server_info().tables["queue"].size == 4, "all four must come back")
-    twice = []
-    with_take = stub.SampleStream(iter_later(opening, twice))
-    first = next(with_take).batch
-    twice += [pb.SampleStreamRequest(take=first), pb.SampleStreamRequest(take=first)]
-    assert code_of(lambda: with_take) is Code.OK
-    until(lambda: client.server_info().tables["queue"].size == 3, "only what was taken once is gone")
+    until(lambda: client.server_info().tables["queue"].size == 3, "what nobody took must come back")
+    assert told(take=[ID, ID + 1]) == ([ID], [ID + 1])
+    assert client.server_info().tables["queue"].consumed == 1
+
+
+def test_draws_of_one_stream_are_bounded(stub, client, monkeypatch):
+    monkeypatch.setattr("replay_server.rpc.sampling.MAX_DRAWS", 3)
+    done = threading.Event()
+    draws = [pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=ID + n)) for n in range(4)]
+    answers = stub.Draw(iter_until(done, *draws))
+    refused = next(answers)
+    assert (refused.batch, refused.error.code) == (ID + 3, Code.RESOURCE_EXHAUSTED.value[0])
+    assert "3 draws of this stream" in refused.error.message
+    assert waiting(client) == 3
+    done.set()
+    answers.cancel()
+
+
+def drawn(stub: ReplayStub, request: pb.SampleRequest) -> None:
+    """Raises the error with which a draw on a stream is refused."""
+    (answer,) = stub.Draw(iter([pb.DrawRequest(draw=request)]))
+    if answer.error.code:
+        raise failure(answer.error.code, answer.error.message)
+
+
+def iter_until(done, *requests):
+    """The requests; the stream ends when `done` is set."""
+    yield from requests
+    done.wait(20)
 
 
 def iter_later(first, later):
@@ -510,17 +551,25 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub,
     assert len(answers) > 3  # one or two is what others get when the server does not yield in between
 
 
-def test_a_large_credit_holds_nobody_up(stub, client):
+def test_many_draws_at_once_hold_nobody_up(stub, client):
     with client.writer() as writer:
         for _ in range(500):
             writer.insert(b"x" * 100, {"plain": 1.0})
-    opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=500), credit=130)
-    stream = stub.SampleStream(iter_later(opening, []))
+    done = threading.Event()
+    draw = pb.SampleRequest(table="plain", num_samples=500)
+    stream = stub.Draw(iter_until(done, *(with_id(draw, ID + n) for n in range(130))))
     with bystander(client) as answers:
-        next(stream)
-        time.sleep(0.5)
-        stream.cancel()
+        for _ in range(130):
+            next(stream)
     assert answers
+    done.set()
+    stream.cancel()
+
+
+def with_id(draw: pb.SampleRequest, draw_id: int) -> pb.DrawRequest:
+    request = pb.DrawRequest(draw=draw)
+    request.draw.id = draw_id
+    return request
 
 
 def test_requests_whose_time_is_up_leave_nothing_behind_the_one_that_waits(server, stub, client):
@@ -553,7 +602,7 @@ def and_stay(*requests):
     sleep.wait()
 def insert(key, size, payload, table="plain"):
     return pb.InsertRequest(keys=[key], targets=[pb.InsertTarget(table=table)], payload_sizes=[size], payloads=payload)
-opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=4)
+draws = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=2**40 + n)) for n in range(4)]
 if what == "mid item":
     more = pb.InsertRequest(payloads=bytes(999_999))
     call = stub.InsertStream(and_stay(insert(11, 5_000_000, bytes(1_000_000)), more))
@@ -564,10 +613,9 @@ elif what == "blocked unary insert":
 elif what == "waiting sample":
     call = stub.Sample(pb.SampleRequest(table="plain", num_samples=100))
 elif what == "waiting sample stream":
-    call = stub.SampleStream(and_stay(pb.SampleStreamRequest(
-        open=pb.SampleRequest(table="plain", num_samples=100), credit=1)))
+    call = stub.Draw(and_stay(pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=100, id=2**40))))
 elif what == "untaken batches":
-    call = stub.SampleStream(and_stay(opening))
+    call = stub.Draw(and_stay(*draws))
     for _ in range(4):
         next(call)
 elif what in ("mid response", "mid response with lease"):

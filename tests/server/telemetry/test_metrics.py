@@ -119,7 +119,7 @@ def test_calls_are_timed_and_counted_by_method_and_status(server, client):
     after = scrape(server.metrics_address)
     assert count(after, "Sample") - count(before, "Sample") == 3
     assert count(after, "InsertStream") - count(before, "InsertStream") == 3
-    assert count(after, "SampleStream") > count(before, "SampleStream")
+    assert count(after, "Draw") > count(before, "Draw")
     for code, number in {"OK": 1, "DEADLINE_EXCEEDED": 1, "NOT_FOUND": 1}.items():
         assert value(after, "replay_grpc_handled_total", method="Sample", code=code) == number
     fast, all_calls = (
@@ -136,7 +136,7 @@ def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(serv
         next(sampler)
     until(lambda: not client.server_info().sample_streams)
     samples = scrape(server.metrics_address)
-    ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "SampleStream") in key]
+    ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "Draw") in key]
     assert ended
     assert client.server_info().tables["replay"].reserved == 0
 
