@@ -118,8 +118,7 @@ def all_comparisons(gigabytes: float = RESTART_GIGABYTES) -> Iterator[Comparison
         yield _fields(rival)
     for ours, redis in FSYNC.items():
         yield _durable(ours, redis)
-    yield _restart("1.0", "everysec", gigabytes)
-    yield _restart("always", "always", gigabytes / 10)  # the same files: only what is written differs
+    yield _restart("always", "always", gigabytes)
     yield _checkpoints(gigabytes)
 
 

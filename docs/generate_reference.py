@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / name) for name in (".", "client", "protos", "trainer"
 
 import typer.main  # noqa: E402
 from annotated_types import Ge, Gt, Le, Lt, MinLen  # noqa: E402
+from google.protobuf.message import Message  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
@@ -29,7 +30,7 @@ from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
 from replay_server.rpc.auth import ROLES  # noqa: E402
 from replay_server.tables.config import TableConfig  # noqa: E402
 from replay_server.telemetry.latency import Histogram, Latencies  # noqa: E402
-from replay_server.telemetry.prometheus import latency_metrics, server_metrics, table_metrics  # noqa: E402
+from replay_server.telemetry.prometheus import latency_metrics, server_metrics  # noqa: E402
 
 PROTO = ROOT / "protos/replay_protos/replay.proto"
 
@@ -226,24 +227,30 @@ def protocol() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """A table of what a scrape shows, made from a server info that has every part."""
-    table_config = TableConfig(name="replay", max_bytes=1)
-    info = pb.ServerInfo(
-        max_bytes=1,
-        memory_available=1,
-        disk_available=1,
-        admission=pb.AdmissionInfo(),
-        tables=[pb.TableInfo(name="replay", config=table_config.model_dump_json(), size=1)],
-    )
+    info = whole(pb.ServerInfo())
+    info.tables[0].config = TableConfig(name="replay", max_bytes=1).model_dump_json()
     latencies = Latencies()
     latencies.histograms["Sample"], latencies.ended["Sample", "OK"] = Histogram(), 1
     yield "# Metrics\n"
     yield (
         "What Prometheus finds at `http://METRICS_ADDRESS/metrics`, beside the usual `process_*` and `python_gc_*`. "
+        "Counters begin anew when the server starts, or a table is reset. "
         "`table` is the name of a table, `operation` is `insert` or `sample`, `statistic` is min, p10, p50, p90, max "
         "or mean.\n"
     )
     yield "| metric | kind | labels | meaning |\n|---|---|---|---|"
-    for family in (*server_metrics(info), *table_metrics(info), *latency_metrics(latencies)):
+    for family in (*server_metrics(info), *latency_metrics(latencies)):
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
         yield f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"
+
+
+def whole(message: Message) -> Any:
+    """The message with every message that it can hold, and with 1 as each number."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None:
+            inner = getattr(message, field.name)
+            whole(inner.add() if field.is_repeated else inner)
+        elif field.cpp_type != field.CPPTYPE_STRING:
+            setattr(message, field.name, True if field.cpp_type == field.CPPTYPE_BOOL else 1)
+    return message

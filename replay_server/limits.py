@@ -5,12 +5,9 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_METADATA_BYTES = 16 << 10
 """Bytes of the headers of a call."""
 MAX_ROWS = 1 << 16
-"""Items in one insert, samples in one batch, keys in one Get, batches in one acknowledgement, permits in one grant, and
-tables in one request for server info."""
+"""Items in one insert, samples in one batch, keys in one Get, batches in one acknowledgement, permits in one grant."""
 MAX_KEYS = 1 << 20
 """Keys in one Delete or UpdatePriorities."""
-MAX_TARGETS = 64
-"""Tables that the rows of one message go to."""
 MAX_EXCLUDE = 1 << 14
 """Keys that one sample request excludes. While the request waits, each change looks them up again."""
 MAX_SCOPE = 256
@@ -19,20 +16,12 @@ MAX_WEIGHTS = 4096
 """Characters in the location of weights. Every watcher of the policy gets them."""
 MAX_SHARE = 4096.0
 """The largest factor by which a shard multiplies its groups_per_step while other shards are away."""
-MAX_CHANGES = 1 << 16
-"""Characters in the changes of one UpdateTable."""
 MAX_LEASE = 86_400.0
 """Seconds after which a lease gives its batch back."""
-MIN_CHUNK = 4096
-"""Bytes in each message that continues an item, except its last. A smaller one costs more memory than it carries."""
-MIN_RATE = 1 << 20
-"""Mean bytes a second at which an item in several messages must arrive, after the stall timeout."""
 MAX_BYTES_AHEAD = 1 << 30
 """Payload bytes drawn ahead for one sample stream. A single batch may have more."""
 MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
-MAX_RESPONSES = 64
-"""Responses with payloads under way to one connection. More must wait: each costs some 2 MB while it is not read."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""
 MAX_DRAWS = 4096

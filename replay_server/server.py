@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -15,16 +16,13 @@ from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
 from replay_server.errors import Refused
-from replay_server.rpc.auth import Authorizer, warn_of_open_address, warn_of_open_metrics
-from replay_server.rpc.listener import Listener
-from replay_server.rpc.service import ReplayService
-from replay_server.rpc.tls import ServerCertificates
+from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_address, warn_of_open_metrics
+from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.threads import started_threads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.telemetry.blocked_log import BlockedLog
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
     from replay_server.telemetry.endpoint import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
-
-_THREADS = 4
-"""For work that waits for the disk."""
 
 
 class ReplayServer:
@@ -183,21 +178,20 @@ class ReplayServer:
     async def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serves on the running event loop until `request_stop`. Calls `on_started` when clients can connect."""
         keep_freed_memory()
-        asyncio.get_running_loop().set_default_executor(started_threads(_THREADS, "replay-disk"))
         checkpoint = None
         if self._restore is not None:
             if (directory := self.config.checkpoint_dir) is None:
                 raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
             checkpoint = CheckpointDirectory(directory).open(self._restore)
         try:
-            await self._run(checkpoint, self._replace, "", on_started)
+            await self._serve(checkpoint, self._replace, "", on_started)
         except DamagedDirectory as damage:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
             said = f"{damage.what}: the start fell back to checkpoint {checkpoint.contents.summary.name}"
             log.error("%s; all later changes are lost", said)
-            await self._run(checkpoint, True, said, on_started)
+            await self._serve(checkpoint, True, said, on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> OpenCheckpoint:
         """The newest whole checkpoint. Raises the damage if there is none."""
@@ -208,53 +202,44 @@ class ReplayServer:
         except ValueError:
             raise damage from None
 
-    async def _run(
+    async def _serve(
         self, checkpoint: OpenCheckpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
     ) -> None:
-        section, storage = self.config.server, None
-        if section.data_dir is not None:
-            storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
-            storage.fell_back = fell_back
-        try:
-            await self._serve(storage, checkpoint, on_started)
-        finally:
-            if storage is not None:
-                storage.close()
-
-    async def _serve(
-        self, storage: LmdbStorage | None, checkpoint: OpenCheckpoint | None, on_started: Callable[[], None]
-    ) -> None:
-        section, checkpoints = self.config.server, self.config.checkpoints
+        section, checkpoints, directory = self.config.server, self.config.checkpoints, self.config.checkpoint_dir
         # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.
-        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and self.config.checkpoint_dir is not None:
-            CheckpointDirectory(self.config.checkpoint_dir).check_writable()
-        buffer = ReplayBuffer(
-            self.config.tables,
-            time.monotonic,
-            storage=storage,
-            admission=self.config.admission,
-            max_bytes=section.max_bytes,
-            max_payload_bytes=section.max_payload_bytes,
-        )
+        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and directory is not None:
+            CheckpointDirectory(directory).check_writable()
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        journal = checkpointer = None
-        if storage is not None:
-            journal = Journal.start(buffer, storage, checkpoint)
-        elif checkpoint is not None:
-            checkpoint.load(buffer)
-        if (directory := self.config.checkpoint_dir) is not None:
-            checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
-        try:
+        storage = journal = checkpointer = None
+        async with AsyncExitStack() as ends:  # in the opposite order
+            if section.data_dir is not None:
+                storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
+                storage.fell_back = fell_back
+                ends.callback(storage.close)
+            ends.callback(self._log_end)
+            buffer = ReplayBuffer(
+                self.config.tables,
+                time.monotonic,
+                storage=storage,
+                admission=self.config.admission,
+                max_bytes=section.max_bytes,
+                max_payload_bytes=section.max_payload_bytes,
+            )
+            if storage is not None:
+                journal = Journal.start(buffer, storage, checkpoint)
+                ends.push_async_callback(journal.close)
+            elif checkpoint is not None:
+                checkpoint.load(buffer)
+            if directory is not None:
+                checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
+                ends.push_async_callback(checkpointer.close)
             if journal is not None:
                 await journal.durable()
             await self._listen(buffer, journal, checkpointer, on_started)
-        finally:
-            if checkpointer is not None:
-                await checkpointer.close()
-            if journal is not None:
-                await journal.close()
-            if self._address is not None:  # otherwise it never started
-                log.info("stopped")
+
+    def _log_end(self) -> None:
+        if self._address is not None:  # otherwise it never started
+            log.info("stopped")
 
     async def _listen(
         self,

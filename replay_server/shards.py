@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,14 +138,14 @@ class Shards:
         return [self._answer(name, reference) for name, reference in asked.items()]
 
     def start(
-        self, numbers: Iterator[tuple[int, Config]], options: Mapping[str, Any], pin: bool, timeout: float
-    ) -> None:
-        """Starts the shards with these numbers that do not run yet, and waits until they serve."""
+        self, configs: Sequence[Config], options: Mapping[str, Any], pin: bool, timeout: float
+    ) -> list[ShardStatus]:
+        """Starts those that do not run yet, one for each of `configs`, and waits until all serve."""
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
         started: dict[str, Any] = {}
-        for number, config in numbers:
+        for number, config in enumerate(configs):
             name = f"{self.name}-{number}"
             started[name] = actor_class.options(
                 name=name,
@@ -164,12 +164,13 @@ class Shards:
         try:
             self._ray.get(ready)
         except self._ray.exceptions.RayError as error:
-            raise ShardError(f"a shard could not start: {_last_line(error)}") from None
+            raise ShardError(f"a shard could not start: {str(error).strip().splitlines()[-1]}") from None
         if late:
             waiting = ", ".join(names[answer] for answer in late)
             raise ShardError(
                 f"{waiting} did not start within {timeout:g} s: the cluster has {self._ray.available_resources()} left"
             )
+        return self.status()
 
     def drain(self, names: list[str], draining: bool) -> None:
         actors = self.actors()
@@ -227,9 +228,7 @@ def up(
     service = Shards(name, namespace, ray_address)
     if (running := len(service.actors())) > shards:
         raise ShardError(f"{running} shards run already: to have {shards}, use resize")
-    parts = shard_configs(config, shards, data_dir, name, port)
-    service.start(iter(enumerate(parts)), _options(config, memory), pin, timeout)
-    return service.status()
+    return service.start(shard_configs(config, shards, data_dir, name, port), _options(config, memory), pin, timeout)
 
 
 def status(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[ShardStatus]:
@@ -287,18 +286,7 @@ def resize(
             )
         service.stop(leaving)
         return service.status()
-    return up(
-        shards,
-        config,
-        data_dir=data_dir,
-        pin=pin,
-        port=port,
-        memory=memory,
-        name=name,
-        namespace=namespace,
-        ray_address=ray_address,
-        timeout=timeout,
-    )
+    return service.start(shard_configs(config, shards, data_dir, name, port), _options(config, memory), pin, timeout)
 
 
 def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
@@ -307,7 +295,8 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
     for number in range(shards):
         section: dict[str, Any] = {
             "address": f"0.0.0.0:{port + number if port else 0}",
-            "metrics_address": _any_port(config),
+            # Several shards may run on one node.
+            "metrics_address": None if config.server.metrics_address is None else "0.0.0.0:0",
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
@@ -335,16 +324,7 @@ def _check_answers(ray_address: str | None) -> None:
         raise ShardError(f"no Ray cluster answers at {ray_address}: {error}") from None
 
 
-def _any_port(config: Config) -> str | None:
-    """Several shards may run on one node."""
-    return None if config.server.metrics_address is None else "0.0.0.0:0"
-
-
 def _options(config: Config, memory: int | None) -> dict[str, Any]:
     """What Ray reserves for a shard: a core, and its memory. Never a GPU."""
     reserved = memory if memory is not None else int(1.25 * (config.server.max_bytes or 0))
     return {"num_cpus": 1, **({"memory": reserved} if reserved else {})}
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1]

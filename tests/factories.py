@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,6 +133,49 @@ def server_process(
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def start(function: Callable[..., Any], *arguments: Any, module: str = "", **options: Any) -> BaseProcess:
+    """A process that runs the function.
+
+    Its parent is a server of processes, which imports a module before the first one (that of the function, unless
+    `module` names another): what takes seconds to import costs them once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module or function.__module__])
+    process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
+    process.start()
+    return process
+
+
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """Runs the function as each of `size` ranks of torch.distributed. Returns what made each of them fail, or ""."""
+    with tempfile.TemporaryDirectory() as folder:
+        errors, port = [Path(folder, str(rank)) for rank in range(size)], free_port()
+        processes = [
+            start(_run_rank, rank, size, port, error, function, *arguments, module=function.__module__)
+            for rank, error in enumerate(errors)
+        ]
+        try:
+            for process in processes:
+                process.join(500)
+        finally:
+            for process in processes:
+                process.kill()
+        said = [error.read_text() if error.exists() else "" for error in errors]
+        assert [process.exitcode for process in processes] == [int(bool(words)) for words in said], said
+        return said
+
+
+def _run_rank(rank: int, size: int, port: int, error: Path, function: Callable[..., Any], *arguments: Any) -> None:
+    if size > 1:
+        group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in group.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    try:
+        function(*arguments)
+    except BaseException:
+        error.write_text(traceback.format_exc())
+        raise
 
 
 @contextmanager

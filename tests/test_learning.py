@@ -55,16 +55,16 @@ def test_a_task_that_is_not_there_is_refused_by_name():
 
 def test_the_exact_solve_rate_is_the_mean_probability_of_the_answers():
     policy, rows = demo.make_model(0).eval(), make_problems(TASKS["sums"], 0).held_out[:5]
-    ids, labels = model.supervised_batch(rows)
+    ids, labels = demo.supervised_batch(rows)
     groups = [
-        make_group(prompt=model.encode(row["prompt"]), completions=[model.answer_tokens(row)], rewards=[1.0])
+        make_group(prompt=demo.encode(row["prompt"]), completions=[model.answer_tokens(row)], rewards=[1.0])
         for row in rows
     ]
     batch = to_batch(groups)
     with torch.no_grad():
         logprobs_BT, _ = LogprobModel(policy, packing=False)(batch)
     expected = float(torch.where(batch.mask_BT, logprobs_BT, 0.0).sum(1).exp().mean())
-    assert model.solve_rate(policy, ids, labels) == pytest.approx(expected, rel=1e-4)
+    assert demo.solve_rate(policy, ids, labels) == pytest.approx(expected, rel=1e-4)
 
 
 def test_sampled_groups_carry_the_logprobs_and_rewards_of_their_own_tokens():

@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.learning.arms import GROUP_SIZE, Arm
-from benchmarks.learning.model import sample_groups, solve_rate, supervised_batch, warm_start
+from benchmarks.learning.model import sample_groups, warm_start
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import Row, load_task
 from replay_client import ReplayClient, RolloutGroup, Sample
@@ -31,10 +31,11 @@ from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
+from replay_trainer.demo.task import solve_rate, supervised_batch
+from replay_trainer.groups import GroupSource
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.ranks import Ranks
-from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
 
 IN_PROCESS = "in-process"
 EVALUATIONS = 12
@@ -143,16 +144,17 @@ class _Steps:
 
     def _source(self) -> GroupSource:
         """As GRPOTrainer makes it from `zero_variance` and `replay_share`."""
-        arm, ranks, batches = self.arm, Ranks("cpu"), self._batches()
-        replacer = ZeroVarianceReplacer(self.client, "replay")
-        source: GroupSource
-        if arm.zero_variance == "replace":
-            source = ReplacingSource(batches, replacer, ranks, "run", arm.start)
-        elif arm.zero_variance == "dynamic":
-            source = DynamicSource(batches, arm.fresh, max_batches=10)
-        else:
-            source = KeepingSource(batches)
-        return SharingSource(source, replacer, ranks, arm.replay, "run", arm.start) if arm.replay else source
+        arm = self.arm
+        return GroupSource(
+            self._batches(),
+            ZeroVarianceReplacer(self.client, "replay"),
+            Ranks("cpu"),
+            "run",
+            zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
+            size=arm.fresh,
+            added=arm.replay,
+            start=arm.start,
+        )
 
     def _batches(self) -> Iterator[list[Sample]]:
         while True:

@@ -1,61 +1,30 @@
-"""The tiny policy of the experiment: warm starts to a solve rate, fast sampling of groups, and the exact solve rate."""
+"""The tiny policy of the experiment: warm starts to a solve rate, and fast sampling of groups."""
 
 from __future__ import annotations
 
 import fcntl
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.learning.tasks import Problems, Row, Task, make_problems
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.demo import task as demo
+from replay_trainer.demo.task import EOS_ID, PAD_ID, encode
 
-PAD, EOS = 0, 1
-_IDS = {character: index + 3 for index, character in enumerate(demo.CHARACTERS)}
 REGIMES = {"scarce": 0.02, "rare": 0.06, "fair": 0.30, "late": 0.60}
 """The exact held-out solve rate at which the warm-up of a regime ends."""
 WARM_UP_STEPS = 3000
 """A warm-up that has not reached its solve rate after these many steps has failed."""
 
 
-def encode(text: str) -> list[int]:
-    """The tokens of a text of the demo's characters."""
-    return [_IDS[character] for character in text]
-
-
 def answer_tokens(row: Row) -> list[int]:
     """The one completion that is right."""
-    return [*encode(row["answer"]), EOS]
-
-
-def supervised_batch(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Right-padded ids (R, S), and labels (R, S) that are -100 outside the answers."""
-    prompts, answers = [encode(row["prompt"]) for row in rows], [answer_tokens(row) for row in rows]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids, labels = torch.full((len(rows), width), PAD), torch.full((len(rows), width), -100)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[i, :end] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
-
-
-@torch.no_grad()
-def solve_rate(model: Any, ids: Tensor, labels: Tensor) -> float:
-    """The mean probability, at temperature 1, of sampling exactly the labelled answers (R, S)."""
-    logprobs = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    wanted = labels[:, 1:]
-    chosen = logprobs.gather(-1, wanted.clamp_min(0)[..., None])[..., 0]
-    return float(torch.where(wanted >= 0, chosen, 0.0).sum(1).exp().mean())
+    return [*encode(row["answer"]), EOS_ID]
 
 
 def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, Problems]:
@@ -81,28 +50,16 @@ def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, P
 
 
 def _warm_up(model: Any, problems: Problems, paths: dict[str, Path], seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    ids, labels = supervised_batch(problems.warm_up)
-    checked = supervised_batch(problems.held_out[:200])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     waiting = list(paths)
-    for step in range(1, WARM_UP_STEPS + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, step / 20)
-        index = torch.tensor(rng.sample(range(len(ids)), 64))
-        logits = model(input_ids=ids[index], use_cache=False).logits[:, :-1]
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels[index, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 2 == 0:  # the solve rate rises by some hundredths in five steps
-            rate = solve_rate(model, *checked)
-            while waiting and rate >= REGIMES[waiting[0]]:
-                torch.save(model.state_dict(), paths[waiting.pop(0)])
-            if not waiting:
-                return
+    # Every second step: the solve rate rises by some hundredths in five.
+    checks = demo.warm_up(
+        model, problems.warm_up, problems.held_out[:200], seed=seed, learning_rate=1e-3, check_every=2
+    )
+    for stats in checks:
+        while waiting and stats["solve_rate"] >= REGIMES[waiting[0]]:
+            torch.save(model.state_dict(), paths[waiting.pop(0)])
+        if not waiting or stats["steps"] >= WARM_UP_STEPS:
+            return
 
 
 @torch.no_grad()
@@ -112,7 +69,7 @@ def sample_groups(
     """A group of each row at temperature 1, scored by exact match with the row's answer."""
     prompts = [encode(row["prompt"]) for row in rows]
     width, U, B = max(map(len, prompts)), len(rows), len(rows) * group_size
-    ids, mask = torch.full((U, width), PAD), torch.zeros(U, width, dtype=torch.long)
+    ids, mask = torch.full((U, width), PAD_ID), torch.zeros(U, width, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = torch.tensor(prompt), 1
     position = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -129,7 +86,7 @@ def sample_groups(
         tokens.append(chosen[:, 0])
         logprobs.append(log_p.gather(1, chosen)[:, 0])
         live.append(alive)
-        alive = alive & (chosen[:, 0] != EOS)
+        alive = alive & (chosen[:, 0] != EOS_ID)
         if not alive.any() or len(tokens) == max_tokens:
             break
         position, mask = position + 1, torch.cat([mask, mask.new_ones(B, 1)], dim=1)

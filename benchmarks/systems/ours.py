@@ -49,7 +49,8 @@ class OurSession(Session):
 
     @contextmanager
     def group_reader(self, table: str, groups: int, nbytes: int) -> Iterator[Iterator[int]]:
-        batch_size = at_once(nbytes, budget=4 << 20, most=16)
+        # A power of two, so that the last batch is full: the groups of a round come in multiples of 64.
+        batch_size = 1 << at_once(nbytes, budget=4 << 20, most=16).bit_length() - 1
         assert groups % batch_size == 0, "the last batch would never be full"
         with self._client.sampler(table, batch_size, prefetch=2) as batches:
             yield (sum(sample.group.num_tokens for sample in next(batches)) for _ in range(groups // batch_size))

@@ -355,9 +355,12 @@ class AsyncSampler:
 
     async def _receive(self) -> tuple[int, list[Sample]]:
         self._draw_ahead(max(1, self._prefetch))
-        # An interrupt of the caller must not cancel the draw.
-        head, payloads = await asyncio.shield(self._ahead[0])
-        self._ahead.popleft()
+        if not any(draw.done() for draw in self._ahead):
+            await asyncio.wait(self._ahead, return_when=asyncio.FIRST_COMPLETED)
+        # The first one that is there: the server may serve a later draw before.
+        drawn = next(draw for draw in self._ahead if draw.done())
+        head, payloads = drawn.result()
+        self._ahead.remove(drawn)
         samples = samples_of(head, payloads, leased=self._lease > 0)
         if self._lease:
             self._on_lease(samples)

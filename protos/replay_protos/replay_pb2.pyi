@@ -21,8 +21,11 @@ ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reaso
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf.internal import extension_dict as _extension_dict
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1018,7 +1021,136 @@ class GetServerInfoRequest(_message.Message):
 Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
+class Field(_message.Message):
+    """What is declared about a field of ServerInfo, and of the messages in it. How shards are merged, which metrics
+    Prometheus gets and what `--json` prints is derived from here: nobody keeps another list of the fields.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Merge:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _MergeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Field._Merge.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        WHOLE: Field._Merge.ValueType  # 0
+        """not by itself: the message that it is in is taken from one shard"""
+        SAME: Field._Merge.ValueType  # 1
+        """every shard has the same: the first one"""
+        SUM: Field._Merge.ValueType  # 2
+        BOUND: Field._Merge.ValueType  # 3
+        """the sum; 0, if one shard has no bound"""
+        MIN: Field._Merge.ValueType  # 4
+        """of the shards that know it, if 0 means unknown"""
+        MAX: Field._Merge.ValueType  # 5
+        MEAN: Field._Merge.ValueType  # 6
+        """in a field that is merged BY_SIZE: weighted"""
+        EACH: Field._Merge.ValueType  # 7
+        """the different ones, separated by commas"""
+        NAMED: Field._Merge.ValueType  # 8
+        """those that are not empty, with the names of their shards"""
+        OF_LONGEST: Field._Merge.ValueType  # 9
+        """that of the message with the largest `seconds`"""
+        OF_LATEST: Field._Merge.ValueType  # 10
+        """that of the message with the smallest `age`"""
+        CONFIG: Field._Merge.ValueType  # 11
+        """JSON of a TableConfig: the first one, with the bounds of all together"""
+        FIELDS: Field._Merge.ValueType  # 12
+        """a message: field by field"""
+        BY_SIZE: Field._Merge.ValueType  # 13
+        """a message: field by field, weighted by `size`; those of size 0 do not count"""
+        BY_NAME: Field._Merge.ValueType  # 14
+        """messages: those of the same name field by field"""
+        LOWEST: Field._Merge.ValueType  # 15
+        """the message with the lowest `version`"""
+        AGREED: Field._Merge.ValueType  # 16
+        """messages: what all shards say of one side, with the smallest `age`"""
+
+    class Merge(_Merge, metaclass=_MergeEnumTypeWrapper): ...
+    WHOLE: Field.Merge.ValueType  # 0
+    """not by itself: the message that it is in is taken from one shard"""
+    SAME: Field.Merge.ValueType  # 1
+    """every shard has the same: the first one"""
+    SUM: Field.Merge.ValueType  # 2
+    BOUND: Field.Merge.ValueType  # 3
+    """the sum; 0, if one shard has no bound"""
+    MIN: Field.Merge.ValueType  # 4
+    """of the shards that know it, if 0 means unknown"""
+    MAX: Field.Merge.ValueType  # 5
+    MEAN: Field.Merge.ValueType  # 6
+    """in a field that is merged BY_SIZE: weighted"""
+    EACH: Field.Merge.ValueType  # 7
+    """the different ones, separated by commas"""
+    NAMED: Field.Merge.ValueType  # 8
+    """those that are not empty, with the names of their shards"""
+    OF_LONGEST: Field.Merge.ValueType  # 9
+    """that of the message with the largest `seconds`"""
+    OF_LATEST: Field.Merge.ValueType  # 10
+    """that of the message with the smallest `age`"""
+    CONFIG: Field.Merge.ValueType  # 11
+    """JSON of a TableConfig: the first one, with the bounds of all together"""
+    FIELDS: Field.Merge.ValueType  # 12
+    """a message: field by field"""
+    BY_SIZE: Field.Merge.ValueType  # 13
+    """a message: field by field, weighted by `size`; those of size 0 do not count"""
+    BY_NAME: Field.Merge.ValueType  # 14
+    """messages: those of the same name field by field"""
+    LOWEST: Field.Merge.ValueType  # 15
+    """the message with the lowest `version`"""
+    AGREED: Field.Merge.ValueType  # 16
+    """messages: what all shards say of one side, with the smallest `age`"""
+
+    MERGE_FIELD_NUMBER: _builtins.int
+    ZERO_IS_UNKNOWN_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    COUNTER_FIELD_NUMBER: _builtins.int
+    HELP_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    NO_METRIC_FIELD_NUMBER: _builtins.int
+    merge: Global___Field.Merge.ValueType
+    zero_is_unknown: _builtins.bool
+    """0 means unknown, or no bound: null in JSON, and no sample of the metric"""
+    json: _builtins.bool
+    """a text of JSON"""
+    metric: _builtins.str
+    """Name of the metric, without the `_total` of a counter. In a message in a message: the end of the name, of which the
+    field around it has the beginning. The metric of a text is 1, if it is not empty.
+    """
+    counter: _builtins.bool
+    """it only grows, until a reset; otherwise the metric is a gauge"""
+    help: _builtins.str
+    label: _builtins.str
+    """of each sample of the metric: NAME=VALUE; or NAME, for the `name` of a message"""
+    no_metric: _builtins.str
+    """why it has none"""
+    def __init__(
+        self,
+        *,
+        merge: Global___Field.Merge.ValueType = ...,
+        zero_is_unknown: _builtins.bool = ...,
+        json: _builtins.bool = ...,
+        metric: _builtins.str = ...,
+        counter: _builtins.bool = ...,
+        help: _builtins.str = ...,
+        label: _builtins.str = ...,
+        no_metric: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "help", b"help", "json", b"json", "label", b"label", "merge", b"merge", "metric", b"metric", "no_metric", b"no_metric", "zero_is_unknown", b"zero_is_unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Field: _TypeAlias = Field  # noqa: Y015
+
+@_typing.final
 class ServerInfo(_message.Message):
+    """Some metrics are not of one field: replay_server_info (version, server_id, storage), replay_table_max_items and
+    replay_table_max_bytes (config), replay_silent_seconds (silences), and replay_clients (clients).
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -1051,35 +1183,30 @@ class ServerInfo(_message.Message):
     """new at each start"""
     uptime: _builtins.float
     items: _builtins.int
-    """payloads held"""
     bytes: _builtins.int
     max_bytes: _builtins.int
-    """0: no bound"""
     storage: _builtins.str
     """memory, lmdb"""
     insert_streams: _builtins.int
-    """open now"""
     sample_streams: _builtins.int
     disk_bytes: _builtins.int
-    """of a durable storage"""
+    """Of a durable storage."""
     commits: _builtins.int
-    """since the start"""
     commit_error: _builtins.str
-    """why the last commit failed, while it is so: inserts are refused"""
+    """Why the last commit failed, while it is so: inserts are refused."""
     damaged: _builtins.int
-    """items lost since the start because their bytes on disk were damaged"""
+    """Items lost since the start because their bytes on disk were damaged."""
     fell_back: _builtins.str
-    """why the start went back to an older state of data_dir, and to which; empty: it did not"""
+    """Why the start went back to an older state of data_dir, and to which; empty: it did not."""
     long_wait: _builtins.float
-    """seconds from which on a wait is long: three usual steps, at least 20 s"""
     time: _builtins.float
-    """the server's clock, seconds since the epoch"""
+    """The server's clock, seconds since the epoch."""
     resident_bytes: _builtins.int
-    """memory of the process; 0 here and below: unknown"""
+    """Memory of the process; 0 here and below: unknown."""
     memory_available: _builtins.int
-    """what the machine, or the process's control group, has left"""
+    """What the machine, or the process's control group, has left."""
     disk_available: _builtins.int
-    """where data_dir lies"""
+    """Where data_dir lies."""
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     @_builtins.property
@@ -1094,7 +1221,7 @@ class ServerInfo(_message.Message):
 
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientInfo]:
-        """the named clients that insert, sample or publish, the last one first"""
+        """The named clients that insert, sample or publish, the last one first."""
 
     def __init__(
         self,
@@ -1168,40 +1295,29 @@ class TableInfo(_message.Message):
     SAMPLED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
-    """JSON of the table's TableConfig, defaults filled in"""
+    """JSON of the table's TableConfig, defaults filled in."""
     size: _builtins.int
     bytes: _builtins.int
     reserved: _builtins.int
-    """drawn for a prefetch or lease and not yet taken"""
     inserts: _builtins.int
-    """since the start or reset"""
+    """Counters since the start or the last reset."""
     samples: _builtins.int
     consumed: _builtins.int
-    """left because of max_times_sampled"""
     deleted: _builtins.int
-    """left because a client deleted them"""
     evicted: _builtins.int
-    """left to make room"""
     evicted_unsampled: _builtins.int
-    """evicted and never sampled: data lost"""
     stale: _builtins.int
-    """left because of max_staleness"""
     stale_refused: _builtins.int
-    """refused on arrival because of max_staleness"""
     duplicates: _builtins.int
-    """inserts of a key seen before"""
     forwarded: _builtins.int
-    """joined the table named in forward_to"""
     forward_refused: _builtins.int
-    """did not, because that table was full and does not evict"""
     inserts_per_second: _builtins.float
-    """over the last minute"""
+    """Over the last minute."""
     samples_per_second: _builtins.float
     insert_blocked_share: _builtins.float
-    """share of the last minute in which an insert waited"""
+    """Share of the last minute in which an insert waited."""
     sample_blocked_share: _builtins.float
     evicted_on_arrival: _builtins.int
-    """evicted and new: the remover chose them among the old ones"""
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1214,11 +1330,11 @@ class TableInfo(_message.Message):
     def priority(self) -> Global___Quantiles: ...
     @_builtins.property
     def limiter(self) -> Global___Limiter:
-        """where the rate limiter stands now"""
+        """Where the rate limiter stands now."""
 
     @_builtins.property
     def effective_priority(self) -> Global___Quantiles:
-        """as the sampler weighs them: after its exponent, and aged"""
+        """As the sampler weighs them: after its exponent, and aged."""
 
     @_builtins.property
     def inserted(self) -> Global___Rhythm: ...
@@ -1277,7 +1393,7 @@ class Rhythm(_message.Message):
     age: _builtins.float
     """seconds since the last time, or since the start"""
     usual: _builtins.float
-    """seconds between two batches of it; 0: unknown, it happened too seldom"""
+    """Seconds between two batches of it; 0: unknown, it happened too seldom."""
     def __init__(
         self,
         *,
@@ -1306,13 +1422,13 @@ class Silence(_message.Message):
     side: _builtins.str
     """trainer or generators"""
     table: _builtins.str
-    """into which nobody inserts, or which nobody samples; empty: no new version"""
+    """Into which nobody inserts, or which nobody samples; empty: no new version."""
     age: _builtins.float
     """seconds since the last time"""
     usual: _builtins.float
-    """seconds between two times"""
+    """Seconds between two times."""
     reason: _builtins.str
-    """the same in words, with the names of those who are gone"""
+    """The same in words, with the names of those who are gone."""
     def __init__(
         self,
         *,
@@ -1343,11 +1459,11 @@ class ClientInfo(_message.Message):
     role: _builtins.str
     """what it did: generator (insert), trainer (sample, publish), or both"""
     age: _builtins.float
-    """seconds since its last request"""
+    """Seconds since its last request."""
     open: _builtins.int
     """calls and streams that it has open"""
     ended: _builtins.bool
-    """it said that it ends (Leave), and has sent nothing since"""
+    """It said that it ends (Leave), and has sent nothing since."""
     def __init__(
         self,
         *,
@@ -1416,9 +1532,9 @@ class Waiting(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     reason: _builtins.str
-    """why the first in line waits"""
+    """Why the first in line waits."""
     seconds: _builtins.float
-    """since when requests wait and none was served, those that ask again included"""
+    """Since when requests wait and none was served, those that ask again included."""
     def __init__(
         self,
         *,
@@ -1551,13 +1667,10 @@ class Policy(_message.Message):
     AGE_FIELD_NUMBER: _builtins.int
     USUAL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """finished updates"""
     weights: _builtins.str
-    """where they lie; the server passes it on and never opens it"""
+    """Where they lie; the server passes it on and never opens it."""
     age: _builtins.float
-    """seconds since it was set"""
     usual: _builtins.float
-    """seconds between two versions; 0: unknown, there were too few"""
     def __init__(
         self,
         *,
@@ -1772,10 +1885,9 @@ class AdmissionInfo(_message.Message):
     accepted: _builtins.int
     running: _builtins.int
     capacity: _builtins.int
-    """permits that could be granted now"""
     expired: _builtins.int
     table: _builtins.str
-    """only inserts into this table need permits; empty (an older server): all do"""
+    """only inserts into this table need permits"""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     def __init__(
@@ -1899,3 +2011,6 @@ class ListCheckpointsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: Y015
+
+FIELD_FIELD_NUMBER: _builtins.int
+field: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Field]

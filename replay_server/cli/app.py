@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from replay_server.cli.bench import bench
-from replay_server.cli.checkpoints import checkpoint, checkpoints
+from replay_server.cli.change import policy, reset, update
 from replay_server.cli.dashboard import dashboard
-from replay_server.cli.demo import demo
 from replay_server.cli.doctor import doctor
-from replay_server.cli.export import export, import_items
 from replay_server.cli.generate import generate
-from replay_server.cli.items import delete, items
+from replay_server.cli.items import delete, items, show
+from replay_server.cli.keep import checkpoint, checkpoints, export, import_items
 from replay_server.cli.output import complain, say
-from replay_server.cli.policy import policy
-from replay_server.cli.serve import serve
-from replay_server.cli.shards import app as shards
-from replay_server.cli.show import show
-from replay_server.cli.signals import INTERRUPTED, Interrupts
-from replay_server.cli.tables import tables
-from replay_server.cli.top import top
-from replay_server.cli.train import train
-from replay_server.cli.update import reset, update
-from replay_server.cli.watch import watch
+from replay_server.cli.servers import serve, shards
+from replay_server.cli.tables import tables, top, watch
+from replay_server.cli.train import demo, train
 
 app = typer.Typer(
     help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
@@ -37,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
 _LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, dashboard, watch, items, show, update, delete, reset)
@@ -67,8 +62,19 @@ def options(
 
 
 def run() -> NoReturn:
-    """Runs the command of the command line, and exits with its status."""
-    interrupts = Interrupts()
+    """Runs the command of the command line, and exits with its status.
+
+    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve` and `generate` handle both signals
+    themselves: they finish their work and end with status 0.
+    """
+    ended_by = _INTERRUPTED
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_by  # click and typer keep no cause of an interrupt, and typer makes the status of Ctrl-C of it
+        ended_by = _TERMINATED
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
@@ -77,14 +83,15 @@ def run() -> NoReturn:
     except typer.Abort as error:
         # click makes an Abort of a question that was answered with no, and of some interrupts.
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
-            status = INTERRUPTED
+            status = _INTERRUPTED
         else:
             complain("nothing was changed")
             status = 1
     except KeyboardInterrupt:
-        status = INTERRUPTED
-    interrupts.ignore()
-    sys.exit(interrupts.status if status == INTERRUPTED else status)
+        status = _INTERRUPTED
+    for number in (signal.SIGINT, signal.SIGTERM):  # an exception in the last moments could only become a traceback
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(ended_by if status == _INTERRUPTED else status)
 
 
 def _complain_of_usage(error: Any) -> None:

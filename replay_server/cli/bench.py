@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from replay_server.cli.connection import ask, complete_table, connect, with_access
+from replay_server.cli.connection import ask, complete_table, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, print_json
 
 if TYPE_CHECKING:

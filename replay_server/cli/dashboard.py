@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import with_access
-from replay_server.cli.extras import need
-from replay_server.cli.output import fail, say
+from replay_server.cli.options import with_access
+from replay_server.cli.output import fail, need, say
 
 
 @with_access

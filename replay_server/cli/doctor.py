@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import ByShard, Timeout, connect, with_access
+from replay_server.cli.connection import ByShard, Timeout, connect
+from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:

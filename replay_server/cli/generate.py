@@ -9,28 +9,47 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.config_file import ConfigFile
-from replay_server.cli.connection import as_worker, in_flags
-from replay_server.cli.extras import need
-from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
-from replay_server.cli.model import check_model, loading
-from replay_server.cli.output import fail, in_words, print_json, say
-from replay_server.cli.tracing import set_up_tracing
+from replay_server.cli.options import ConfigFile, as_worker, in_flags, options_of
+from replay_server.cli.output import fail, in_words, need, print_json, say
+from replay_server.cli.process import (
+    LogFormat,
+    LogFormatOption,
+    check_model,
+    loading,
+    log_to_stderr,
+    set_up_tracing,
+)
 
 if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
     from replay_client.generator.engines import Engine
     from replay_client.generator.group_maker import PromptSource
 
+_GENERATOR = options_of(
+    "replay_client/generator/config.py",
+    "GeneratorConfig",
+    without=(
+        # Only in Python:
+        *("sampling", "chat_template", "advantage_scale", "follow_policy", "solved_reward"),
+        *("insert_timeout", "permit_timeout", "stop_grace"),
+        # Options of another name or form, below:
+        *("tables", "max_concurrent_groups", "metrics_path"),
+    ),
+)
+_SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
 
-@as_worker
+
+@as_worker(_GENERATOR, _SAMPLING)
 def generate(
     access: dict[str, Any],
+    generator: dict[str, Any],
+    sampling: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[
         str, typer.Option(help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub.")
@@ -60,55 +79,16 @@ def generate(
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
     chat: Annotated[bool, typer.Option(help="Make each text prompt a chat message of the user.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat, the message of the system.")] = None,
-    group_size: Annotated[int, typer.Option(help="Completions of each prompt.")] = 8,
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 1 samples from the policy itself.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample only from the most likely tokens whose probabilities sum to this.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample only from this many most likely tokens; 0: from all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 256,
     max_length: Annotated[
         int | None, typer.Option(help="Most tokens of a prompt with its completion. [the model's limit]")
     ] = None,
     max_concurrent_groups: Annotated[
         int, typer.Option(help="Groups generated at the same time; 0: as many as the server gives permits for.")
     ] = 16,
-    max_groups: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
-    wait_for_policy: Annotated[bool, typer.Option(help="Wait until the trainer has published weights.")] = False,
-    weights_root: Annotated[
-        Path | None, typer.Option(help="Load published weights from this folder only. [from anywhere]")
-    ] = None,
-    reload: Annotated[
-        str, typer.Option(help="When to load new weights: between_groups, or at_once, in the middle of completions.")
-    ] = "between_groups",
-    probe_tolerance: Annotated[
-        float, typer.Option(help="Largest difference between engine and trainer on the probe, in nats.")
-    ] = 0.02,
-    truncated: Annotated[
-        str, typer.Option(help="Completions cut off by --max-tokens: keep them, or mask them in the loss.")
-    ] = "keep",
-    priority: Annotated[
-        str, typer.Option(help="Of each group: advantage (TRL's score), learnability (p(1-p)), or module:function.")
-    ] = "advantage",
     drop_zero_variance: Annotated[
         bool, typer.Option(help="Do not insert groups that carry no gradient: all rewards are equal.")
     ] = False,
-    on_prompt_error: Annotated[
-        str, typer.Option(help="When a prompt or a reward fails: raise, or skip the prompt.")
-    ] = "raise",
-    when_full: Annotated[
-        str, typer.Option(help="When a full table refuses a group: wait, or drop the group.")
-    ] = "wait",
-    reward_threads: Annotated[
-        int | None,
-        typer.Option(help="Groups that reward functions score at the same time. [1; 8 for those that are thread_safe]"),
-    ] = None,
-    reward_timeout: Annotated[float, typer.Option(help="Most seconds for one reward function and one group.")] = 300.0,
-    stale_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for newer weights when the server refuses all groups as too old.")
-    ] = 600.0,
     metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
-    metrics_interval: Annotated[float, typer.Option(help="Seconds between those lines.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
@@ -130,26 +110,11 @@ def generate(
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         settings = GeneratorConfig(
-            group_size=group_size,
-            sampling=SamplingConfig(
-                temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
-            ),
+            sampling=SamplingConfig(**sampling, seed=seed),
             tables=tuple(table or ["rollouts"]),
             max_concurrent_groups=max_concurrent_groups or None,
-            max_groups=max_groups,
-            wait_for_policy=wait_for_policy,
-            weights_root=weights_root,
-            reload=reload,  # type: ignore[arg-type]
-            probe_tolerance=probe_tolerance,
-            truncated=truncated,  # type: ignore[arg-type]
-            priority=priority,
-            on_prompt_error=on_prompt_error,  # type: ignore[arg-type]
-            when_full=when_full,  # type: ignore[arg-type]
-            reward_threads=reward_threads,
-            reward_timeout=reward_timeout,
-            stale_timeout=stale_timeout,
             metrics_path=metrics,
-            metrics_interval=metrics_interval,
+            **generator,
         )
         rows = load_rows(prompts, prompt_field, split, chat, system, seed)
         scorer = [load_reward(name) for name in reward]
@@ -158,11 +123,11 @@ def generate(
         if (engine == "vllm-server") != bool(base_url):
             raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
         if base_url:
-            args = {"base_url": base_url, "agreement": probe_tolerance, **args}
+            args = {"base_url": base_url, "agreement": settings.probe_tolerance, **args}
         with loading(model):
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(in_words(error), dict.fromkeys(inspect.signature(generate).parameters, True)))
+        fail(in_flags(in_words(error), inspect.signature(generate).parameters))
     report = Report(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:
@@ -226,20 +191,19 @@ def engine_args(given: list[str]) -> dict[str, Any]:
     return args
 
 
+_ENGINES = {
+    "vllm": ("vllm", ("vllm",), "vllm:VLLMEngine"),
+    "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
+    "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
+}
+"""By name: the extra of the package that brings an engine, the modules that it needs, and its class."""
+
+
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
-    if name == "vllm":
-        need("--engine vllm", "vllm", "vllm")
-        from replay_client.generator.engines.vllm import VLLMEngine
-
-        return VLLMEngine(model, **args)
-    if name == "transformers":
-        need("--engine transformers", "trainer", "torch", "transformers")
-        from replay_client.generator.engines.transformers import TransformersEngine
-
-        return TransformersEngine(model, **args)
-    if name == "vllm-server":
-        need("--engine vllm-server", "vllm-server", "aiohttp", "transformers")
-        from replay_client.generator.engines.vllm_server import VLLMServerEngine
-
-        return VLLMServerEngine(model, **args)
-    raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
+    if name not in _ENGINES:
+        raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
+    extra, needed, place = _ENGINES[name]
+    module, _, kind = place.partition(":")
+    need(f"--engine {name}", extra, *needed)
+    engine: Engine = getattr(import_module(f"replay_client.generator.engines.{module}"), kind)(model, **args)
+    return engine

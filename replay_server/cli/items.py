@@ -1,16 +1,29 @@
-"""`replay items` and `replay delete`: list the items of a table, and delete some."""
+"""`replay items`, `show` and `delete`: list the items of a table, print one for people, and delete some."""
 
 from __future__ import annotations
 
 import shlex
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from replay_server.cli.connection import Keys, TableName, Timeout, ask, connect, with_access
-from replay_server.cli.documents import item_document
-from replay_server.cli.output import AsJson, Yes, confirm, console, fail, print_json, say
+from replay_protos.state import Document
+from replay_server.cli.connection import Key, Keys, TableName, Timeout, ask, connect
+from replay_server.cli.options import with_access
+from replay_server.cli.output import AsJson, Yes, confirm, console, fail, plain_table, print_json, say
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from replay_client import RolloutGroup
+    from replay_client.records import ItemInfo, Membership, StoredItem
+
+_HEAD = 64
+"""Bytes that are shown of a payload that is not a rollout group."""
+_FEW = 16
+"""Tokens that are shown of a text without a tokenizer."""
 
 
 class Order(StrEnum):
@@ -63,27 +76,25 @@ def items(
             }
         )
         return
-    from rich.table import Table
-
     from replay_client.units import byte_size, duration
 
-    view = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"):
-        view.add_column(column, justify="right", no_wrap=True)
-    for item in found.items:
-        view.add_row(
-            str(item.key),
-            f"{item.priority:.4g}",
-            f"{item.effective_priority:.4g}",
-            duration(item.age),
-            str(item.policy_version),
-            str(item.staleness),
-            str(item.times_sampled),
-            byte_size(item.nbytes),
-        )
     out = console()
     if found.items:
-        out.print(view)
+        columns = ("key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes")
+        rows = (
+            (
+                str(item.key),
+                f"{item.priority:.4g}",
+                f"{item.effective_priority:.4g}",
+                duration(item.age),
+                str(item.policy_version),
+                str(item.staleness),
+                str(item.times_sampled),
+                byte_size(item.nbytes),
+            )
+            for item in found.items
+        )
+        out.print(plain_table(columns, rows))
     out.print(
         f"{len(found.items)} of {counted(found.matching, 'item')}"
         + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
@@ -111,3 +122,220 @@ def delete(
         say(f"{result.applied} deleted from {table}")
     if result.missing:
         fail(f"not in {table}: {', '.join(map(str, result.missing))}")
+
+
+def item_document(item: ItemInfo) -> Document:
+    """The key is a string, as in every document."""
+    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes}
+    return {name: fact for name, fact in facts.items() if name != "nbytes"}
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@with_access
+def show(
+    access: dict[str, Any],
+    key: Key,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the model or tokenizer, to show prompt and completions as text.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also print the arrays.")] = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    with connect(access, timeout) as client:
+        found = ask(lambda: client.get([key]))
+    if not found:
+        fail(
+            f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or never inserted; "
+            f"`replay items TABLE` lists keys"
+        )
+    item = found[0]
+    decoder = None if tokenizer is None else load_tokenizer(tokenizer)
+    try:
+        group, problem = item.group, ""
+    except ValueError as error:
+        group, problem = None, str(error)
+    if as_json:
+        from replay_client.dashboard.group import item_facts
+
+        document = item_facts(item) | {"group": None}
+        if group is None:
+            document["problem"] = problem
+            document["head"] = bytes(item.payload[:_HEAD]).hex()
+        else:
+            document["group"] = group_document(group, decoder, tokens)
+        print_json(document)
+        return
+    out = console()
+    for line in _item_lines(item):
+        out.print(line, soft_wrap=True)
+    if group is None:
+        out.print(f"payload: {problem}", soft_wrap=True)
+        out.print(*_dump(bytes(item.payload[:_HEAD])), sep="\n")
+        return
+    for text in _group_lines(group, decoder, tokens):
+        out.print(text, soft_wrap=True)
+
+
+def load_tokenizer(path: Path) -> Decoder:
+    if not path.is_dir():
+        fail(f"--tokenizer: there is no folder {path}")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        fail("--tokenizer needs the package transformers: pip install transformers")
+    try:
+        loaded: Decoder = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        fail(f"--tokenizer: {path}: {str(error).splitlines()[0]}")
+    return loaded
+
+
+def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
+    from replay_client.documents import plain
+
+    prompt: Document = {"tokens": int(group.prompt_ids.size)}
+    if decoder is not None:
+        prompt["text"] = decoder.decode(group.prompt_ids.tolist())
+    if tokens:
+        prompt["ids"] = group.prompt_ids.tolist()
+    return {
+        "prompt_id": group.prompt_id,
+        "policy_version": int(group.policy_version),
+        "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
+        "sampling": plain(group.sampling),
+        "meta": plain(group.meta),
+        "extras": {
+            name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in group.extras.items()
+        },
+        "prompt": prompt,
+        "completions": [
+            _completion(group, row, span, decoder, tokens) for row, span in enumerate(group.sampled_spans())
+        ],
+    }
+
+
+def _completion(group: RolloutGroup, row: int, span: slice, decoder: Decoder | None, tokens: bool) -> Document:
+    from replay_client.dashboard.group import completion_facts
+
+    ids = group.completion_ids[span].tolist()
+    completion = completion_facts(group, row)
+    if group.context_lengths is not None:
+        context = _context_ids(group, row, span)
+        completion["context"] = {"tokens": len(context)}
+        if decoder is not None:
+            completion["context"]["text"] = decoder.decode(context)
+        if tokens:
+            completion["context"]["ids"] = context
+    if decoder is not None:
+        completion["text"] = decoder.decode(ids)
+    if tokens:
+        completion["ids"] = ids
+        completion["logprobs"] = group.rollout_logprobs[span].tolist()
+        if group.loss_mask is not None:
+            completion["loss_mask"] = group.loss_mask[span].tolist()
+    return completion
+
+
+def _context_ids(group: RolloutGroup, row: int, span: slice) -> list[int]:
+    """The tokens of the context of a completion, which stands before its `span`."""
+    length = 0 if group.context_lengths is None else int(group.context_lengths[row])
+    ids: list[int] = group.completion_ids[span.start - length : span.start].tolist()
+    return ids
+
+
+def _effective(held: Membership) -> str:
+    return "" if held.effective_priority == held.priority else f", effective {held.effective_priority:.4g}"
+
+
+def _item_lines(item: StoredItem) -> list[str]:
+    from replay_client.units import duration
+
+    tables = ", ".join(
+        f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {held.times_sampled} times)"
+        for name, held in item.tables.items()
+    )
+    return [
+        f"key {item.key}  {len(item.payload)} bytes  inserted {duration(item.age)} ago",
+        f"policy version {item.policy_version}, staleness {item.staleness}",
+        f"in {tables}" if tables else "in no table: only a batch that is being sent still holds it",
+    ]
+
+
+def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> list[Text]:
+    from rich.text import Text
+
+    document = group_document(group, decoder, tokens)
+    named = f" {group.prompt_id!r}" if group.prompt_id else ""
+    ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
+    lines = [Text(f"group of {group.group_size} completions, {_tokens(group.num_tokens)}{ended}")]
+    for name in ("sampling", "meta"):
+        if document[name]:
+            facts = ", ".join(f"{field} {value}" for field, value in document[name].items())
+            lines.append(Text(f"{name}: {facts}"))
+    for name, facts in document["extras"].items():
+        lines.append(Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}"))
+    lines += [
+        Text(),
+        Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
+        _words(document["prompt"], group.prompt_ids.tolist()),
+    ]
+    if tokens:
+        lines.append(Text(f"ids {document['prompt']['ids']}"))
+    for row, (span, completion) in enumerate(zip(group.sampled_spans(), document["completions"], strict=True)):
+        mean = completion["mean_logprob"]
+        parts = [
+            f"completion {row}: {_tokens(completion['tokens'])}",
+            f"reward {completion['reward']:g}",
+            f"advantage {completion['advantage']:+.3g}",
+            "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",
+        ]
+        if mean is not None and completion["unknown_logprobs"]:
+            parts.append(f"{completion['unknown_logprobs']} log-probs unknown")
+        if completion["masked_tokens"]:
+            parts.append(f"{_tokens(completion['masked_tokens'])} masked")
+        if completion["finish_reason"] is not None:
+            parts.append(f"ended by {completion['finish_reason']}")
+        lines += [Text(), Text("  ".join(parts), style="bold")]
+        if (context := completion.get("context", {})).get("tokens"):
+            lines += [
+                Text(f"after {_tokens(context['tokens'])} of its own context:"),
+                _words(context, _context_ids(group, row, span)),
+                Text("it wrote:"),
+            ]
+        lines.append(_words(completion, group.completion_ids[span].tolist()))
+        if tokens:
+            for name in ("ids", "logprobs", "loss_mask"):
+                if name in completion:
+                    lines.append(Text(f"{name} {_array(completion[name])}"))
+    return lines
+
+
+def _words(part: Document, ids: list[int]) -> Text:
+    """The text of a prompt or completion or, without a tokenizer, its first tokens."""
+    from rich.text import Text
+
+    if "text" in part:
+        return Text(part["text"])
+    if not ids:
+        return Text("(empty)", style="dim")
+    more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
+    return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer PATH shows the text", style="dim")
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
+
+
+def _array(values: list[Any]) -> str:
+    return " ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def _dump(head: bytes) -> list[str]:
+    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
+    rows = [head[at : at + 16] for at in range(0, len(head), 16)]
+    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]

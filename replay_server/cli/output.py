@@ -6,18 +6,20 @@ Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTER
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from replay_server.cli.control_characters import printable
-
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+_WIDTH_WITHOUT_TERMINAL = 240
+"""Columns of output that goes into a file or another program, so that nothing is cut off."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -51,16 +53,57 @@ def misuse(message: object) -> NoReturn:
     raise typer.Exit(2)
 
 
-def console() -> Console:
-    """Standard output for tables and colours; see PrintableConsole."""
-    from replay_server.cli.printable import PrintableConsole
+def need(what: str, extra: str, *modules: str) -> None:
+    """Ends the command with one line that names the extra, unless all `modules` are installed. Imports none of them."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        fail(
+            f"{what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install '.[{extra}]' in a clone of the repository"
+        )
 
-    return PrintableConsole()
+
+def printable(text: str) -> str:
+    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
+
+
+def console() -> Console:
+    """Standard output for tables and colours; in colours only on a terminal, and not if NO_COLOR is set.
+
+    Only rich itself can send commands to the terminal: texts of servers and groups are made `printable`.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return PrintableConsole(highlight=False, markup=False, emoji=False, width=width)
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
+    """A table without lines. `left`: the columns that are aligned to the left; numbers go to the right."""
+    from rich.table import Table
+
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        view.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    return view
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    from replay_client.documents import plain
+
+    text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
     print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)
 
@@ -73,11 +116,3 @@ def confirm(question: str, yes: bool) -> None:
         misuse(f"{question} There is no terminal to ask on: say --yes to do it")
     if not typer.confirm(question, err=True):
         fail("nothing was changed")
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,19 +1,29 @@
-"""The screen of `replay top`, and the keys that change it."""
+"""What `tables` and `top` show of a server: a headline, a row for each table, permits, clients and waits.
+
+`everything` is what `tables` prints of one look at the server. `Screen` is what `top` keeps between two looks.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from replay_server.cli import overview
+from replay_client.units import byte_size, counted, duration, waiting
 
 if TYPE_CHECKING:
-    from replay_client.records import ServerInfo
+    from rich.console import Console, ConsoleOptions, RenderableType
 
+    from replay_client.records import ServerInfo, TableInfo
+
+_BARS = "▁▂▃▄▅▆▇█"
 _HELP = "q quit   space pause   s sort   r reverse"
 _WAITS = 5
 """Most lines about waiting requests."""
@@ -21,6 +31,179 @@ _SPARE = 2
 """The heading of the tables, and the last line of the terminal, which stays empty."""
 _HISTORY = 24
 """Looks at the server that a sparkline shows."""
+
+
+def everything(address: str, info: ServerInfo, by_shard: bool) -> Iterator[RenderableType]:
+    """All that there is to say of one look at a server; `by_shard`: and of each server of several."""
+    yield headline(address, info)
+    yield TableView(list(info.tables.values()))
+    yield from permits(info)
+    yield from clients(info)
+    yield from waits(info)
+    for name, shard in shards_of(info) if by_shard else ():
+        yield Text()
+        yield shard_line(name, shard)
+        if shard is not None:
+            yield TableView(list(shard.tables.values()))
+
+
+def headline(address: str, info: ServerInfo) -> Text:
+    line = Text(address, style="bold")
+    bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
+    line.append(
+        f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
+        f"{counted(info.items, 'item')}, {byte_size(info.bytes)}{bound}  {info.storage}",
+        style="not bold",
+    )
+    return line
+
+
+def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
+    """Each server of several by its name; None: it does not answer."""
+    from replay_client.shards import merging
+
+    return merging.shards_of(info)
+
+
+def shard_line(name: str, shard: ServerInfo | None) -> Text:
+    return Text(f"{name}  does not answer", style="red") if shard is None else headline(name, shard)
+
+
+Cell = str | Text
+Key = float | str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One fact about a table, as `tables` and `top` show it."""
+
+    name: str
+    cell: Callable[[TableInfo], Cell]
+    sort: Callable[[TableInfo], Key] | None = None
+    """What `top` sorts by for this column; None: it does not."""
+    goes: int = 0
+    """A narrow terminal leaves out the column with the highest number first; 0 always stays."""
+
+
+def _staleness(table: TableInfo) -> str:
+    return f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-"
+
+
+def _blocked(table: TableInfo) -> str:
+    shares = table.insert_blocked_share, table.sample_blocked_share
+    return f"{shares[0]:.0%} in, {shares[1]:.0%} out" if any(shares) else "-"
+
+
+def _evicted(table: TableInfo) -> Text:
+    cell = Text(str(table.evicted))
+    if table.evicted_unsampled:
+        cell.append(f" ({table.evicted_unsampled} unsampled)", style="red")
+    return cell
+
+
+def _stale(table: TableInfo) -> Text:
+    count = table.stale + table.stale_refused
+    return Text(str(count), style="yellow" if count else "")
+
+
+COLUMNS = (
+    Column("table", lambda table: table.name, lambda table: table.name),
+    Column("size", lambda table: f"{table.size} / {capacity(table)}", lambda table: float(table.size)),
+    Column("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
+    Column("in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1),
+    Column("out/s", lambda table: f"{table.samples_per_second:.1f}", lambda table: table.samples_per_second, goes=2),
+    Column("staleness", _staleness, lambda table: table.staleness.p50, goes=6),
+    Column("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
+    Column("blocked", _blocked, goes=5),
+    Column("evicted", _evicted, goes=3),
+    Column("stale", _stale, goes=4),
+)
+SORTS: dict[str, Callable[[TableInfo], Key]] = {
+    "configured": lambda table: 0.0,
+    **{column.name: column.sort for column in COLUMNS if column.sort is not None},
+}
+"""What the rows can be sorted by. The first keeps the order of the configuration."""
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A row for each table. With `sparks` (past rates in and out, by table) also their course."""
+
+    tables: Sequence[TableInfo]
+    sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
+        columns = _fitting(rows, options.max_width)
+        view = Table(box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
+        if self.sparks is not None:
+            # Columns that may wrap are made narrower first; without a space in them they are cut instead.
+            view.add_column("in", overflow="crop", style="green")
+            view.add_column("out", overflow="crop", style="cyan")
+        for table, row in zip(self.tables, rows, strict=True):
+            more = [] if self.sparks is None else map(sparkline, self.sparks.get(table.name, ((), ())))
+            view.add_row(*(row[column] for column in columns), *more)
+        yield view
+
+
+def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
+    """The columns that fit as a whole into `width`: half a number would be a wrong number."""
+    wide = {
+        column.name: max(cell_len(str(cell)) for cell in (column.name, *(row[column.name] for row in rows)))
+        for column in COLUMNS
+    }
+    names = [column.name for column in COLUMNS]
+    for column in sorted((column for column in COLUMNS if column.goes), key=lambda column: -column.goes):
+        if sum(wide[name] + 2 for name in names) - 2 > width:
+            names.remove(column.name)
+    return names
+
+
+def waits(info: ServerInfo) -> list[Text]:
+    """A line for each side that is gone, and for each kind of request that waits, with the reason."""
+    gone = [Text(f"{silence.side} gone: {silence.reason}", style="red") for silence in info.silences]
+    lines = []
+    for table in info.tables.values():
+        for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
+            if wait.count:
+                lines.append(f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}")
+    if info.admission is not None and (wait := info.admission.acquiring).count:
+        lines.append(f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}")
+    return gone + [Text(line, style="yellow") for line in lines]
+
+
+def clients(info: ServerInfo) -> Iterator[Text]:
+    """A line for each client that inserts, samples or publishes, with its last sign of life."""
+    for client in info.clients:
+        state = "ended" if client.ended else "connected" if client.open else "not connected"
+        yield Text(
+            f"{client.role} {client.name}: {state}, seen {duration(client.age)} ago",
+            style="" if client.open or client.ended else "yellow",
+        )
+
+
+def permits(info: ServerInfo) -> Iterator[Text]:
+    if (admission := info.admission) is not None:
+        yield Text(
+            f"permits: {admission.running} running, {admission.accepted} accepted, {admission.capacity} available, "
+            f"{admission.expired} expired"
+        )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as bars; the largest is a full one."""
+    largest = max(values, default=0.0)
+    if largest <= 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round(value / largest * (len(_BARS) - 1))] for value in values)
+
+
+def capacity(table: TableInfo) -> int:
+    """The most items that a table holds."""
+    config = json.loads(table.config)
+    return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))
 
 
 @dataclass
@@ -36,7 +219,7 @@ class Screen:
     paused: bool = False
     reverse: bool = False
     ended: bool = False
-    sort: str = next(iter(overview.SORTS))
+    sort: str = next(iter(SORTS))
     _rates: defaultdict[str, tuple[deque[float], deque[float]]] = field(
         default_factory=lambda: defaultdict(lambda: (deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)))
     )
@@ -61,7 +244,7 @@ class Screen:
             case " " | "p":
                 self.paused = not self.paused
             case "s":
-                names = list(overview.SORTS)
+                names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
             case "r":
                 self.reverse = not self.reverse
@@ -70,21 +253,19 @@ class Screen:
         """What fits into `height` lines. Tables give way to the lines on permits, waits and keys, and say how many."""
         state = f"sorted by {self.sort}{', reversed' if self.reverse else ''}{'   PAUSED' if self.paused else ''}"
         keys = Text(f"{_HELP}   {state}", style="dim")
-        problem = Text(self.problem, style="red") if self.problem else None
+        problem = [Text(self.problem, style="red")] if self.problem else []
         if self.info is None:
-            return Group(Text(self.address, style="bold"), problem or Text("..."), Text(), keys)
-        tables = sorted(self.info.tables.values(), key=overview.SORTS[self.sort], reverse=self.reverse)
+            return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), keys)
+        tables = sorted(self.info.tables.values(), key=SORTS[self.sort], reverse=self.reverse)
         if self.reverse and self.sort == "configured":
             tables.reverse()
-        lines = overview.shard_lines(self.info) if self.by_shard else ()
-        above = [overview.headline(self.address, self.info), *lines, problem, Text()]
-        below = [Text(), overview.permits(self.info), *overview.waits(self.info)[:_WAITS], keys]
-        room = height - len([part for part in (*above, *below) if part is not None]) - _SPARE
+        shards = [shard_line(*shard) for shard in shards_of(self.info)] if self.by_shard else []
+        above = [headline(self.address, self.info), *shards, *problem, Text()]
+        below = [Text(), *permits(self.info), *waits(self.info)[:_WAITS], keys]
+        room = height - len(above) - len(below) - _SPARE
         shown = tables if len(tables) <= room else tables[: max(1, room - 1)]
-        hidden = len(tables) - len(shown)
-        more = Text(f"and {hidden} more tables; s sorts", style="dim") if hidden else None
-        parts = [*above, overview.TableView(shown, self._rates), more, *below]
-        for part in parts:
-            if isinstance(part, Text):
-                part.no_wrap, part.overflow = True, "ellipsis"
-        return Group(*(part for part in parts if part is not None))
+        if hidden := len(tables) - len(shown):
+            below.insert(0, Text(f"and {hidden} more tables; s sorts", style="dim"))
+        for line in (*above, *below):
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(*above, TableView(shown, self._rates), *below)

@@ -1,12 +1,32 @@
-"""`replay tables`: shows all tables."""
+"""`replay tables`, `top` and `watch`: show all tables, once or live, or a line for each change of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from replay_server.cli.connection import ByShard, Timeout, ask, connect, with_access
-from replay_server.cli.documents import server_document, shard_documents
-from replay_server.cli.output import AsJson, console, print_json
+import typer
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, declared, document
+from replay_server.cli.connection import ByShard, Timeout, ask, connect
+from replay_server.cli.options import with_access
+from replay_server.cli.output import AsJson, console, fail, misuse, print_json, say
+
+if TYPE_CHECKING:
+    from replay_client.records import ServerInfo, TableInfo
+
+_ANSWER_SECONDS = 1.0
+"""The server must answer `top` within this time. Keys are read only afterwards."""
 
 
 @with_access
@@ -15,16 +35,201 @@ def tables(access: dict[str, Any], by_shard: ByShard = False, as_json: AsJson = 
     with connect(access, timeout) as client:
         info, address = ask(client.server_info), client.address
     if as_json:
-        print_json(server_document(address, info) | (shard_documents(info) if by_shard else {}))
+        from replay_client.shards.merging import shards_of
+
+        found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
+        if by_shard:
+            found["shards"] = {
+                name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
+                for name, shard in shards_of(info)
+            }
+        print_json(found)
         return
-    from replay_server.cli import overview
+    from rich.text import Text
+
+    from replay_server.cli.screen import everything
 
     out = console()
-    out.print(overview.headline(address, info))
-    out.print(overview.TableView(list(info.tables.values())))
-    if (line := overview.permits(info)) is not None:
-        out.print(line)
-    for line in (*overview.clients(info), *overview.waits(info)):
-        out.print(line, soft_wrap=True)
-    for row in overview.shard_rows(info) if by_shard else ():
-        out.print(row)
+    for part in everything(address, info, by_shard):
+        out.print(part, soft_wrap=isinstance(part, Text))
+
+
+@with_access
+def top(
+    access: dict[str, Any],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    by_shard: ByShard = False,
+) -> None:
+    """Show all tables, live. Keys sort and pause. Needs a terminal; `replay tables` and `replay watch` do not."""
+    from rich.live import Live
+
+    from replay_client.errors import ReplayError
+    from replay_server.cli.screen import Screen
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        misuse("top needs a terminal; use `replay tables`, with --json for programs, or `replay watch`")
+    with (
+        connect(access, _ANSWER_SECONDS) as client,
+        Keyboard() as keyboard,
+        Live(console=console(), screen=True, auto_refresh=False) as live,
+    ):
+        screen = Screen(client.address, by_shard=by_shard)
+        look_at = time.monotonic()
+        while not screen.ended:
+            if not screen.paused and time.monotonic() >= look_at:
+                look_at = time.monotonic() + interval
+                try:
+                    screen.see(client.server_info(), time.monotonic())
+                except ReplayError as error:
+                    screen.problem = str(error)
+            live.update(screen.render(live.console.height), refresh=True)
+            wait = interval if screen.paused else max(0.0, look_at - time.monotonic())
+            for key in keyboard.read(wait):
+                screen.press(key)
+
+
+class Keyboard:
+    """Keys as they are pressed. The end of the block restores the terminal, however the command ends."""
+
+    def __enter__(self) -> Self:
+        self._file = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._file)
+        tty.setcbreak(self._file)
+        return self
+
+    def read(self, seconds: float) -> str | list[str]:
+        """Waits up to `seconds` for keys. Returns `[""]` if the terminal is gone."""
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return ""
+        try:
+            return os.read(self._file, 64).decode(errors="replace") or [""]
+        except OSError:
+            return [""]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+
+Event = dict[str, Any]
+
+
+class Kind(StrEnum):
+    POLICY = "policy"
+    TABLE = "table"
+    BLOCKED = "blocked"
+    SERVER = "server"
+
+
+@with_access
+def watch(
+    access: dict[str, Any],
+    only: Annotated[list[Kind] | None, typer.Option(help="Only events of this kind; repeatable. [all]")] = None,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the server.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="Stop after this many lines.")] = None,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Print a line for each event: new policy versions, items in and out, waits, a server that comes or goes.
+
+    With --json each line is a JSON document.
+    """
+    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+
+    changes, printed = Changes(), 0
+    with connect(access, timeout) as client:
+        info: ServerInfo | None = ask(client.server_info)
+        while True:
+            for event in changes.since_last(info):
+                if only and event["event"] not in only:
+                    continue
+                if as_json:
+                    print_json({"time": time.time()} | event, indent=None)
+                else:
+                    say(f"{time.strftime('%H:%M:%S')} {in_words(event)}")
+                printed += 1
+                if printed == count:
+                    return
+            time.sleep(interval)
+            try:
+                info = client.server_info()
+            except (ServerUnavailableError, DeadlineExceededError):
+                info = None
+            except ReplayError as error:  # it refuses: the token was revoked
+                fail(error)
+
+
+@dataclass
+class Changes:
+    """Finds what changed between two looks at a server."""
+
+    last: ServerInfo | None = None
+    there: bool = True
+    waiting: set[tuple[str, str]] = field(default_factory=set)
+
+    def since_last(self, info: ServerInfo | None) -> Iterator[Event]:
+        """The events since the last call. `info` None: no server answered."""
+        if info is None:
+            if self.there:
+                yield {"event": "server", "state": "gone"}
+            self.there = False
+            return
+        last, self.last = self.last, info
+        if last is not None and last.server_id != info.server_id:
+            yield {"event": "server", "state": "restarted"}
+            last = None
+        elif not self.there:
+            yield {"event": "server", "state": "back"}
+        self.there = True
+        if last is None or (last.policy.version, last.policy.weights) != (info.policy.version, info.policy.weights):
+            yield {"event": "policy", "version": info.policy.version, "weights": info.policy.weights}
+        for name, table in info.tables.items():
+            before = None if last is None else last.tables.get(name)
+            if before is not None and (moved := _moved(before, table)):
+                yield {"event": "table", "table": name, **moved, "size": table.size}
+            yield from self._waits(table)
+
+    def _waits(self, table: TableInfo) -> Iterator[Event]:
+        for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling)):
+            place, facts = (table.name, verb), {"event": "blocked", "table": table.name, "verb": verb}
+            if wait.count and place not in self.waiting:
+                self.waiting.add(place)
+                yield facts | {"state": "begins", "count": wait.count, "reason": wait.reason}
+            elif not wait.count and place in self.waiting:
+                self.waiting.remove(place)
+                yield facts | {"state": "ends", "count": 0, "reason": ""}
+
+
+_COUNTERS = tuple(
+    field.name
+    for field, option in declared(pb.TableInfo.DESCRIPTOR)
+    if option.counter and field.name != "duplicates"  # those are retries, and no event
+)
+"""The fields of a TableInfo that only grow, until a reset."""
+
+
+def _moved(before: TableInfo, after: TableInfo) -> dict[str, int]:
+    """How far each counter went up. After a reset, which sets it to 0, its whole value counts."""
+    moved = {}
+    for name in _COUNTERS:
+        old, new = getattr(before, name), getattr(after, name)
+        if new != old:
+            moved[name] = new - old if new > old else new
+    return moved
+
+
+def in_words(event: Event) -> str:
+    match event["event"]:
+        case "server":
+            return f"the server is {event['state']}" if event["state"] != "restarted" else "the server was restarted"
+        case "policy":
+            return f"policy version {event['version']} {event['weights']}".rstrip()
+        case "table":
+            counts = [f"{value} {name.replace('_', ' ')}" for name, value in event.items() if name in _COUNTERS]
+            return f"{event['table']}: {', '.join(counts)}; size {event['size']}"
+        case _:
+            if event["state"] == "ends":
+                return f"{event['table']}: {event['verb']} goes on"
+            return f"{event['count']} wait: {event['reason']}"

@@ -1,4 +1,4 @@
-"""`replay train`: the trainer as a process."""
+"""`replay train`: the trainer as a process; and `replay demo`: a tiny run, with all its processes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import as_worker, in_flags
-from replay_server.cli.extras import need
-from replay_server.cli.logs import LogFormat, LogFormatOption, log_to_stderr
-from replay_server.cli.model import check_model, loading
-from replay_server.cli.output import complain, fail, in_words, say
-from replay_server.cli.tracing import set_up_tracing
+from replay_server.cli.options import as_worker, in_flags, typed
+from replay_server.cli.output import complain, fail, in_words, need, say
+from replay_server.cli.process import (
+    LogFormat,
+    LogFormatOption,
+    check_model,
+    loading,
+    log_to_stderr,
+    set_up_tracing,
+)
 
 if TYPE_CHECKING:
-    from replay_trainer.prompt_evaluation import PromptEvaluation
+    from replay_trainer import PromptEvaluation
 
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 
 
-@as_worker
+@as_worker()
 def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
@@ -78,14 +82,14 @@ def train(
     try:
         training = config_from(options)
     except ValueError as error:
-        message = _as_typed(str(error), options, given, access)
+        message = _as_typed(str(error), typed(given | access))
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
         callbacks = []
         if tracing:
-            from replay_trainer.tracing import StepSpans
+            from replay_trainer import StepSpans
 
             callbacks.append(StepSpans())
         with ReplayClient.from_env(timeout, **access) as client:
@@ -94,7 +98,7 @@ def train(
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
             steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
-        fail(_as_typed(in_words(error), options, given, access))
+        fail(_as_typed(in_words(error), typed(given | access)))
     except KeyboardInterrupt:
         complain("stopped; --resume continues from the last full state")
         raise
@@ -117,7 +121,7 @@ def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> Pro
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
     from replay_client.generator.prompts import Prompt, load_prompts
     from replay_client.generator.rewards import load_reward
-    from replay_trainer.prompt_evaluation import PromptEvaluation
+    from replay_trainer import PromptEvaluation
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     rows = load_prompts(prompts)
@@ -125,21 +129,17 @@ def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> Pro
     return PromptEvaluation(loaded, [load_reward(name) for name in rewards or ["exact_match"]], max_tokens)
 
 
-_FLAGS = {"max_steps": "--steps", "output_dir": "--output-dir", "seed": "--seed", "resume": "--resume"}
-
-
-def _as_typed(message: str, options: dict[str, Any], given: dict[str, Any], access: dict[str, Any]) -> str:
-    """`message`, with settings named as the person types them: `--steps`, not `max_steps`."""
+def _as_typed(message: str, names: set[str]) -> str:
+    """`message`, with the settings in `names` as the person types them: `--steps`, not `max_steps`."""
     message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
-    name = message.split(" ", 1)[0]
-    if given.get(name) is not None and name in options and name in _FLAGS:
-        return _FLAGS[name] + message.removeprefix(name)
-    return in_flags(message, access)
+    if "max_steps" in names and message.startswith("max_steps "):
+        message = message.replace("max_steps", "--steps", 1)
+    return in_flags(message, names)
 
 
 def _sum_up(output_dir: Path) -> None:
     """Prints what the run came to, and where its weights are."""
-    from replay_trainer.summary import read_metrics, summary
+    from replay_trainer.metrics import read_metrics, summary
     from replay_trainer.weights import published
 
     if lines := read_metrics(output_dir / "metrics.jsonl"):
@@ -148,3 +148,32 @@ def _sum_up(output_dir: Path) -> None:
             say(line)
     if folders := published(output_dir):
         say(f"weights             {folders[-1].resolve()}")
+
+
+def demo(
+    steps: Annotated[int | None, typer.Option(help="Training steps; 150 unless given, 60 with --compare.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
+    ] = False,
+) -> None:
+    """Train a tiny model to add, with server, generator and trainer as processes."""
+    # matplotlib draws the picture at the end: better to know now that it is missing.
+    need("replay demo", "demo", "torch", "transformers", "matplotlib")
+    if engine == "vllm":
+        need("--engine vllm", "vllm", "vllm")
+    from replay_trainer.demo.run import COMPARED_STEPS, STEPS, DemoError, run
+    from replay_trainer.demo.run import compare as run_both
+
+    try:
+        if compare:
+            run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
+        else:
+            run(out, STEPS if steps is None else steps, seed, engine)
+    except DemoError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        complain("stopped; all processes of the demo have ended")
+        raise

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import invalid, unsupported
-from replay_server.limits import MAX_CHANGES, MAX_ROWS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context, long_wait, silences
 from replay_server.rpc.rpc_methods import durable, once, unary
-from replay_server.rpc.silences import long_wait, silences
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 
@@ -34,8 +32,6 @@ class AdministrationMethods:
 
     @unary
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        if len(request.tables) > MAX_ROWS:
-            raise invalid(f"{len(request.tables)} tables: at most {MAX_ROWS} in one request")
         return self.server_info(request.tables)
 
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
@@ -60,8 +56,6 @@ class AdministrationMethods:
     @durable
     @once(pb.TableInfo)
     async def UpdateTable(self, request: pb.UpdateTableRequest, context: Context) -> pb.TableInfo:
-        if len(request.changes) > MAX_CHANGES:
-            raise invalid(f"changes of {len(request.changes)} characters: at most {MAX_CHANGES}")
         try:
             changes = json.loads(request.changes)
         except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Auth: tokens, the role that each gRPC method needs, and the interceptor that refuses calls.
+"""Auth: tokens and certificates, the role that each gRPC method needs, and the interceptor that refuses calls.
 
 * A call is refused before any byte of its request is read.
 * Only hashes of tokens are kept. No token appears in a log or an error.
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
-from replay_protos.transport import is_loopback, readable_by_others
+from replay_protos.transport import PemFiles, is_loopback, readable_by_others
 from replay_server.config import SecuritySection
-from replay_server.rpc.file_watch import SECONDS_PER_LOOK, FileWatch
-from replay_server.rpc.health import HEALTH, REFLECTION
 
 log = logging.getLogger("replay_server")
 
@@ -151,8 +150,6 @@ class Authorizer:
     def check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
         """The code and message with which to refuse the call; (None, "") if it may proceed."""
         service, _, name = method.removeprefix("/").partition("/")
-        if service == HEALTH:  # load balancers and orchestrators have no token
-            return None, ""
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
             return grpc.StatusCode.UNAUTHENTICATED, (
@@ -167,7 +164,7 @@ class Authorizer:
                 "token=... is the current one in the server's tokens_file (or REPLAY_TOKENS)"
             )
         needed = ROLES.get(name, Role.ADMIN) if service == SERVICE else Role.ADMIN
-        if service == REFLECTION:
+        if service == reflection.SERVICE_NAME:
             needed = Role.READ_ONLY
         if role < needed:
             return grpc.StatusCode.PERMISSION_DENIED, (
@@ -271,3 +268,81 @@ def warn_of_open_metrics(address: str) -> None:
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
+
+
+SECONDS_PER_LOOK = 1.0
+"""Seconds between two looks at the files."""
+
+
+class FileWatch:
+    """Notices that files of tokens or certificates have changed."""
+
+    def __init__(self, *files: Path | None) -> None:
+        """Files that are None are left out."""
+        self._files = [path for path in files if path is not None]
+        self._times = self._modified()
+        self._looked = float("-inf")
+
+    def has_changed(self) -> bool:
+        """Whether a file has changed since the last call that returned True. Looks at most once a second."""
+        now = time.monotonic()
+        if now - self._looked < SECONDS_PER_LOOK:
+            return False
+        self._looked = now
+        before, self._times = self._times, self._modified()
+        return self._times != before
+
+    def _modified(self) -> list[int]:
+        try:
+            return [path.stat().st_mtime_ns for path in self._files]
+        except OSError:
+            return []  # a file is missing while it is being replaced
+
+
+class ServerCertificates:
+    """The server's TLS certificate, private key and client authority. They may change while it runs.
+
+    Reads changed files again. If the new files cannot be used, the certificates read before stay in
+    force.
+    """
+
+    def __init__(self, section: SecuritySection) -> None:
+        """Raises ValueError that names the file and the remedy."""
+        self._section = section
+        self._watch = FileWatch(section.tls_cert, section.tls_key, section.tls_client_ca)
+        self._pem = self._read()
+        if section.tls_key is not None and readable_by_others(section.tls_key):
+            log.warning("tls_key %s can be read by every user of this machine: chmod 600 it", section.tls_key)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """The credentials for gRPC's port; None if the configuration does not ask for TLS."""
+        if self._section.tls_cert is None:
+            return None
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(),
+            self._changed_configuration,  # type: ignore[arg-type]  # None is allowed, whatever the type stubs say
+            self._section.tls_client_ca is not None,
+        )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        assert self._pem.key is not None
+        assert self._pem.cert is not None
+        return grpc.ssl_server_certificate_configuration([(self._pem.key, self._pem.cert)], self._pem.ca)
+
+    def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this for each handshake, on a thread of its own. None means: as before."""
+        if not self._watch.has_changed():
+            return None
+        try:
+            self._pem = self._read()
+        except ValueError as error:
+            log.error("%s; the certificates read before stay in force", error)
+            return None
+        log.info("tls_cert %s was read again", self._section.tls_cert)
+        return self._configuration()
+
+    def _read(self) -> PemFiles:
+        section = self._section
+        return PemFiles.read(
+            cert=section.tls_cert, key=section.tls_key, ca=section.tls_client_ca, ca_name="tls_client_ca"
+        )

@@ -1,15 +1,33 @@
-"""Backend: the tables, the journal, and the bounds that clients share. All gRPC methods work on one backend."""
+"""Backend: the tables, the journal, and the bounds that clients share. All gRPC methods work on one backend.
+
+* Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
+* MemoryGuard: says when too little memory is left for more items, before the system kills the server.
+* OpenCalls: counts the calls that are open, and ends endless streams.
+
+A client is a connection (gRPC's name of the peer).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import logging
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
 from replay_server.config import LimitsSection
+from replay_server.errors import busy, deadline
 from replay_server.limits import MAX_ROWS_OUTSTANDING
-from replay_server.rpc.budget import Budget
-from replay_server.rpc.clients import Clients
-from replay_server.rpc.memory_guard import MemoryGuard
-from replay_server.rpc.open_calls import OpenCalls
+from replay_server.rpc.clients import Clients, Context
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.telemetry.host import Memory, memories
+
+log = logging.getLogger("replay_server")
 
 
 class Backend:
@@ -37,3 +55,186 @@ class Backend:
         """Returns when all changes until now are written; at once without a journal."""
         if self.journal is not None:
             await self.journal.durable()
+
+
+class Budget:
+    """At most `total` is in use, and at most half of it by one client that already uses some.
+
+    A client that uses nothing may take more than half, or a large request could never be served. Waiting requests are
+    served first come, first served, except those that wait for their own client's half.
+    """
+
+    def __init__(self, total: int, name: str) -> None:
+        """`name` completes "N of M ...", for example "bytes of items that are not complete (max_unfinished_bytes)"."""
+        self.total = total
+        self.used = 0
+        self._name = name
+        self._used_by: dict[str, int] = {}
+        self._line: OrderedDict[asyncio.Future[None], tuple[str, int]] = OrderedDict()
+
+    def why_not(self, client: str, n: int) -> str | None:
+        """Why the client cannot have n more; None if it can."""
+        if self.used + n > self.total:
+            return f"{self.used} of {self.total} {self._name} are in use, and {n} more were asked for"
+        used = self._used_by.get(client, 0)
+        if used and used + n > self.total // 2:
+            return f"this client has {used} of {self.total} {self._name} in use, and no client may have over half"
+        return None
+
+    def take(self, client: str, n: int) -> None:
+        """Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
+        if why := self.why_not(client, n):
+            raise busy(f"{why}; try again later")
+        self._take(client, n)
+
+    def give_back(self, client: str, n: int) -> None:
+        self.used -= n
+        left = self._used_by.pop(client, 0) - n
+        if left:
+            self._used_by[client] = left
+        self._serve()
+
+    @contextmanager
+    def held(self, client: str, n: int) -> Iterator[None]:
+        """Raises Refused as `take` does."""
+        self.take(client, n)
+        try:
+            yield
+        finally:
+            self.give_back(client, n)
+
+    @asynccontextmanager
+    async def held_in_turn(self, client: str, n: int, timeout: float | None) -> AsyncIterator[None]:
+        """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
+        await self._take_in_turn(client, n, timeout)
+        try:
+            yield
+        finally:
+            self.give_back(client, n)
+
+    async def _take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line[future] = client, n
+        self._serve()
+        try:
+            async with asyncio.timeout(timeout):
+                await future
+        except BaseException as error:
+            if future.done() and not future.cancelled():  # it was served just before the wait ended
+                self.give_back(client, n)
+            if isinstance(error, TimeoutError):
+                why = self.why_not(client, n) or f"others came first for the {self.total} {self._name}"
+                raise deadline(why) from None
+            raise
+        finally:
+            del self._line[future]
+            self._serve()
+
+    def _serve(self) -> None:
+        for future, (client, n) in self._line.items():
+            if future.done():
+                continue
+            if self.used + n > self.total:
+                break
+            if self.why_not(client, n) is None:
+                self._take(client, n)
+                future.set_result(None)
+
+    def _take(self, client: str, n: int) -> None:
+        self.used += n
+        if n:
+            self._used_by[client] = self._used_by.get(client, 0) + n
+
+
+_MACHINE_RESERVE = 512 << 20
+"""Bytes of the machine that stay free at most. Others use the machine too."""
+_LOOK_EVERY = 0.05
+_TRIM_EVERY = 1.0
+"""Seconds between two looks, and between two requests to give freed memory back to the system."""
+
+
+class MemoryGuard:
+    """Looks at the machine and at the control groups of the process. What is there is kept.
+
+    Inserts are refused until items have left, or others have freed memory.
+    """
+
+    def __init__(self, share: float, look: Callable[[], Sequence[Memory]] = memories) -> None:
+        """`share` of each memory may be in use; 1: all of it."""
+        self._share = share
+        self._look = look
+        self._why: str | None = None
+        self._looked_at = self._trimmed_at = -_TRIM_EVERY
+
+    def why_full(self) -> str | None:
+        """Why no more items can be kept; None: they can. What has been received counts already."""
+        now = time.monotonic()
+        if self._share < 1 and now - self._looked_at >= _LOOK_EVERY:
+            self._looked_at, before = now, self._why
+            self._why = self._find()
+            if self._why and now - self._trimmed_at >= _TRIM_EVERY:
+                self._trimmed_at = now
+                give_back_freed()
+                self._why = self._find()
+            if bool(before) != bool(self._why):
+                log.warning("%s", self._why or "there is memory again: inserts are accepted")
+        return self._why
+
+    def _find(self) -> str | None:
+        for memory in self._look():
+            reserve = int(memory.limit * (1 - self._share))
+            if memory.name == "the machine":
+                reserve = min(reserve, _MACHINE_RESERVE)
+            if memory.available < reserve:
+                return (
+                    f"{memory.name} has {memory.available} of {memory.limit} bytes of memory left, and {reserve} stay "
+                    f"free ([limits] memory_share): give it more memory, or let tables evict with a lower max_bytes"
+                )
+        return None
+
+
+def give_back_freed() -> None:
+    """Without this the C library keeps the memory of items that have left, and the guard would stay as it is."""
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except (OSError, AttributeError):  # not the GNU C library
+            return
+
+
+class OpenCalls:
+    def __init__(self, limits: LimitsSection) -> None:
+        self._limits = limits
+        self.count = 0
+        self.endless: set[asyncio.Task[Any]] = set()
+        """The streams that last until their clients end them."""
+        self.closing = False
+
+    def close(self) -> None:
+        """Ends the streams that would not end by themselves."""
+        self.closing = True
+        for task in self.endless:
+            task.cancel()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts one more open call. Raises Refused if `max_calls` are open."""
+        if self.count >= self._limits.max_calls:
+            raise busy(f"{self.count} calls are open, which is as many as this server takes (max_calls); try later")
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+
+    async def send(self, responses: AsyncIterator[Any], context: Context) -> None:
+        """Sends a response with payloads. Raises Refused if the client does not read it."""
+        stall = self._limits.stall_timeout
+        try:
+            async for response in responses:
+                async with asyncio.timeout(stall):
+                    await context.write(response)
+        except TimeoutError:
+            raise deadline(
+                f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
+            ) from None

@@ -10,8 +10,7 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_server.rpc.clients import Clients
-from replay_server.storage.checkpoint_file import Summary
-from replay_server.storage.checkpoints import Listed
+from replay_server.storage.checkpoints import Listed, Summary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.meters import Activity, Quantiles
@@ -122,8 +121,9 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
     ]
 
 
-def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles:
-    return pb.Quantiles(**vars(Quantiles.of(values)))
+def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles | None:
+    """None of no values: then the message is absent, and its metrics are."""
+    return pb.Quantiles(**vars(Quantiles.of(values))) if values.size else None
 
 
 def checkpoint(summary: Summary) -> pb.CheckpointInfo:

@@ -1,8 +1,7 @@
 """Inserting: the methods Insert and InsertStream, as a pipeline of generators.
 
     read_messages  ──▶  decide       ──▶  acknowledge      ──▶  the client
-    messages.py         admit, wait       insert_acks.py:
-                                          commit, answer
+    messages.py         admit, wait       commit, answer
 
 * Rows are decided in the order in which they came.
 * What has been decided is passed on before each wait and at the end of each message.
@@ -12,20 +11,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import Refused, busy, draining, invalid
+from replay_server.errors import Refused, busy, draining, invalid, storage_failed
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Role, Seen
-from replay_server.rpc.insert_acks import Decided, acknowledge, refuse_rolled_back
+from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import InsertMessage, read_messages
-from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import endless, unary
-from replay_server.tables.batches import InsertBatch
-from replay_server.tables.lines import PendingInsert
+from replay_server.storage.journal import Journal
+from replay_server.tables.buffer import PendingInsert
+from replay_server.tables.items import InsertBatch
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
@@ -41,7 +41,7 @@ class InsertMethods:
     @unary
     async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
         decided = Decided()
-        with self.backend.clients.calling(context, Role.GENERATOR) as seen:
+        with self.backend.clients.calling(context, Side.GENERATOR) as seen:
             async for part in self._decisions(_once(request), context.peer(), seen):
                 decided.extend(part)
             if self.backend.journal is not None:
@@ -57,7 +57,7 @@ class InsertMethods:
     ) -> AsyncIterator[pb.InsertResponse]:
         self.backend.insert_streams += 1
         try:
-            with self.backend.clients.calling(context, Role.GENERATOR) as seen:
+            with self.backend.clients.calling(context, Side.GENERATOR) as seen:
                 decisions = self._decisions(requests, context.peer(), seen)
                 if self.backend.journal is not None:
                     decisions = acknowledge(self.backend.journal, decisions)
@@ -149,3 +149,88 @@ def _short_batches(batches: Iterable[InsertBatch]) -> Iterator[InsertBatch]:
 
 async def _once(request: T) -> AsyncIterator[T]:
     yield request
+
+
+MAX_UNWRITTEN_BYTES = 64 << 20
+"""Payload bytes of the whole server that wait to be written. Above that a stream waits before it inserts more."""
+MAX_UNANSWERED = 1024
+"""Responses of one stream that wait for a commit, or for a client that does not read."""
+
+
+@dataclass(slots=True)
+class Decided:
+    """Rows of one stream that are inserted or refused, in order."""
+
+    keys: list[int] = field(default_factory=list)
+    errors: list[pb.RowError] = field(default_factory=list)
+    """Of the rows that are refused."""
+    evicted: list[tuple[int, str]] = field(default_factory=list)
+    """Key and table of the rows that left a table at once."""
+
+    def add(self, key: int, refusal: Refused | None) -> None:
+        self.keys.append(key)
+        if refusal is not None:
+            self.refuse(key, refusal)
+
+    def refuse(self, key: int, refusal: Refused) -> None:
+        self.errors.append(pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason))
+
+    def extend(self, later: Decided) -> None:
+        self.keys.extend(later.keys)
+        self.errors.extend(later.errors)
+        self.evicted.extend(later.evicted)
+
+    def response(self) -> pb.InsertResponse:
+        evicted = [pb.EvictedRow(key=key, table=table) for key, table in self.evicted]
+        return pb.InsertResponse(decided=len(self.keys), errors=self.errors, evicted=evicted)
+
+
+async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:
+    """The same decisions, each once its rows are written. Those that one commit covers are joined."""
+    unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
+    decided_more, answered = asyncio.Event(), asyncio.Event()
+
+    async def collect() -> None:
+        async for decided in decisions:
+            unanswered.append((ticket := journal.ticket(), decided))
+            decided_more.set()
+            if journal.backlog > MAX_UNWRITTEN_BYTES:
+                await asyncio.shield(ticket)
+            while len(unanswered) >= MAX_UNANSWERED:
+                answered.clear()
+                await answered.wait()
+
+    collector = asyncio.create_task(collect())
+    collector.add_done_callback(lambda _: decided_more.set())
+    try:
+        while unanswered or not collector.done():
+            if not unanswered:
+                decided_more.clear()
+                await decided_more.wait()
+                continue
+            ticket, decided = unanswered.popleft()
+            await asyncio.shield(ticket)
+            while unanswered and unanswered[0][0] is ticket:
+                decided.extend(unanswered.popleft()[1])
+            refuse_rolled_back(decided, journal)
+            yield decided
+            answered.set()
+        await collector
+    finally:
+        collector.cancel()
+        await asyncio.gather(collector, return_exceptions=True)
+
+
+def refuse_rolled_back(decided: Decided, journal: Journal) -> None:
+    """Refuses the rows that could not be written.
+
+    A response can wait for a later commit than the one that failed with its insert. The journal therefore remembers
+    the keys of inserts that it took back.
+    """
+    if not (rolled_back := journal.rolled_back(decided.keys)):
+        return
+    refused = {error.key for error in decided.errors}
+    for key in decided.keys:
+        if key in rolled_back and key not in refused:
+            message = f"item {key} could not be written: the disk of data_dir is full or fails"
+            decided.refuse(key, storage_failed(message))

@@ -18,11 +18,10 @@ import numpy as np
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
 from replay_server.errors import Refused, deadline, invalid, too_large
-from replay_server.limits import MAX_ROWS, MAX_TARGETS, MIN_CHUNK, MIN_RATE
-from replay_server.rpc.budget import Budget
-from replay_server.tables.batches import InsertBatch
+from replay_server.limits import MAX_ROWS
+from replay_server.rpc.backend import Budget
 from replay_server.tables.columns import FloatArray
-from replay_server.tables.payloads import Payload
+from replay_server.tables.items import InsertBatch, Payload
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -111,25 +110,21 @@ async def _read_rest(
 
     Returns how many bytes are missing after that: 0, or below 0 if too many came. None: the stream ended before.
     """
-    total, loop = missing, asyncio.get_running_loop()
-    end = loop.time() + stall + missing / MIN_RATE
+    total = missing
     while missing > 0:
         try:
-            async with asyncio.timeout(min(stall, end - loop.time())):
+            async with asyncio.timeout(stall):
                 more = await anext(requests, None)
         except TimeoutError:
             raise deadline(
-                f"{missing} of {total} payload bytes are missing and come too slowly: the server waits up to {stall:g} "
-                f"s (stall_timeout) for the next bytes, and expects {MIN_RATE} bytes a second on average"
+                f"{missing} of {total} payload bytes are missing: the server waits up to {stall:g} s (stall_timeout) "
+                f"for the next bytes"
             ) from None
         if more is None:
             return None
         if more.head.keys or not more.payloads:
             raise invalid(f"{missing} of {total} payload bytes are missing")
-        size = sum(map(len, more.payloads))
-        missing -= size
-        if size < MIN_CHUNK and missing > 0:
-            raise invalid(f"a chunk of {size} bytes: all but the last of an item have at least {MIN_CHUNK}")
+        missing -= sum(map(len, more.payloads))
         if chunks is not None:
             chunks.extend(more.payloads)
     return missing
@@ -139,26 +134,19 @@ def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) ->
     """Divides the payload bytes of a message among its rows.
 
     The chunks of a single row stay as they came, and so do chunks that are one for each row. Other rows that share a
-    message get copies, because a view of a small item would keep the whole message in memory. A chunk that is a small
-    part of its message is copied for the same reason.
+    message get copies, because a view of a small item would keep the whole message in memory.
     """
     if len(sizes) == 1:
-        return [tuple(chunk if _fills_its_message(chunk) else bytes(chunk) for chunk in chunks)]
+        return [tuple(chunks)]
     if len(chunks) == len(sizes) and all(type(chunk) is bytes for chunk in chunks) and [*map(len, chunks)] == sizes:
         return [(chunk,) for chunk in chunks]
     joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
     return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _fills_its_message(chunk: bytes | memoryview) -> bool:
-    return isinstance(chunk, bytes) or len(chunk.obj) <= 2 * len(chunk) + MIN_CHUNK  # type: ignore[arg-type]  # of bytes
-
-
 def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[InsertBatch]:
     """The batches of a message: `columns` with their priorities, cut where the tables change."""
     rows = len(columns)
-    if len(request.targets) > MAX_TARGETS:
-        raise invalid(f"{len(request.targets)} targets in one message: at most {MAX_TARGETS}")
     priorities: dict[str, FloatArray] = {}
     some: dict[str, list[int]] = {}
     for target in request.targets:

@@ -10,8 +10,7 @@ from replay_server.errors import invalid, unsupported
 from replay_server.limits import MAX_SHARE, MAX_WEIGHTS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Role
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context, Side
 from replay_server.rpc.rpc_methods import durable, endless, once, unary
 from replay_server.tables.admission import Admission
 from replay_server.tables.waiting import deadline_at, result_of
@@ -36,7 +35,7 @@ class PolicyMethods:
         share = request.share if request.HasField("share") else None
         if share is not None and not 0 <= share <= MAX_SHARE:
             raise invalid(f"share {share}: must be a number from 0 to {MAX_SHARE:g}")
-        with self.backend.clients.calling(context, Role.TRAINER):
+        with self.backend.clients.calling(context, Side.TRAINER):
             self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
         return info.policy(self.buffer)
 
@@ -68,7 +67,7 @@ class PolicyMethods:
         timeout = request.timeout if request.HasField("timeout") else None
         pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout), request.request)
         try:
-            with self.backend.clients.calling(context, Role.GENERATOR):
+            with self.backend.clients.calling(context, Side.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
         except asyncio.CancelledError:

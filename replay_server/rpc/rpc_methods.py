@@ -20,8 +20,7 @@ from replay_protos import REASON_KEY
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
-from replay_server.tables.answers import Answer
+from replay_server.rpc.clients import Context
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -74,11 +73,12 @@ def once(response_type: type[M]) -> Callable[[Method[M]], Method[M]]:
             digest += type(request).__name__.encode()
             if (answer := answers.get(request.request)) is None:
                 response = await method(self, request, context)
-                answers.remember(request.request, Answer(digest, response.SerializeToString()))
+                answers.remember([request.request], (digest, response.SerializeToString()))
                 return response
-            if answer.digest != digest:
+            first_digest, first_response = answer
+            if first_digest != digest:
                 raise invalid(f"request {request.request} was another request before: choose a new number for each")
-            return response_type.FromString(answer.message)
+            return response_type.FromString(first_response)
 
         return respond
 
@@ -111,11 +111,8 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         assert task is not None
         calls.endless.add(task)
         try:
-            async with (
-                _open_call(self.backend, context),
-                aclosing(method(self, _readable(request), context)) as responses,  # type: ignore[type-var]
-            ):
-                async for response in responses:
+            async with _open_call(self.backend, context):
+                async for response in method(self, _readable(request), context):
                     yield response
         except asyncio.CancelledError:
             if not calls.closing:

@@ -10,7 +10,7 @@ any number of draws at once, and the ids of the batches that their reader takes,
 
 The ids are what makes this safe to repeat. A reader whose stream broke does not know what the server has heard. It
 names the same ids on its next stream: a draw then gives back what the attempt before had drawn, and an end that has
-happened is recognised (`EndedBatches`), also after a restart. Therefore `OpenDraws` knows all draws of the server, and
+happened is recognised (`Remembered`), also after a restart. Therefore `OpenDraws` knows all draws of the server, and
 not each stream its own.
 
 * A drawn batch is outstanding until exactly one call ends it, whatever its client does.
@@ -43,17 +43,14 @@ from replay_server.limits import (
     MAX_SCOPE,
 )
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Role, Seen
+from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
-from replay_server.rpc.open_calls import Context
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
-from replay_server.tables.batches import SampleBatch, SampleRequest
-from replay_server.tables.ended_batches import MOST_ID
-from replay_server.tables.lines import PendingSample
-from replay_server.tables.outstanding import new_id
-from replay_server.tables.payloads import DamagedPayloads, Payload
+from replay_server.tables.buffer import PendingSample
+from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.outstanding import MOST_ID, new_id
+from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
-from replay_server.tables.weights import weigh
 
 Response = Frame[pb.SampleResponse]
 
@@ -71,7 +68,7 @@ class SampleMethods:
     @stream
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
         backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
-        with backend.clients.calling(context, Role.TRAINER):
+        with backend.clients.calling(context, Side.TRAINER):
             deadline = deadline_of(request, backend.buffer.clock())
             draw = draws.begin(request, context.peer(), deadline, lambda _: ready.set(), None)
             try:
@@ -107,7 +104,7 @@ class SampleMethods:
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
-            with self.backend.clients.calling(context, Role.TRAINER) as seen:
+            with self.backend.clients.calling(context, Side.TRAINER) as seen:
                 draws = DrawStream(self.backend, self.draws, client, requests, seen)
                 async with aclosing(draws.responses()) as responses:
                     async for response in responses:
@@ -151,7 +148,7 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
     if len(request.scope) > MAX_SCOPE:
         raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
-    if request.id and not _LEAST_ID <= request.id < MOST_ID:
+    if request.id and not _LEAST_ID <= request.id <= MOST_ID:
         raise invalid(f"id {request.id} of a draw: choose 63 random bits, and at least {_LEAST_ID}")
     return SampleRequest(
         num_samples=request.num_samples,
@@ -214,8 +211,8 @@ class OpenDraws:
     ) -> OpenDraw:
         """Puts a draw into the line of its table. Raises Refused for one that can never be served."""
         wanted = _wanted(request)
-        ended = self._buffer.outstanding.ended
-        if ended.was_taken(wanted.id) or ended.was_given_back(wanted.id):
+        outstanding = self._buffer.outstanding
+        if wanted.id in outstanding.taken or wanted.id in outstanding.given_back:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         if (attempt_before := self._by_id.get(wanted.id)) is not None:
             self.drop(attempt_before)  # its reader did not get the end of the answer
@@ -298,7 +295,7 @@ class OpenDraws:
         """Adds the weight of the table, if the draw asks for it. Raises Refused."""
         if request.weigh:
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-            weight = weigh(self._buffer.table(request.table), wanted)
+            weight = self._buffer.table(request.table).weigh(wanted)
             response.weight.CopyFrom(pb.Weight(**vars(weight)))
 
     # ------------------------------------------------------------------------------------------ how a draw ends
@@ -308,9 +305,9 @@ class OpenDraws:
 
         A batch that its reader does not use yet goes back, with the result False, if an item in it became too stale.
         """
-        ended = self._buffer.outstanding.ended
         if (draw := self._by_id.get(draw_id)) is None:
-            return ended.was_given_back(draw_id) if give_back else ended.was_taken(draw_id)
+            outstanding = self._buffer.outstanding
+            return draw_id in (outstanding.given_back if give_back else outstanding.taken)
         if not give_back:
             return self.take(draw)
         if self._is_drawn(draw):
@@ -330,7 +327,7 @@ class OpenDraws:
     def renew(self, draw_id: int, seconds: float) -> bool:
         """The batch is in use from now on, and goes back after `seconds`. The result is as that of `end`."""
         if (draw := self._by_id.get(draw_id)) is None:
-            return self._buffer.outstanding.ended.was_taken(draw_id)
+            return draw_id in self._buffer.outstanding.taken
         if not self._is_drawn(draw):
             return False
         if not self._buffer.take(draw_id, sent=draw.in_use, lease=seconds):

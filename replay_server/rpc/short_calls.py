@@ -14,7 +14,7 @@ from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import Code
 from replay_server.rpc.backend import Backend
-from replay_server.rpc.open_calls import Context
+from replay_server.rpc.clients import Context
 from replay_server.rpc.rpc_methods import endless
 
 SHORT = ("UpdatePriorities", "Delete", "TakeItems")

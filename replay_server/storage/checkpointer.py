@@ -20,19 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_server.errors import Refused, storage_failed
-from replay_server.storage.checkpoint_file import (
-    REMOVED,
-    SEEN,
+from replay_server.storage.checkpoints import (
+    PARTIAL,
+    CheckpointDirectory,
     CheckpointWriter,
+    Listed,
     Summary,
+    own_name,
 )
-from replay_server.storage.checkpoints import PARTIAL, CheckpointDirectory, Listed, own_name
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.records import Delta, ItemRecords
-from replay_server.storage.threads import started_threads
+from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Item
-from replay_server.tables.payloads import Reader, read_slices
+from replay_server.tables.items import Item, Reader, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
@@ -57,9 +56,9 @@ class Checkpointer:
         self._keep = keep
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[Summary] | None = None
-        self._thread = started_threads(1, "replay-checkpoint")
-        self._syncs = started_threads(1, "replay-checkpoint-sync")
-        self._verifying = started_threads(1, "replay-verify")
+        self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
+        self._syncs = ThreadPoolExecutor(1, "replay-checkpoint-sync")
+        self._verifying = ThreadPoolExecutor(1, "replay-verify")
 
     async def run(self, every: float) -> None:
         """Writes one every so many seconds, until it is cancelled."""
@@ -140,9 +139,10 @@ class Checkpointer:
         buffer.watchers.append(collector)
         copy = _Copy(self._thread, writer, buffer)
         try:
-            known, keys, items = buffer.known_keys.order(), list(buffer.items), list(buffer.items.values())
+            known, keys, items = list(buffer.known_keys), list(buffer.items), list(buffer.items.values())
             for start in range(0, len(known), _KEYS_PER_YIELD):
-                await copy.in_thread(writer.keys, SEEN, buffer.known_keys.among(known[start : start + _KEYS_PER_YIELD]))
+                entry = collector.remembered_ids(buffer.known_keys.kind, known[start : start + _KEYS_PER_YIELD])
+                await copy.in_thread(writer.piece, entry.record())
             for portion in _batches_of(keys, items):
                 await copy.write_items(collector.item_records(*portion))
             rounds = 0
@@ -210,13 +210,13 @@ class _Copy:
 
     async def write(self, delta: Delta) -> bool:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
-        if delta.removed or delta.items:
+        if delta.removed or len(delta.items):
             for keys, sizes in self._first:
                 self._sizes.update(zip(keys, sizes, strict=True))
             self._first = []
         for key in delta.removed:
             self.bytes -= self._sizes.pop(key, 0)
-        keys = [key for key, _ in delta.items if key not in self._sizes]
+        keys = [key for key in delta.items.items["key"].tolist() if key not in self._sizes]
         sizes = [self._buffer.items[key].nbytes for key in keys]
         reader = self._buffer.storage.reader(keys, sizes)
         try:
@@ -247,11 +247,10 @@ class _Copy:
         return [key for key, payload in zip(keys, found, strict=True) if payload is None]
 
     def _write_records(self, delta: Delta) -> None:
-        self._writer.items(delta.items)
-        self._writer.keys(REMOVED, delta.removed)
+        self._writer.item_columns(delta.items)
+        self._writer.removed(delta.removed)
         for piece in delta.state_records:
             self._writer.piece(piece)
-        self._writer.keys(SEEN, delta.known_keys)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

@@ -1,4 +1,11 @@
-"""Data directory: locks the folder of an LMDB file, and verifies the file before LMDB opens it."""
+"""Data directory: locks the folder of an LMDB file, and verifies every page of the file before LMDB opens it.
+
+* py-lmdb's own verifier (`lmdb.verify`) checks pages one node at a time. Large databases are checked here, thousands of
+  nodes at once and by the same rules.
+* One rule is added: no two nodes overlap. Without it a file with a damaged size passes, and the next delete moves bytes
+  over a neighbour: flips in page headers then crash the process ("free(): invalid size"). That is why the public
+  function alone is not enough.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,13 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO
 
-from replay_server.storage.chunks import CHUNK_KEY
-from replay_server.storage.lmdb_check import problems_of
+import numpy as np
+import numpy.typing as npt
+from lmdb import verify as lmdb_verify
+
 from replay_server.storage.records import Damaged, unseal
 
 log = logging.getLogger("replay_server")
@@ -22,14 +30,6 @@ KEY = struct.Struct(">Q")
 COMMIT = b"commit"
 COMMIT_RECORD = struct.Struct("<QQ")
 """FORMAT, number of the transaction."""
-
-_U16 = struct.Struct("<H")
-
-# The beginning of a meta page: MDB_page, MDB_meta in mdb.c, 64 bit.
-_HEAD_BYTES = 16 + 136
-_FLAGS, _MAGIC, _PAGE_SIZE, _MAIN_ROOT, _TXN = 10, 16, 40, 128, 144
-_IS_META, _MAGIC_AND_VERSION = 0x08, (0xBEEFC0DE, 1)
-_NO_PAGE = (1 << 64) - 1
 
 
 class UnusableDirectory(ValueError):
@@ -67,86 +67,18 @@ def put_aside(directory: Path) -> None:
         log.warning("what was in %s is in %s now; remove it when nothing of it is needed", directory, aside)
 
 
-def why_not_openable(path: Path) -> str:
-    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it."""
-    try:
-        problems = problems_of(path, {b"items": KEY.size, b"payloads": CHUNK_KEY.size}) or list(_wrong_roots(path))
-    except (struct.error, IndexError, OverflowError) as error:
-        problems = [str(error)]
+def why_not_openable(path: Path, key_sizes: dict[bytes, int]) -> str:
+    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it.
+
+    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 12), which are in order as numbers.
+    """
+    with path.open("rb") as file:
+        check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
+        try:
+            problems = list(check.verify()) or list(check.wrong_roots())
+        except (lmdb_verify.VerifyError, struct.error, IndexError, OverflowError) as error:
+            problems = [str(error)]
     return f"{len(problems)} problems, the first: {problems[0]}" if problems else ""
-
-
-@dataclass(frozen=True)
-class _Root:
-    """The root of a commit, as a meta page names it."""
-
-    txn: int
-    """Number of the commit."""
-    main: int
-    """Root page of the main database; _NO_PAGE: it is empty."""
-    page_size: int
-
-    @classmethod
-    def parse(cls, head: bytes) -> Self | None:
-        """None: this is no root."""
-        if len(head) < _HEAD_BYTES:
-            return None
-        (flags,) = struct.unpack_from("<H", head, _FLAGS)
-        (page_size,) = struct.unpack_from("<I", head, _PAGE_SIZE)
-        if not flags & _IS_META or struct.unpack_from("<II", head, _MAGIC) != _MAGIC_AND_VERSION:
-            return None
-        if page_size & (page_size - 1) or not 512 <= page_size <= 1 << 15:
-            return None
-        (main,), (txn,) = struct.unpack_from("<Q", head, _MAIN_ROOT), struct.unpack_from("<Q", head, _TXN)
-        return cls(txn, main, page_size)
-
-
-def _roots_in(path: Path) -> list[_Root]:
-    """The roots that the file has, the newest first; a new file has two with number 0. Only their form is checked."""
-    with path.open("rb") as file:
-        first = _Root.parse(file.read(4096))
-        found = [first]
-        for size in [4096, 1 << 13, 1 << 14, 1 << 15] if first is None else [first.page_size]:
-            file.seek(size)
-            found.append(_Root.parse(file.read(_HEAD_BYTES)))
-    return sorted((root for root in found if root is not None), key=lambda root: root.txn, reverse=True)
-
-
-def _wrong_roots(path: Path) -> Iterator[str]:
-    """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
-    it opens the older state and does not notice. So each of our commits records its own number."""
-    roots = _roots_in(path)
-    new, others = roots[0], [root for root in roots[1:] if root.txn or root.main != _NO_PAGE]
-    with path.open("rb") as file:
-        known_new, *known_others = (_commit_number(file, root.main, root.page_size) for root in (new, *others))
-    if known_new is None:
-        return  # no commit yet, or what `load` refuses
-    if known_new != new.txn:
-        yield f"commit {known_new} says that it is {new.txn}"
-    for old, known in zip(others, known_others, strict=True):
-        if known is None and old.txn != new.txn - 1:
-            yield f"commits {old.txn} and {new.txn} follow each other"
-        if known is not None and known != old.txn:
-            yield f"commit {known} says that it is {old.txn}"
-
-
-def _commit_number(file: BinaryIO, root: int, size: int) -> int | None:
-    """The number in our own record in the main database, whose only page is `root`."""
-    if root * size >= file.seek(0, os.SEEK_END):  # also where there is none
-        return None
-    file.seek(root * size)
-    page = file.read(size)
-    try:
-        lower = _U16.unpack_from(page, 12)[0]
-        for at in range(16, lower, 2):
-            node = _U16.unpack_from(page, at)[0]
-            length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
-            if page[node + 8 : node + 8 + key_length] == COMMIT:
-                start = node + 8 + key_length
-                return int(COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
-    except (struct.error, Damaged):
-        return None
-    return None
 
 
 def sync_directory(path: Path) -> None:
@@ -156,3 +88,154 @@ def sync_directory(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# The class has no public name, so pyproject.toml holds on to the version; and py-lmdb has no types for it.
+_Verifier: Any = vars(lmdb_verify)["_Verifier"]
+Words = npt.NDArray[np.int64]
+
+_HEADER = 16
+"""Bytes before the node pointers of a page."""
+_NODE = 8
+"""Bytes before the key of a node: size of the value (4), flags (2), size of the key (2)."""
+_BIG = 1
+"""Flag of a node whose value has pages of its own."""
+_OVERFLOW = 4
+"""Flag of such pages."""
+_PAGES_AT_ONCE = 4096
+
+
+class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
+    def __init__(self, file: BinaryIO, size: int, key_sizes: dict[str, int]) -> None:
+        super().__init__(file, size)
+        self._key_sizes = key_sizes
+        self._leaves: dict[str, list[int]] = {name: [] for name in key_sizes}
+
+    def _walk_leaf(self, ctx: dict[str, Any], pgno: int, buf: bytes) -> None:
+        if ctx["name"] in self._leaves:
+            self._leaves[ctx["name"]].append(pgno)
+        else:
+            super()._walk_leaf(ctx, pgno, buf)
+
+    def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
+        leaves = self._leaves.get(name, [])
+        last: npt.NDArray[np.void] | None = None
+        for start in range(0, len(leaves), _PAGES_AT_ONCE):
+            if (last := self._check_leaves(ctx, leaves[start : start + _PAGES_AT_ONCE], last)) is None:
+                return  # and said why
+        super()._check_counts(name, db, ctx)
+
+    def _check_cover(self) -> None:
+        live, free = np.frombuffer(self.live, np.uint8)[2:], np.frombuffer(self.free, np.uint8)[2:]
+        if not (live ^ free == 1).all():
+            super()._check_cover()
+
+    def wrong_roots(self) -> Iterator[str]:
+        """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
+        it opens the older state and does not notice. So each of our commits records its own number. After `verify`."""
+        roots = [self._read_meta(0, 1), self._read_meta(1, self.psize)]
+        old, new = sorted(roots, key=lambda root: int(root.txnid))
+        known_old, known_new = self._commit_number(old.main.root), self._commit_number(new.main.root)
+        if known_new is None:
+            return  # no commit yet, or what the start refuses
+        if known_new != new.txnid:
+            yield f"commit {known_new} says that it is {new.txnid}"
+        is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
+        if known_old is None and old.txnid != new.txnid - 1 and not is_new_file:
+            yield f"commits {old.txnid} and {new.txnid} follow each other"
+        if known_old is not None and known_old != old.txnid:
+            yield f"commit {known_old} says that it is {old.txnid}"
+
+    def _commit_number(self, root: int) -> int | None:
+        """The number in our own record in the main database, whose only page is `root`."""
+        if (page := self.read_page(root)) is None:
+            return None
+        try:
+            (lower,) = struct.unpack_from("<H", page, 12)
+            for (node,) in struct.iter_unpack("<H", page[_HEADER:lower]):
+                length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
+                start = node + _NODE + key_length
+                if page[node + _NODE : start] == COMMIT:
+                    return int(COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
+        except (struct.error, Damaged):
+            pass
+        return None
+
+    def _check_leaves(
+        self, ctx: dict[str, Any], numbers: list[int], last: npt.NDArray[np.void] | None
+    ) -> npt.NDArray[np.void] | None:
+        """Checks leaf pages, in order, after the key `last`. Returns their last key; None if a page is damaged."""
+        name, psize, key_size = ctx["name"], self.psize, self._key_sizes[ctx["name"]]
+
+        def wrong(bad: npt.NDArray[np.bool_], page: Words, what: str) -> bool:
+            if bad.any():
+                self.err(f"{name} DB: {what} on page {numbers[int(page[bad][0])]}")
+            return bool(bad.any())
+
+        every = np.frombuffer(b"".join(self.read_page(number) for number in numbers), "<u2").reshape(len(numbers), -1)
+        each = np.arange(len(numbers))
+        lower, upper = every[:, 6].astype(np.int64), every[:, 7].astype(np.int64)
+        if wrong((lower < _HEADER) | (lower > upper) | (upper > psize) | (lower % 2 == 1), each, "bad bounds"):
+            return None
+        counts = (lower - _HEADER) // 2
+        page = np.repeat(each, counts)
+        place = np.arange(page.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        node = every[page, _HEADER // 2 + place].astype(np.int64)
+        if wrong(
+            (node < upper[page]) | (node + _NODE + key_size > psize) | (node % 2 == 1), page, "a node out of bounds"
+        ):
+            return None
+        words = every.reshape(-1)
+        at = (page * psize + node) // 2
+        size = words[at] | words[at + 1].astype(np.int64) << 16
+        flags, start = words[at + 2], node + _NODE + key_size
+        big = flags == _BIG
+        end = start + np.where(big, 8, size)
+        bad = (flags > _BIG) | (words[at + 3] != key_size) | (end > psize)
+        if wrong(bad, page, "a damaged node"):
+            return None
+        order = np.lexsort((node, page))
+        page_by, start_by, end_by = page[order], node[order], end[order]
+        if wrong((page_by[1:] == page_by[:-1]) & (start_by[1:] < end_by[:-1]), page_by[1:], "nodes that overlap"):
+            return None
+        keys = np.empty(page.size + 1, dtype=[("high", np.uint64), ("low", np.uint64)])
+        parts = [words[at + _NODE // 2 + place].byteswap().astype(np.uint64) for place in range(key_size // 2)]
+        keys["high"][1:] = parts[0] << 48 | parts[1] << 32 | parts[2] << 16 | parts[3]
+        keys["low"][1:] = 0 if key_size == 8 else parts[4] << 16 | parts[5]
+        keys[0] = keys[1] if last is None and page.size else last
+        before, after = keys[:-1], keys[1:]
+        rising = (before["high"] < after["high"]) | ((before["high"] == after["high"]) & (before["low"] < after["low"]))
+        if last is None:
+            rising[:1] = True
+        if wrong(~rising, page, "keys out of order"):
+            return None
+        ctx["entries"] += page.size
+        if big.any() and not self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big]):
+            return None
+        return keys[-1:]
+
+    def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> bool:
+        """Checks the overflow pages of large values; `at` is where the nodes name the first page."""
+        parts = [words[at + place].astype(np.uint64) for place in range(4)]
+        named = parts[0] | parts[1] << 16 | parts[2] << 32 | parts[3] << 48
+        pages = (_HEADER - 1 + size) // self.psize + 1
+        in_file = self.filesize // self.psize
+        most = min(self.next_pgno, in_file)
+        if (named < 2).any() or (named >= most).any() or (named.astype(np.int64) + pages > most).any():
+            self.err(f"{ctx['name']} DB: overflow pages out of range")
+            return False
+        first = named.astype(np.int64)
+        heads = np.memmap(self.f, dtype="<u2", mode="r", shape=(in_file, self.psize // 2))[first, :8]
+        number = heads[:, :4].copy().view("<u8")[:, 0]
+        length = heads[:, 6:8].copy().view("<u4")[:, 0]
+        if (bad := (number != named) | (heads[:, 5] != _OVERFLOW) | (length != pages)).any():
+            self.err(f"{ctx['name']} DB: overflow page {first[bad][0]} is damaged")
+            return False
+        runs = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(int(pages.sum()))
+        live = np.frombuffer(self.live, np.uint8)
+        if live[runs].any() or np.unique(runs).size < runs.size:
+            self.err(f"{ctx['name']} DB: overflow pages are reachable more than once")
+            return False
+        live[runs] = 1
+        ctx["overflow"] += runs.size
+        return True

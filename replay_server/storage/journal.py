@@ -16,19 +16,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
 
 from replay_server.errors import broken
 from replay_server.storage.checkpoints import OpenCheckpoint
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
-from replay_server.storage.threads import started_threads
-from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.known_keys import MAX_KNOWN_KEYS
+from replay_server.storage.state import ChangeCollector, restore
+from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
+from replay_server.tables.remembered import Remembered
 
 log = logging.getLogger("replay_server")
 
@@ -46,10 +45,10 @@ class Journal:
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
-        self._thread = started_threads(1, "replay-journal")
+        self._thread = ThreadPoolExecutor(1, "replay-journal")
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rolled_back: dict[int, None] = {}
+        self._rolled_back: Remembered[None] = Remembered("rolled back", MAX_KNOWN_KEYS)
         """Keys of the last inserts that could not be written."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
@@ -84,8 +83,7 @@ class Journal:
                     f"data_dir {storage.directory} cannot take the {checkpoint.contents.summary.bytes} bytes of the "
                     f"checkpoint: {error}; make room, and restore it again"
                 ) from error
-            collector.changed(buffer.items)
-            collector.inserted(checkpoint.contents.state.known_keys)
+            collector.all_changed()
         buffer.damaged += len(state.skipped)
         log.info(
             "%s: %d items with %d bytes, loaded in %.2f s",
@@ -123,10 +121,9 @@ class Journal:
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
         """The keys among `keys` whose insert was rolled back, and not repeated with success since."""
-        if not self._rolled_back:
+        if not len(self._rolled_back):
             return set()
-        found = self._rolled_back.keys() & set(keys)
-        return found - set(self._buffer.known_keys.among(found))
+        return {key for key in keys if key in self._rolled_back and key not in self._buffer.known_keys}
 
     async def close(self) -> None:
         """Writes the last changes and ends."""
@@ -187,8 +184,7 @@ class Journal:
             break
 
     def _roll_back(self, unwritten: list[int]) -> None:
-        for key in self._buffer.roll_back(unwritten):
-            self._rolled_back.pop(key, None)  # to the end
-            self._rolled_back[key] = None
-        while len(self._rolled_back) > MAX_KNOWN_KEYS:
-            del self._rolled_back[next(iter(self._rolled_back))]
+        gone = self._buffer.roll_back(unwritten)
+        for key in gone:
+            self._rolled_back.forget(key)  # to the end
+        self._rolled_back.remember(gone)

@@ -6,13 +6,12 @@
   whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
   the death of the process is harmless: the file `unsynced` then names the boot of the machine in which it was written,
   and a start in a later boot refuses the directory.
-* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (lmdb_check.py).
+* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
     payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
-    seen       number of the commit -> checksum, keys inserted with it
     (main)     "commit" -> format, number of the transaction
 """
 
@@ -21,15 +20,19 @@ from __future__ import annotations
 import logging
 import math
 import os
+import struct
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from replay_server.storage.chunks import CHUNK_KEY, ChunkReader, chunk_count, chunks_of
+from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
     COMMIT,
     COMMIT_RECORD,
@@ -41,16 +44,27 @@ from replay_server.storage.data_dir import (
     sync_directory,
     why_not_openable,
 )
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases, load
-from replay_server.storage.records import FORMAT, Delta, State, boot_id, seal
-from replay_server.tables.payloads import DamagedPayloads, Payload, Reader, StorageFacts
+from replay_server.storage.records import (
+    FORMAT,
+    REMEMBERED,
+    SCOPE,
+    Damaged,
+    Delta,
+    ItemRecords,
+    State,
+    boot_id,
+    join_items,
+    pack_items,
+    seal,
+    unpack_items,
+    unseal,
+)
+from replay_server.tables.items import DamagedPayloads, Payload, Reader, StorageFacts
 
 log = logging.getLogger("replay_server")
 
 BYTES_PER_TRANSACTION = 64 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
-MAX_KNOWN_KEYS = 1 << 18
-"""How many of the last inserted keys are kept, at least."""
 RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
@@ -96,9 +110,6 @@ class LmdbStorage:
         """Bytes of fresh payloads."""
         self._strays: list[bytes] = []
         """Names of chunks that no item needs."""
-        self._seen_counts: deque[tuple[int, int]] = deque()
-        """(number, keys) of the records in `seen`."""
-        self._seen_total = 0
         self.commits = 0
         self.error = ""
         """Why the last commit failed, if it did."""
@@ -114,7 +125,7 @@ class LmdbStorage:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
         elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
-        elif problem := why_not_openable(path):
+        elif problem := why_not_openable(path, {b"items": KEY.size, b"payloads": CHUNK_KEY.size}):
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
@@ -129,7 +140,7 @@ class LmdbStorage:
                 readahead=False,
                 max_spare_txns=4,
             )
-            self._databases = Databases.of(self._env)
+            self._databases = Databases(*(self._env.open_db(name.encode()) for name in Databases._fields))
             if self._fsync:
                 self.sync()
             else:
@@ -137,8 +148,7 @@ class LmdbStorage:
                 sync_directory(self.directory)
         except (lmdb.Error, OSError) as error:
             raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
-        self._payloads, self._items = self._databases.payloads, self._databases.items
-        self._pieces, self._seen = self._databases.pieces, self._databases.seen
+        self._payloads, self._items, self._pieces = self._databases
 
     # ------------------------------------------------------------------------------------------------ payloads
 
@@ -204,7 +214,7 @@ class LmdbStorage:
     def _free_pages(self) -> int:
         """Free bytes within the file that new payloads can use, about: half is counted as lost to fragmentation."""
         with self._env.begin() as txn:
-            stats = [txn.stat(db) for db in (self._payloads, self._items, self._pieces, self._seen)]
+            stats = [txn.stat(db) for db in self._databases]
         used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
         free = (self._env.info()["last_pgno"] - used) * stats[0]["psize"]
         return free // 2
@@ -229,8 +239,9 @@ class LmdbStorage:
         """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         chunks = chunks_of(new)
-        old_seen: int | None = None
-        while old_seen is None:
+        records = pack_items(delta.items)
+        whole = False
+        while not whole:
             written = 0
             with self._env.begin(write=True) as txn:
                 payloads = txn.cursor(self._payloads)
@@ -240,19 +251,19 @@ class LmdbStorage:
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    old_seen = self._write_records(txn, delta, new, gone)
+                    self._write_records(txn, delta, records, new, gone)
+                    whole = True
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
-        for _ in range(old_seen):
-            self._seen_total -= self._seen_counts.popleft()[1]
-        if delta.known_keys:
-            self._seen_total += len(delta.known_keys)
-            self._seen_counts.append((self._env.info()["last_txnid"], len(delta.known_keys)))
 
     def _write_records(
-        self, txn: lmdb.Transaction, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]
-    ) -> int:
-        """Returns how many records of seen keys are obsolete now."""
+        self,
+        txn: lmdb.Transaction,
+        delta: Delta,
+        records: list[tuple[int, bytes]],
+        new: dict[int, Payload],
+        gone: list[tuple[int, int]],
+    ) -> None:
         for key, size in gone:
             for number in range(0 if key in new else chunk_count(size)):
                 txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
@@ -261,27 +272,17 @@ class LmdbStorage:
                 txn.delete(stray, db=self._payloads)
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
-        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in delta.items])
+        txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
         for piece in delta.state_records:
             if piece.record is None:
                 txn.delete(piece.name, db=self._pieces)
             else:
                 txn.put(piece.name, piece.record, db=self._pieces)
-        obsolete = 0
-        if delta.known_keys:
-            txn.put(KEY.pack(txn.id()), seal(np.array(delta.known_keys, dtype="<u8").tobytes()), db=self._seen)
-            total = self._seen_total + len(delta.known_keys)
-            for number, n in self._seen_counts:
-                if (total := total - n) < MAX_KNOWN_KEYS:
-                    break
-                txn.delete(KEY.pack(number), db=self._seen)
-                obsolete += 1
-        return obsolete
 
     def write_payloads(self) -> None:
         """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
         if self.unwritten:
-            self.commit(Delta([], [], [], []), *self.begin_commit())
+            self.commit(Delta(), *self.begin_commit())
             self.end_commit(None)
 
     @property
@@ -329,11 +330,164 @@ class LmdbStorage:
 
         Raises UnusableDirectory if the directory is not one, of another version, or damaged.
         """
-        loaded = load(self._env, self._databases, self.directory)
-        self._strays, self._seen_counts = loaded.strays, loaded.seen_counts
-        self._seen_total = sum(keys for _, keys in loaded.seen_counts)
-        return loaded.state
+        state, self._strays = load(self._env, self._databases, self.directory)
+        return state
 
 
 def _length(payload: Payload) -> int:
     return sum(map(len, payload))
+
+
+MAP_SIZE = 1 << 42
+"""Of the address space only: the file grows with what it holds."""
+_RECORDS_AT_ONCE = 1 << 16
+_MAY_BE_LOST = (SCOPE, REMEMBERED)
+"""Names of the records without which a server can start."""
+
+
+class Databases(NamedTuple):
+    """The databases of a file, as LMDB names them."""
+
+    payloads: Any
+    items: Any
+    pieces: Any
+
+
+def load(env: lmdb.Environment, databases: Databases, directory: Path) -> tuple[State, list[bytes]]:
+    """The committed state, without payloads; and the names of chunks that no item needs. Items whose payload is
+    incomplete are left out.
+
+    Raises UnusableDirectory if the directory is not one, or of another version; DamagedDirectory if a record is damaged
+    without which no server can start.
+    """
+    with env.begin() as txn:
+        commit = txn.get(COMMIT)
+        if commit is None and any(txn.stat(db)["entries"] for db in databases):
+            raise UnusableDirectory(f"data_dir {directory} holds data of something else; name another one")
+        if commit is not None:
+            _check_format(commit, directory)
+        pieces = dict(txn.cursor(databases.pieces))
+        parts: list[ItemRecords] = []
+        skipped: list[int] = []
+        entries = iter(txn.cursor(databases.items))
+        while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+            keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+            part = unpack_items(keys_there, [record for _, record in portion])
+            if len(part) < len(portion):
+                skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+            parts.append(part)
+        names = txn.cursor(databases.payloads).iternext(values=False)
+        there = np.concatenate(
+            [
+                np.empty(0, CHUNK_NAME),
+                *(
+                    np.frombuffer(b"".join(some), dtype=CHUNK_NAME)
+                    for some in iter(lambda: list(islice(names, _RECORDS_AT_ONCE)), [])
+                ),
+            ]
+        )
+    items = join_items(parts)
+    complete, strays = match_payloads(items, there)
+    _check_state_records(pieces, directory)
+    skipped += items.items["key"][~complete].tolist()
+    return State(pieces, items.select(complete), skipped), strays
+
+
+def _check_state_records(pieces: dict[bytes, bytes], directory: Path) -> None:
+    for name, record in pieces.items():
+        if not name.startswith(_MAY_BE_LOST):
+            try:
+                unseal(record)
+            except Damaged:
+                what = f"the record {name.decode(errors='replace')!r} is damaged"
+                raise DamagedDirectory(directory, what) from None
+
+
+def _check_format(commit: bytes, directory: Path) -> None:
+    try:
+        version, _ = COMMIT_RECORD.unpack(unseal(commit))
+    except (Damaged, struct.error):
+        raise DamagedDirectory(directory, "the record of the last commit is damaged") from None
+    if version != FORMAT:
+        raise UnusableDirectory(
+            f"data_dir {directory} has format {version}, and this version of the software reads {FORMAT}: use "
+            f"the version that wrote it, or restore a checkpoint of this version into another directory"
+        )
+
+
+CHUNK_KEY = struct.Struct(">QI")
+CHUNK_BYTES = 256 * 1024 - 16 - 8
+"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
+chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
+CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
+
+
+class ChunkReader:
+    """Reads the payloads of one moment: a transaction sees no later change."""
+
+    def __init__(self, txn: lmdb.Transaction, entries: Sequence[tuple[int, int, Payload | None]]) -> None:
+        self._txn = txn
+        self._entries = entries
+        """(key, bytes, payload if it is in memory)"""
+
+    def read(self, part: slice) -> list[Payload | None]:
+        return [
+            _read(self._txn, key, size) if payload is None else payload for key, size, payload in self._entries[part]
+        ]
+
+    def close(self) -> None:
+        self._txn.abort()
+
+
+def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
+    """The payload in its chunks; None if it is damaged."""
+    pieces = []
+    for number in range(chunk_count(size)):
+        value = txn.get(CHUNK_KEY.pack(key, number))
+        if value is None or len(value) != 8 + min(CHUNK_BYTES, size - number * CHUNK_BYTES):
+            return None
+        piece = bytes(value[8:])  # the view ends with the transaction
+        if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
+            return None
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
+    """(name, value) of each chunk of `payloads`."""
+    for key, payload in payloads.items():
+        for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
+            checksum = xxh3_64(seed=_seed(key, number))
+            for part in parts:
+                checksum.update(part)
+            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+
+
+def _seed(key: int, number: int) -> int:
+    """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
+    return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def chunk_count(size: int) -> int:
+    """How many chunks a payload has."""
+    return -(-size // CHUNK_BYTES)
+
+
+def match_payloads(items: ItemRecords, there: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], list[bytes]]:
+    """Which items have all chunks of their payload; and the names of the chunks that no such item needs.
+
+    `there`: the names of all chunks, ascending.
+    """
+    keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
+    first = np.searchsorted(there["key"], keys)
+    last = first + counts - 1
+    inside = last < there.size
+    at = np.where(inside & (counts > 0), last, 0)
+    complete = counts == 0
+    if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
+        complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
+    owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
+    mine = np.zeros(there.size, dtype=np.bool_)
+    if keys.size:
+        mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
+    return np.asarray(complete), [CHUNK_KEY.pack(key, number) for key, number in there[~mine].tolist()]

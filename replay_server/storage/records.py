@@ -49,12 +49,11 @@ IN_TABLE, FORWARDED = 0, 1
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, ENDED, LEASE, ANSWER, POLICY, ADMISSION, CLOCK = (
+TABLE, SCOPE, LEASE, REMEMBERED, POLICY, ADMISSION, CLOCK = (
     b"table/",
     b"scope/",
-    b"ended/",
     b"lease/",
-    b"answer/",
+    b"remembered/",
     b"policy",
     b"admission",
     b"clock",
@@ -88,10 +87,42 @@ class ItemRecords:
 
 
 class StateRecord(NamedTuple):
-    """A named record of a table, scope, ended batches, lease, answer, the policy or admission; None: delete it."""
+    """A named record of a table, scope, lease, remembered ids, the policy or admission; None: delete it."""
 
     name: bytes
     record: bytes | None
+
+
+class RememberedIds(NamedTuple):
+    """Ids that one commit writes into one record, from the oldest to the newest."""
+
+    name: bytes
+    """Of the record."""
+    kind: str
+    """Of Remembered; "": the record is damaged."""
+    stamp: int
+    """Ascends from record to record."""
+    ids: list[int]
+    answers: list[tuple[bytes, ...]] | None
+    """Of each id, where answers are durable."""
+
+    @classmethod
+    def all_of(cls, state: State) -> list[RememberedIds]:
+        """Everything that a state remembers, in order."""
+        found = []
+        for name, record in state.state_records.items():
+            if name.startswith(REMEMBERED):
+                try:
+                    kind, stamp, ids, answers = unpack(record)
+                except Damaged:
+                    found.append(cls(name, "", 0, [], None))
+                else:
+                    found.append(cls(name, kind, stamp, np.frombuffer(ids, "<u8").tolist(), answers))
+        return sorted(found, key=lambda entry: entry.stamp)
+
+    def record(self) -> StateRecord:
+        ids = np.array(self.ids, "<u8").tobytes()
+        return StateRecord(self.name, pack([self.kind, self.stamp, ids, self.answers]))
 
 
 def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
@@ -182,17 +213,16 @@ def unseal(record: bytes | memoryview) -> bytes | memoryview:
 class Delta:
     """All changes since the Delta before."""
 
-    items: list[tuple[int, bytes]]
-    """(key, record), ascending."""
-    removed: list[int]
+    items: ItemRecords = field(default_factory=lambda: join_items([]))
+    """By ascending key."""
+    removed: list[int] = field(default_factory=list)
     """Keys of items that are gone. Some were perhaps never written."""
-    state_records: list[StateRecord]
-    """Tables, scopes, ended batches, leases, answers, policy, admission."""
-    known_keys: list[int]
-    """Inserted keys, in order."""
+    state_records: list[StateRecord] = field(default_factory=list)
+    remembered: list[RememberedIds] = field(default_factory=list)
+    """What the records of remembered ids among `state_records` hold."""
 
     def __bool__(self) -> bool:
-        return bool(self.items or self.removed or self.state_records or self.known_keys)
+        return bool(len(self.items) or self.removed or self.state_records)
 
 
 @dataclass
@@ -201,7 +231,6 @@ class State:
 
     state_records: dict[bytes, bytes] = field(default_factory=dict)
     items: ItemRecords = field(default_factory=lambda: join_items([]))
-    known_keys: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Keys of items that are left out because they are damaged."""
     damaged: int = 0

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.answers import Answers
-from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.columns import FloatArray, KeyArray
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
@@ -33,22 +32,101 @@ from replay_server.tables.insert_rules import (
     are_priorities,
     bad_priority,
 )
-from replay_server.tables.items import Items, Watcher
-from replay_server.tables.known_keys import KnownKeys
-from replay_server.tables.lines import (
-    Lines,
-    PendingInsert,
-    PendingSample,
-    any_insert_waits,
-    insertable_at_once,
-    silence,
-)
+from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
-from replay_server.tables.payloads import DamagedPayloads, MemoryStorage, Payload, Storage
-from replay_server.tables.table import Table
+from replay_server.tables.remembered import Remembered, Watcher
+from replay_server.tables.table import SampleBatch, SampleRequest, Table
+from replay_server.tables.waiting import Line, Pending
+
+SILENCE = 10.0
+"""Seconds in which nobody inserted or sampled, after which a reason says so."""
+
+
+class PendingInsert(Pending[None]):
+    """One row that waits, in the lines of all its tables."""
+
+    def __init__(
+        self,
+        insert: InsertBatch,
+        rows: Rows,
+        tables: Sequence[Table],
+        since: float,
+        deadline_at: float,
+        evicted: list[tuple[int, str]],
+    ) -> None:
+        """`evicted` receives the key and the table if the row leaves the table as soon as it is inserted."""
+        super().__init__(since, deadline_at)
+        self.evicted = evicted
+        self.insert = insert
+        self.rows = rows
+        self.tables = tables
+
+
+class PendingSample(Pending[tuple[int, SampleBatch]]):
+    def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.tables = [table]
+        self.request = request
+
+    @property
+    def drawn(self) -> int | None:
+        """The id of the batch, once it is drawn."""
+        return None if self.value is None else self.value[0]
+
+
+class Lines:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.inserts: Line[PendingInsert] = Line(clock)
+        self.samples: Line[PendingSample] = Line(clock)
+
+
+def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> bool:
+    for table in tables:  # noqa: SIM110  # twice as fast as any() of a generator
+        if lines[table.name].inserts:
+            return True
+    return False
+
+
+def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items, lines: Mapping[str, Lines]) -> int:
+    """How many of the first rows can be inserted together with the same outcome as one after the other, at least 1.
+
+    This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
+    """
+    n, nbytes = len(batch), int(batch.sizes.sum())
+    if items.why_full(nbytes) or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
+        return 1
+    at_once: float = n
+    for table in tables:
+        at_once = min(at_once, table.insertable_at_once(nbytes))
+        if lines[table.name].samples:
+            # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as
+            # long as nothing is evicted.
+            fifo = table.config.sampler.type == "fifo"
+            at_once = min(at_once, table.config.max_size - table.size if fifo else 1)
+    return max(1, int(at_once))
+
+
+def silence(pending: PendingInsert | PendingSample, now: float, admission: Admission | None) -> str:
+    """How long the side that `pending` waits for has done nothing, and whether generators wait for permits."""
+    table = pending.tables[0]
+    samples = isinstance(pending, PendingSample)
+    seconds = now - (table.inserted if samples else table.sampled).last
+    if seconds < SILENCE:
+        return ""
+    words = f"; nobody {'inserted' if samples else 'sampled'} for {seconds:.0f} s"
+    if samples and admission is not None and len(admission.line):
+        words += f", and generators wait for permits ({len(admission.line)})"
+    return words
+
 
 log = logging.getLogger("replay_server")
+
+MAX_KNOWN_KEYS = 1 << 18
+MAX_ANSWERS = 1 << 16
+MAX_ANSWER_BYTES = 64 << 20
+_set_of = lru_cache(1 << 10)(frozenset[str])
+"""One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
 
 
 @dataclass
@@ -78,13 +156,19 @@ class ReplayBuffer:
         self.items = Items(self.storage, max_bytes, unused_permit)
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
-        self.known_keys = KnownKeys()
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
         self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers, self.admission)
-        self.answers = Answers(self.watchers)
+        self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
+        """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
+        self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
+            "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
+        )
+        """Of requests with a number: the digest of the request, and the answer."""
+        kinds = (self.known_keys, self.outstanding.taken, self.outstanding.given_back, self.answers)
+        self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
@@ -163,10 +247,9 @@ class ReplayBuffer:
         for table in tables:
             table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
             self.lines[table.name].inserts.moved()
-        self.known_keys.remember(insert.keys, insert.priorities)
+        self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
             watcher.changed(insert.keys)
-            watcher.inserted(insert.keys)
         self.items.make_room(tables)
         for table, evicted_before in zip(tables, before, strict=True):
             if table.counters.evicted > evicted_before:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.batches import InsertBatch
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.config import MAX_PRIORITY
-from replay_server.tables.items import Items
-from replay_server.tables.known_keys import KnownKeys
+from replay_server.tables.items import InsertBatch, Items
+from replay_server.tables.remembered import Remembered
 from replay_server.tables.table import Table
 
 MAX_VERSION = 1 << 62
@@ -66,7 +65,7 @@ class TooStale(Refused):
 
 
 class InsertRules:
-    def __init__(self, items: Items, known_keys: KnownKeys, max_payload_bytes: int) -> None:
+    def __init__(self, items: Items, known_keys: Remembered[frozenset[str]], max_payload_bytes: int) -> None:
         self._items = items
         self._known_keys = known_keys
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
@@ -86,7 +85,7 @@ class InsertRules:
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
         """Why the first row is refused, whose key is known. Acknowledged, it would be in none of its tables."""
-        before = self._known_keys.tables_of(batch.keys[0])
+        before = self._known_keys.get(batch.keys[0])
         if before is None or before == batch.priorities.keys():
             return None
         return invalid(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -20,28 +20,22 @@ _LONGEST = 3
 _rng = np.random.default_rng()
 
 
-def _counter(text: str) -> int:
-    """A counter from 0; operators read `text` as the help of its metric."""
-    counter: int = field(default=0, metadata={"help": text})
-    return counter
-
-
 @dataclass
 class Counters:
-    """Counts since the start or the last reset. TableInfo in replay.proto has fields of the same names."""
+    """Counts since the start or the last reset. TableInfo in replay.proto has the same fields."""
 
-    inserts: int = _counter("Items inserted.")
-    samples: int = _counter("Samples taken.")
-    consumed: int = _counter("Items that left because of max_times_sampled.")
-    deleted: int = _counter("Items that a client deleted.")
-    evicted: int = _counter("Items that left to make room.")
-    evicted_on_arrival: int = _counter("Evicted items that were new: the remover chose them among the old ones.")
-    evicted_unsampled: int = _counter("Evicted items that were never sampled: data lost.")
-    stale: int = _counter("Items that left because of max_staleness.")
-    stale_refused: int = _counter("Items refused on arrival because of max_staleness.")
-    duplicates: int = _counter("Inserts of a key seen before.")
-    forwarded: int = _counter("Items that joined the table named in forward_to.")
-    forward_refused: int = _counter("Items that could not join it, because it was full.")
+    inserts: int = 0
+    samples: int = 0
+    consumed: int = 0
+    deleted: int = 0
+    evicted: int = 0
+    evicted_on_arrival: int = 0
+    evicted_unsampled: int = 0
+    stale: int = 0
+    stale_refused: int = 0
+    duplicates: int = 0
+    forwarded: int = 0
+    forward_refused: int = 0
 
 
 class Meter:

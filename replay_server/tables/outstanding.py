@@ -14,11 +14,17 @@ import numpy as np
 
 from replay_server.errors import invalid
 from replay_server.tables.admission import Admission
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.ended_batches import MOST_ID, EndedBatches
-from replay_server.tables.items import Items, Watcher
-from replay_server.tables.table import Table
+from replay_server.tables.items import Items
+from replay_server.tables.remembered import Remembered, Watcher
+from replay_server.tables.table import SampleBatch, SampleRequest, Table
+
+MOST_ID = (1 << 63) - 1
+"""The largest id of a batch."""
+MAX_TAKEN = 1 << 18
+"""Batches whose readers took them last, and may ask again."""
+MAX_GIVEN_BACK = 1 << 16
+"""Batches whose readers gave them back last, and may ask again."""
 
 
 class OutstandingBatches:
@@ -32,7 +38,8 @@ class OutstandingBatches:
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
-        self.ended = EndedBatches()
+        self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
+        self.given_back: Remembered[None] = Remembered("given back", MAX_GIVEN_BACK, watchers)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -72,7 +79,7 @@ class OutstandingBatches:
         """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
-        self._remember(batch_id, given_back=False)
+        self.taken.remember([batch_id])
         for watcher in self._watchers:
             watcher.changed(keys)
             if batch.scope:
@@ -110,16 +117,11 @@ class OutstandingBatches:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
         table, batch = self._end(batch_id)
         if by_reader:
-            self._remember(batch_id, given_back=True)
+            self.given_back.remember([batch_id])
         self._items.hold(table.give_back(batch))
         self._items.release(batch.keys.tolist())
         table.drop_stale(policy_version)
         return table
-
-    def _remember(self, batch_id: int, *, given_back: bool) -> None:
-        for block in self.ended.remember(batch_id, given_back=given_back):
-            for watcher in self._watchers:
-                watcher.ended_changed(block)
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
         """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
@@ -173,7 +175,7 @@ class OutstandingBatches:
 
 def new_id() -> int:
     """For a batch whose reader has chosen no id. It must not be mistaken for one of before a restart."""
-    return secrets.randbits(62) | MOST_ID >> 1
+    return secrets.randbits(63)
 
 
 def check_sample(table: Table, request: SampleRequest) -> None:

@@ -14,18 +14,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
-from replay_server.tables.scopes import Scopes
 from replay_server.tables.selectors import effective_priorities
+
+
+@dataclass
+class SampleRequest:
+    """What a reader asks of one batch."""
+
+    num_samples: int
+    min_samples: int
+    distinct: bool = True
+    scope: str = ""
+    exclude: frozenset[int] = frozenset()
+    id: int = 0
+    """Names the batch; 0: it gets an id of its own."""
+
+
+@dataclass
+class SampleBatch:
+    """Items drawn together. Columns of n rows, as they were at the draw."""
+
+    keys: KeyArray
+    priorities: FloatArray
+    probabilities: FloatArray
+    policy_versions: IntArray
+    inserted_at: FloatArray
+    times_sampled: IntArray
+    """Including this draw."""
+    sizes: IntArray
+    consumed: npt.NDArray[np.bool_]
+    """Rows whose last draw this was. The table reserves them until the batch ends."""
+    table_size: int
+    scope: str
+    epoch: int
+
+    def __len__(self) -> int:
+        return int(self.keys.size)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a table could be sampled for: the message Weight of replay.proto, field by field.
+
+    A client of several servers divides its batches by the weights of their tables.
+    """
+
+    total: float
+    squares: float
+    items: int
+    samples: int
+    ordered: bool
+    consuming: bool
+    size: int
+    reason: str
+
+
+_MOST_SAMPLES = 1 << 62
+"""Stands for a rate limiter without a bound."""
 
 
 @dataclass
@@ -50,15 +106,21 @@ class Table:
     def _clear(self, current_version: int) -> None:
         self.columns = Columns(current_version)
         self.limiter = self.config.rate_limiter.build()
-        self.sampler = self.config.sampler.build(self.columns)
-        # A queue removes in the order in which it samples: then one selector does both.
-        same = self.config.remover == self.config.sampler
-        self.remover = self.sampler if same else self.config.remover.build(self.columns)
+        self._build_selectors()
         self.bytes = 0
         self.outstanding = 0
         """Rows of batches that are neither taken nor given back."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
+
+    def _build_selectors(self) -> None:
+        config = self.config
+        self.sampler = self.remover = config.sampler.build(self.columns)
+        self._selectors = [self.sampler]
+        # A queue removes in the order in which it samples: then one selector does both.
+        if config.remover != config.sampler:
+            self.remover = config.remover.build(self.columns)
+            self._selectors.append(self.remover)
 
     @property
     def name(self) -> str:
@@ -161,15 +223,13 @@ class Table:
     def _show(self, slots: IntArray) -> None:
         """From now on the rows count, and selectors may choose them."""
         self.bytes += total(self.columns.size[rows_at(slots)])
-        self.sampler.insert(slots)
-        if self.remover is not self.sampler:
-            self.remover.insert(slots)
+        for selector in self._selectors:
+            selector.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
-        self.sampler.delete(slots)
-        if self.remover is not self.sampler:
-            self.remover.delete(slots)
+        for selector in self._selectors:
+            selector.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
 
     def _remove(self, slots: IntArray) -> None:
@@ -201,6 +261,21 @@ class Table:
     def most_available(self, request: SampleRequest) -> int:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
+
+    def weigh(self, request: SampleRequest) -> Weight:
+        """What `request` could draw from now. O(size), in one vectorised pass."""
+        excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
+        total, squares = self.sampler.weigh(excluded)
+        return Weight(
+            total=total,
+            squares=squares,
+            items=self.sampler.selectable() - excluded.size,
+            samples=int(min(self.limiter.most_samples(), _MOST_SAMPLES)),
+            ordered=self.config.sampler.type not in ("uniform", "prioritized"),
+            consuming=bool(self.config.max_times_sampled),
+            size=self.size,
+            reason=self.why_no_sample(request, 1) or "",
+        )
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
@@ -293,9 +368,8 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        self.sampler.update(slots)
-        if self.remover is not self.sampler:
-            self.remover.update(slots)
+        for selector in self._selectors:
+            selector.update(slots)
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
@@ -317,9 +391,8 @@ class Table:
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
         before, self.columns.current_version = self.columns.current_version, current
-        self.sampler.version_moved(before)
-        if self.remover is not self.sampler:
-            self.remover.version_moved(before)
+        for selector in self._selectors:
+            selector.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many."""
@@ -360,14 +433,10 @@ class Table:
         limiter.deletes = self.limiter.deletes
         self.limiter = limiter
         if (config.sampler, config.remover) != (old.sampler, old.remover):
-            self.sampler = config.sampler.build(self.columns)
-            same = config.remover == config.sampler
-            self.remover = self.sampler if same else config.remover.build(self.columns)
-            slots = self.columns.used()
-            if slots.size:
-                self.sampler.insert(slots)
-                if not same:
-                    self.remover.insert(slots)
+            self._build_selectors()
+            if (slots := self.columns.used()).size:
+                for selector in self._selectors:
+                    selector.insert(slots)
         self._fit()
 
     def _fit(self) -> None:
@@ -434,3 +503,61 @@ class Table:
         if self.config.when_full == "evict":
             self._fit()
         return lost
+
+
+MAX_SCOPES = 1024
+MAX_SCOPE_KEYS = 1 << 20
+"""Keys of all scopes of a table together, beyond those that the current scope needs."""
+_NO_KEYS: frozenset[int] = frozenset()
+
+
+class Scopes:
+    """Which keys of a table were given out under which scope. Under one scope no item is given out twice.
+
+    A scope is a name that clients choose, usually of one training step. The scopes used longest ago are forgotten
+    first. The current scope never forgets a key that may still come again.
+    """
+
+    def __init__(self, may_come_again: Callable[[int], bool]) -> None:
+        """`may_come_again(key)`: whether the table has the item, or may get it back from an outstanding batch."""
+        self._may_come_again = may_come_again
+        self._keys: OrderedDict[str, set[int]] = OrderedDict()
+        self._trim_at = MAX_SCOPE_KEYS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __contains__(self, scope: str) -> bool:
+        return scope in self._keys
+
+    def given(self, scope: str) -> Set[int]:
+        """The keys given out under `scope`."""
+        return self._keys.get(scope, _NO_KEYS)
+
+    def give(self, scope: str, keys: Iterable[int]) -> None:
+        self._use(scope).update(keys)
+
+    def give_back(self, scope: str, keys: Iterable[int]) -> None:
+        self._use(scope).difference_update(keys)
+
+    def load(self, scope: str, keys: Iterable[int]) -> None:
+        """Restores a scope. Call it in the order in which the scopes were last used."""
+        self._keys[scope] = set(keys)
+
+    def _use(self, scope: str) -> set[int]:
+        keys = self._keys.setdefault(scope, set())
+        self._keys.move_to_end(scope)
+        if len(self._keys) > MAX_SCOPES:
+            self._keys.popitem(last=False)
+        if sum(map(len, self._keys.values())) > self._trim_at:
+            self._trim()
+        return keys
+
+    def _trim(self) -> None:
+        for known in self._keys.values():
+            known.intersection_update([key for key in known if self._may_come_again(key)])
+        total = sum(map(len, self._keys.values()))
+        while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
+            total -= len(self._keys.popitem(last=False)[1])
+        # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
+        self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)

@@ -2,7 +2,7 @@
 
 * /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing else.
 * A scrape asks the event loop once, for the server info. It formats the metrics on its own thread.
-* Silent connections cost a bounded number of threads: one connection too many cuts the oldest.
+* A connection that says or reads nothing for ten seconds is cut, so that its thread ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any, TypeVar
@@ -33,8 +32,6 @@ _LOOP_SECONDS = 5.0
 """How long a scrape or a look at the health waits for the event loop."""
 _SILENT_SECONDS = 10.0
 """After which a connection is cut that sends or reads nothing."""
-_MAX_CONNECTIONS = 16
-"""Each has a thread. prometheus_client's own server has no such bound."""
 
 
 class MetricsEndpoint:
@@ -91,24 +88,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = addresses[0]
-        self._open: dict[socket.socket, None] = {}
-        """Open connections, oldest first."""
-        self._lock = threading.Lock()
         super().__init__((str(address[0]), int(address[1])), _Handler.factory(registry))
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if len(self._open) >= _MAX_CONNECTIONS:
-                with suppress(OSError):
-                    next(iter(self._open)).shutdown(socket.SHUT_RDWR)
-                del self._open[next(iter(self._open))]
-            self._open[request] = None
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("metrics: the connection from %s broke", client_address, exc_info=True)

@@ -7,12 +7,11 @@ import threading
 import pytest
 
 from replay_client.heartbeat import beat
-from replay_trainer.wait_log import WaitLog
+from replay_trainer.background import WaitLog
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator, running
 from tests.factories import async_until, until
-from tests.trainer.factories import FakeClient, make_batches
-from tests.trainer.test_grpo import make_trainer
+from tests.trainer.factories import FakeClient, make_batches, make_trainer
 from tests.trainer.test_wait_log import Server
 
 LONG_AGO = 1e9

@@ -37,9 +37,8 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server.tables.answers import MAX_ANSWERS
-from replay_server.tables.ended_batches import MAX_ENDED
-from replay_server.tables.known_keys import MAX_KNOWN_KEYS
+from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
+from replay_server.tables.outstanding import MAX_TAKEN
 from tests.factories import until
 
 TOKEN = "soak-0123456789abcdef"
@@ -335,7 +334,7 @@ async def fill_retries(address: str) -> None:
             for _ in range(count):
                 await client.delete("filling", [1])
 
-        await asyncio.gather(*(take(MAX_ENDED // 8) for _ in range(8)))
+        await asyncio.gather(*(take(MAX_TAKEN // 8) for _ in range(8)))
         await asyncio.gather(*(delete(MAX_ANSWERS // 32) for _ in range(32)))
         await client.reset("filling")
 

@@ -64,7 +64,7 @@ def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
 @pytest.mark.timeout(640)
 def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_both(tmp_path):
     out = tmp_path / "demo"
-    code = CODE.replace("demo.run import DemoError, run", "demo.compare import DemoError, compare as run")
+    code = CODE.replace("DemoError, run", "DemoError, compare as run")
     done = subprocess.run(
         [sys.executable, "-c", code, str(out), "3"], capture_output=True, text=True, timeout=600, check=False
     )

@@ -115,19 +115,3 @@ def try_insert(client: ReplayClient) -> int | None:
         return client.insert(b"other", {"pool": 1.0})
     except ReplayError:
         return None
-
-
-def test_without_threads_the_server_goes_on(tmp_path):
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
-    with (
-        control_group("pids", {"pids.max": "max"}) as group,
-        server_process(tmp_path, config, before=joins(group)) as server,
-        ReplayClient(server.address, timeout=60) as client,
-    ):
-        client.insert(b"first", {"pool": 1.0})
-        (group / "pids.max").write_text("1")  # below what it has: no new threads
-        kept = [client.insert(bytes([n]), {"pool": 1.0}) for n in range(20)]
-        assert client.checkpoint("in-want")
-        with ReplayClient(server.address, timeout=60) as other:
-            assert len(other.get(kept)) == 20
-        assert client.server_info().commit_error == ""

@@ -12,7 +12,7 @@ from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import is_zero_variance
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import Batch
-from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
+from replay_trainer.groups import Replacement, ZeroVarianceReplacer
 from tests.factories import server_process, until
 from tests.system.conftest import CONFIG
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleIn
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import is_zero_variance
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
 from tests.factories import make_group
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
@@ -72,6 +75,64 @@ def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY, tied: bool = Fals
         tie_word_embeddings=tied,
     )
     return Qwen2ForCausalLM(config).eval()
+
+
+class OnStep(Callback):
+    """Calls a function with the metrics of each step."""
+
+    def __init__(self, function: Callable[[dict[str, float]], None]) -> None:
+        self.function = function
+
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        self.function(report.metrics)
+
+
+class Killed(BaseException):
+    """What ends a run at once, without a word to anybody."""
+
+
+def killed_in(step: int) -> Callable[[dict[str, float]], None]:
+    """An `on_step` that ends the run in a step, before its version is published."""
+
+    def on_step(metrics: dict[str, float]) -> None:
+        if metrics["step"] == step:
+            raise Killed
+
+    return on_step
+
+
+def make_trainer(
+    client: Any,
+    output_dir: Path,
+    *,
+    model: Any = None,
+    on_step: Callable[[dict[str, float]], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    evaluate: Any = None,
+    **options: Any,
+) -> GRPOTrainer:
+    """A trainer of a tiny model for three steps, unless told otherwise, that reports nothing."""
+    few = {"max_steps": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
+    config = GRPOConfig(output_dir=output_dir, **(few | options))
+    callbacks = [*callbacks, *([] if on_step is None else [OnStep(on_step)])]
+    return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
+
+
+def lines_of(output_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of a run."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+NEAR = {"atol": 1e-6, "rtol": 1e-4}
+"""Sums of float32 in another order."""
+
+
+def assert_same_weights(a: Any, b: Any, **tolerance: float) -> None:
+    """`a` and `b` are models, or what their `state_dict` returns. Without a tolerance, every bit is the same."""
+    a, b = (each if isinstance(each, dict) else each.state_dict() for each in (a, b))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        torch.testing.assert_close(tensor, b[name], **(tolerance or {"atol": 0, "rtol": 0}))
 
 
 class FakeClient:

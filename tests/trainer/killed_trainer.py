@@ -9,12 +9,10 @@ while a rank writes its rows of the optimizer's state. In "full" it cannot write
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ import torch
 from torch import distributed
 
 from replay_client import ReplayClient
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, publication, rank_files, weights
+from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, partitions, publication, weights
+from tests.factories import start
 from tests.trainer.factories import make_model
 
 PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "acknowledged")
@@ -33,16 +32,6 @@ def kill_in_a_process(address: str, folder: Path, phase: str, step: int, **optio
     process = start(run, address, folder, phase, step, **options)
     process.join(300)
     assert process.exitcode == -signal.SIGKILL, (phase, process.exitcode)
-
-
-def start(function: Callable[..., Any], *arguments: Any, **options: Any) -> BaseProcess:
-    """A process that runs the function."""
-    # A server that has imported torch makes each of the processes in no time.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=function, args=arguments, kwargs=options)
-    process.start()
-    return process
 
 
 def run_rank(rank: int, size: int, meeting: Path, *arguments: Any, **options: Any) -> None:
@@ -82,25 +71,18 @@ def trained(folder: Path) -> list[int]:
 
 def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
     """Notes the keys of each step, and draws for no step after `last` (0: all)."""
-    make = trainer._group_source
+    collect = trainer._collect
 
-    def noting(batches: Any) -> Any:
-        source = make(batches)
-        draw = source.next
+    def noting(step: int) -> Any:
+        if 0 < last < step:
+            threading.Event().wait()  # the process dies beside the loop
+        taken = collect(step)
+        keys = [sample.info.key for sample in taken.samples]
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
+        return taken
 
-        def next_groups(step: int) -> Any:
-            if 0 < last < step:
-                threading.Event().wait()  # the process dies beside the loop
-            taken = draw(step)
-            keys = [sample.info.key for sample in taken.samples]
-            with path.open("a") as file:
-                file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
-            return taken
-
-        source.next = next_groups  # type: ignore[method-assign]
-        return source
-
-    trainer._group_source = noting  # type: ignore[method-assign]
+    trainer._collect = noting  # type: ignore[method-assign]
 
 
 def _die(trainer: Any, phase: str, step: int) -> None:
@@ -142,8 +124,8 @@ def _die(trainer: Any, phase: str, step: int) -> None:
             dying(half_written, lambda *_: True)(state, path) if f"step-{step}." in str(path) else save(state, path)
         )
     elif phase in ("rows", "full"):
-        save_file, fail = rank_files.save_file, refuse if phase == "full" else dying(half_written, lambda *_: True)
-        rank_files.save_file = lambda rows, path: (
+        save_file, fail = partitions.save_file, refuse if phase == "full" else dying(half_written, lambda *_: True)
+        partitions.save_file = lambda rows, path: (
             fail(rows, path) if f"step-{step}." in path.name else save_file(rows, path)
         )
     elif phase == "written":

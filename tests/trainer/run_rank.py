@@ -1,4 +1,4 @@
-"""One rank of a training run, for tests that start several: `run_rank.py FOLDER`, with options.json in the folder.
+"""One rank of a training run, for tests that start several: `main(FOLDER)`, with options.json in the folder.
 
 Every rank takes its share of the same batches. At the end the first writes the trained weights to weights.pt.
 """
@@ -8,10 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,25 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._pytree import tree_leaves
 
 from replay_client import Sample
-from replay_trainer import Callback, GRPOTrainer, StepReport, background, publication, rank_files, sharded_state
+from replay_trainer import GRPOTrainer, background, partitions, publication
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
 from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample, poison, poisoned_sample
-
-
-class Death(Callback):
-    """Kills the process some seconds after a step, wherever it is then."""
-
-    def __init__(self, step: int, seconds: float) -> None:
-        self.step, self.seconds = step, seconds
-
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
-        if report.metrics["step"] == self.step:
-            threading.Thread(target=self.strike, daemon=True).start()
-
-    def strike(self) -> None:
-        time.sleep(self.seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ShareClient(FakeClient):
@@ -70,7 +51,7 @@ def count_bytes(folder: Path) -> None:
     {"read": [[bytes, bytes of the whole tensor], ...], "files": files of rows it opens, "copied": [bytes, ...]}
     """
     counts: dict[str, list[Any]] = {"read": [], "files": [], "copied": []}
-    read, take, open_file = sharded_state.read_rows, background.HostCopy.take, rank_files.safe_open
+    read, take, open_file = partitions.read_rows, background.HostCopy.take, partitions.safe_open
 
     def note(name: str, value: Any) -> None:
         counts[name].append(value)
@@ -93,15 +74,15 @@ def count_bytes(folder: Path) -> None:
     def load_nothing(*_: Any) -> None:
         raise AssertionError("this rank has loaded a whole model")
 
-    sharded_state.read_rows = counted_read
+    partitions.read_rows = counted_read
     background.HostCopy.take = counted_take  # type: ignore[method-assign]
-    rank_files.safe_open = noted_open
+    partitions.safe_open = noted_open
     publication.load_weights = load_nothing  # type: ignore[assignment]
 
 
 def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
-    die, tied, lora = options.pop("die", None), options.pop("tied", False), options.pop("lora", False)
+    tied, lora = options.pop("tied", False), options.pop("lora", False)
     effect = options.pop("poison", "")
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     if options.pop("count_bytes", False):
@@ -115,7 +96,7 @@ def main(folder: Path) -> None:
 
     client = ShareClient(batches, pool)
     model = with_adapter(folder) if lora else make_model(tied=tied)
-    trainer: Any = GRPOTrainer(model, client, config, callbacks=[Death(*die)] if die else [])  # type: ignore[arg-type]
+    trainer: Any = GRPOTrainer(model, client, config)  # type: ignore[arg-type]
     client.rank, client.size = trainer.ranks.index, trainer.ranks.size
     client.step = max((version_of(state) for state in saved(trainer.output_dir)), default=0)
     # The pool of each rank's own fake client knows nothing of the other's scope: shares of it stand for the server.
@@ -128,7 +109,3 @@ def main(folder: Path) -> None:
     weights = get_model_state_dict(trainer.policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if trainer.ranks.is_first:
         torch.save(weights, folder / "weights.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.callbacks import append_lines
-from replay_trainer.disk import writing
-from tests.trainer.factories import FakeClient, make_batches, make_model
+from replay_trainer.weights import writing
+from tests.trainer.factories import FakeClient, make_batches, make_trainer
 
 FULL = Path("/dev/full")
 
@@ -44,8 +43,7 @@ def test_an_error_that_says_where_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path: Path) -> None:
-    config = GRPOConfig(output_dir=tmp_path, max_steps=2, groups_per_step=3, progress=False, report_to=())
-    trainer = GRPOTrainer(make_model(), FakeClient(make_batches(2)), config)  # type: ignore[arg-type]
+    trainer = make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, groups_per_step=3)
     (tmp_path / "step-1.tmp").mkdir()
     (tmp_path / "step-1.tmp/probe.json").symlink_to(FULL)
     words = r"a version could not be published: OSError: .*step-1 cannot be written .*No space left on device"

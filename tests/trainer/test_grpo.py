@@ -6,10 +6,7 @@ import importlib.util
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from replay_client import RolloutGroup, Sample
 from replay_client.scoring import group_priority
-from replay_trainer import PRESETS, Callback, GRPOConfig, GRPOTrainer, StepReport, TableEvaluation
+from replay_trainer import PRESETS, GRPOConfig, GRPOTrainer, TableEvaluation
 from replay_trainer.batching import to_batch
 from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
@@ -28,39 +25,21 @@ from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import LossConfig
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.factories import make_group
-from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model, make_sample
-from tests.trainer.run_rank import main as run_rank
-from tests.trainer.test_ranks import OPTIONS, write_options
+from tests.trainer.factories import (
+    NEAR,
+    FakeClient,
+    Killed,
+    OnlineClient,
+    assert_same_weights,
+    killed_in,
+    lines_of,
+    make_batches,
+    make_model,
+    make_sample,
+    make_trainer,
+)
 
 ALL_WRONG = [0.0] * 3
-
-
-def make_trainer(
-    client: Any, output_dir: Path, *, model: Any = None, on_step: Any = None, evaluate: Any = None, **options: Any
-) -> GRPOTrainer:
-    few = {"max_steps": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
-    config = GRPOConfig(output_dir=output_dir, **(few | options))
-    callbacks = [] if on_step is None else [OnStep(on_step)]
-    return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
-
-
-class OnStep(Callback):
-    """Calls a function with the metrics of each step."""
-
-    def __init__(self, function: Callable[[dict[str, float]], None]) -> None:
-        self.function = function
-
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
-        self.function(report.metrics)
-
-
-def lines(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_weights(a: Any, b: Any, **tolerance: float) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, **tolerance)
 
 
 def logprobs_of(model: Any, groups: Sequence[RolloutGroup]) -> torch.Tensor:
@@ -75,12 +54,12 @@ def test_training_raises_the_reward(tmp_path: Path) -> None:
     client = OnlineClient(model, prompts=[[4, 5], [6], [8, 3, 3], [9, 9]], group_size=8)
     trainer = make_trainer(client, tmp_path, model=model, max_steps=25, groups_per_step=8, learning_rate=1e-2)
     trainer.train()
-    rewards = [line["fresh/reward_mean"] for line in lines(tmp_path)]
+    rewards = [line["fresh/reward_mean"] for line in lines_of(tmp_path)]
     assert sum(rewards[:3]) / 3 < 0.25
     assert sum(rewards[-3:]) / 3 > 0.75
-    assert sum(line["replay/groups_replaced"] for line in lines(tmp_path)) > 0
+    assert sum(line["replay/groups_replaced"] for line in lines_of(tmp_path)) > 0
     # Rewards and log-probabilities of fresh groups are on policy; what was replaced is not.
-    assert lines(tmp_path)[0]["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert lines_of(tmp_path)[0]["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +106,9 @@ def test_micro_batches_make_no_difference(tmp_path: Path, options: dict[str, Any
         # With plain gradient descent the weights show the gradient; AdamW's would show little but its sign.
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
         trainer.train()
-        trained.append((trainer.model, lines(tmp_path / str(size))[-1]))
+        trained.append((trainer.model, lines_of(tmp_path / str(size))[-1]))
     for model, metrics in trained[1:]:
-        assert_same_weights(model, trained[0][0], atol=1e-6, rtol=1e-4)
+        assert_same_weights(model, trained[0][0], **NEAR)
         for name, value in metrics.items():
             if value is None:
                 assert trained[0][1][name] is None
@@ -146,7 +125,7 @@ def test_the_old_policy_is_the_one_before_the_first_update_of_the_step(tmp_path:
     group.rollout_logprobs[:] = logprobs_of(model, [group]).numpy() - math.log(1.5)
     client = FakeClient([[make_sample(group)]])
     make_trainer(client, tmp_path, model=model, max_steps=1, num_iterations=3, learning_rate=1e-2).train()
-    (metrics,) = lines(tmp_path)
+    (metrics,) = lines_of(tmp_path)
     assert metrics["correction/ratio_min"] == pytest.approx(1.5, rel=1e-4)
     assert metrics["correction/ratio_max"] == pytest.approx(1.5, rel=1e-4)
     assert metrics["train/approx_kl"] > 1e-4  # of the last iteration: two updates away from the old policy
@@ -159,7 +138,7 @@ def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path: Pa
     fresh = make_group(rewards=ALL_WRONG)
     client = FakeClient([[make_sample(fresh, key=1)]], pool=[make_sample(stored, key=2, age=7.0, staleness=3)])
     make_trainer(client, tmp_path, model=model, max_steps=1).train()
-    (metrics,) = lines(tmp_path)
+    (metrics,) = lines_of(tmp_path)
     assert metrics["train/tokens"] == 7
     assert metrics["correction/ratio_min"] == pytest.approx(4.0, rel=1e-4)
     assert metrics["correction/clipped_fraction"] == 1.0
@@ -194,9 +173,9 @@ def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path: Path,
     client = FakeClient([[make_sample(make_group(rewards=ALL_WRONG))]])
     trainer = make_trainer(client, tmp_path, max_steps=1, on_empty=on_empty)
     trainer.train()
-    assert_same_weights(trainer.model, make_model(), atol=0, rtol=0)
+    assert_same_weights(trainer.model, make_model())
     assert client.version == 1
-    (metrics,) = lines(tmp_path)
+    (metrics,) = lines_of(tmp_path)
     assert metrics["replay/groups_missing"] == 1
     assert metrics["train/rows"] == (3 if on_empty == "keep" else 0)
     assert metrics["train/loss"] == metrics["train/grad_norm"] == 0.0
@@ -211,7 +190,7 @@ def test_saving_weights_draws_no_progress_bar(tmp_path: Path, capfd: pytest.Capt
 
 def test_the_reference_of_the_kl_is_the_model_as_it_was_handed_over(tmp_path: Path) -> None:
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, beta=0.5, learning_rate=1e-2).train()
-    first, second = lines(tmp_path)
+    first, second = lines_of(tmp_path)
     assert first["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert second["train/kl"] > 1e-4
 
@@ -231,7 +210,7 @@ def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None
     assert [folder.name for folder in published(tmp_path)] == ["step-3", "step-4"]
     assert client.version == 4
     loaded = AutoModelForCausalLM.from_pretrained(client.weights)
-    assert_same_weights(loaded, trainer.model, atol=0, rtol=0)
+    assert_same_weights(loaded, trainer.model)
 
 
 def test_publishing_seldom_still_publishes_the_last_version(tmp_path: Path) -> None:
@@ -240,62 +219,56 @@ def test_publishing_seldom_still_publishes_the_last_version(tmp_path: Path) -> N
     assert [folder.name for folder in published(tmp_path)] == ["step-0", "step-3", "step-5"]
 
 
-class Killed(BaseException):
-    pass
+SHARE = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_drift": 3.0}
 
 
-@pytest.mark.parametrize("publish_every", [1, 2])
-def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(tmp_path: Path, publish_every: int) -> None:
-    options = {"max_steps": 5, "publish_every": publish_every, "beta": 0.1}
-    batches = make_batches(6)
-    whole = make_trainer(FakeClient(batches), tmp_path / "whole", **options)
+@pytest.mark.parametrize(
+    ("step", "options", "server"),
+    [
+        (4, {"max_steps": 5, "beta": 0.1}, 2),
+        (4, {"max_steps": 5, "beta": 0.1, "publish_every": 2}, 2),
+        (6, {"max_steps": 7, "save_every": 3, "keep_weights": 2}, 5),
+        (3, SHARE | {"zero_variance": "replace"}, 2),
+        (3, SHARE | {"zero_variance": "dynamic", "max_dynamic_batches": 1}, 2),
+    ],
+    ids=[
+        "on a server that was restarted from something older",
+        "with a version every second step",
+        "with a full state every third step",
+        "with a share of replay",
+        "with a share of replay and dynamic sampling",
+    ],
+)
+def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(
+    tmp_path: Path, step: int, options: dict[str, Any], server: int
+) -> None:
+    steps, killed = options["max_steps"], tmp_path / "killed"
+    batches, (stored,) = make_batches(steps + 1), make_batches(1, seed=9, groups=9)
+    pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
+    whole = make_trainer(FakeClient(batches, pool), tmp_path / "whole", **options)
     whole.train()
-
-    def die_in_step_4(metrics: dict[str, float]) -> None:
-        if metrics["step"] == 4:
-            raise Killed
-
-    client = FakeClient(batches)
+    client = FakeClient(batches, pool)
     with pytest.raises(Killed):
-        make_trainer(client, tmp_path / "killed", on_step=die_in_step_4, **options).train()
+        make_trainer(client, killed, on_step=killed_in(step), **options).train()
+    if "save_every" in options:  # the state of step 3 outlives keep_weights
+        assert [folder.name for folder in published(killed)] == ["step-3", "step-4", "step-5"]
+        assert [folder.name for folder in saved(killed)] == ["step-3"]
+        assert [folder.name for folder in saved(tmp_path / "whole")] == ["step-6", "step-7"]
+        assert client.version == server
     # As a process killed while it writes leaves them: half a line, and half a folder.
-    with (tmp_path / "killed/metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "tr')
-    (tmp_path / "killed/step-4.tmp").mkdir(exist_ok=True)
-    (tmp_path / "killed/step-4.tmp/model.safetensors").write_bytes(b"half")
-    if publish_every == 1:
-        client.version = 2  # the server was restarted too, from something older
-
-    resumed = make_trainer(client, tmp_path / "killed", resume=True, **options)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step + 1}, "tr')
+    (killed / f"step-{step}.tmp").mkdir(exist_ok=True)
+    (killed / f"step-{step}.tmp/model.safetensors").write_bytes(b"half")
+    client.version = server
+    resumed = make_trainer(client, killed, resume=True, **options)
     resumed.train()
-    assert [line["step"] for line in lines(tmp_path / "killed")] == [1, 2, 3, 4, 5]
-    losses = [[line["train/loss"] for line in lines(tmp_path / run)] for run in ("whole", "killed")]
-    assert losses[0] == losses[1]
-    assert_same_weights(resumed.model, whole.model, atol=0, rtol=0)
-    assert client.version == 5
-
-
-def test_a_full_state_need_not_come_with_every_publication(tmp_path: Path) -> None:
-    options = {"max_steps": 7, "save_every": 3, "keep_weights": 2}
-    whole = make_trainer(FakeClient(make_batches(7)), tmp_path / "whole", **options)
-    whole.train()
-    assert [folder.name for folder in saved(tmp_path / "whole")] == ["step-6", "step-7"]
-
-    def die_in_step_6(metrics: dict[str, float]) -> None:
-        if metrics["step"] == 6:
-            raise Killed
-
-    client = FakeClient(make_batches(7))
-    with pytest.raises(Killed):
-        make_trainer(client, tmp_path / "killed", on_step=die_in_step_6, **options).train()
-    # The state of step 3 outlives keep_weights.
-    assert [folder.name for folder in published(tmp_path / "killed")] == ["step-3", "step-4", "step-5"]
-    assert [folder.name for folder in saved(tmp_path / "killed")] == ["step-3"]
-    assert client.version == 5
-    resumed = make_trainer(client, tmp_path / "killed", resume=True, **options)
-    resumed.train()
-    assert [line["step"] for line in lines(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6, 7]
-    assert_same_weights(resumed.model, whole.model, atol=0, rtol=0)
+    assert [line["step"] for line in lines_of(killed)] == list(range(1, steps + 1))
+    for name in ("train/loss", "replay/groups_added"):
+        assert [line[name] for line in lines_of(killed)] == [line[name] for line in lines_of(tmp_path / "whole")]
+    assert lines_of(killed)[-1]["replay/groups_added"] == (3 if "replay_share" in options else 0)
+    assert_same_weights(resumed.model, whole.model)
+    assert client.version == steps
 
 
 def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_path: Path) -> None:
@@ -307,25 +280,6 @@ def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_p
     without = make_trainer(FakeClient(make_batches(1)), tmp_path / "without", max_steps=1)
     without.train()
     assert without.server_checkpoint == ""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1000)
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    options = OPTIONS | {"max_steps": 12, "sgd": False, "learning_rate": 1e-3, "save_every": 2}
-    run_rank(write_options(tmp_path / "whole", options))
-    for die in ([3, 0.0], [5, 0.013], [7, 0.029], None):
-        write_options(tmp_path / "killed", options | {"resume": True, "die": die})
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.trainer.run_rank", str(tmp_path / "killed")],
-            cwd=Path(__file__).parents[2],
-            timeout=500,
-        )
-        assert process.returncode == (0 if die is None else -signal.SIGKILL)
-    assert [line["step"] for line in lines(tmp_path / "killed/out")] == list(range(1, 13))
-    whole, killed = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("whole", "killed"))
-    for name in whole:
-        torch.testing.assert_close(killed[name], whole[name], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lost", ["trainer.pt", "model.safetensors", "config.json"])
@@ -340,7 +294,7 @@ def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
     file.unlink() if whole_file else file.write_bytes(content[: len(content) // 2])
     make_trainer(client, tmp_path, max_steps=3, resume=True).train()
     assert f"{tmp_path / 'step-2'} has lost files or parts of them: it is passed over for step-1" in caplog.messages
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     assert [folder.name for folder in saved(tmp_path)] == ["step-1", "step-2", "step-3"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
 
@@ -353,7 +307,7 @@ def test_a_state_that_was_moved_away_leaves_the_one_before_to_resume_from(tmp_pa
         make_trainer(client, tmp_path / "run", max_steps=3, resume=True).train()
     (tmp_path / "run/step-2").rename(tmp_path / "away")
     make_trainer(client, tmp_path / "run", max_steps=3, resume=True).train()
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> None:
@@ -361,7 +315,7 @@ def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> 
     restarted = FakeClient(make_batches(2))
     make_trainer(restarted, tmp_path, max_steps=2, resume=True).train()
     assert (restarted.version, Path(restarted.weights).name) == (2, "step-2")
-    assert len(lines(tmp_path)) == 2
+    assert len(lines_of(tmp_path)) == 2
 
 
 def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path: Path) -> None:
@@ -460,7 +414,7 @@ def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path: 
             FakeClient(mixed_batches(5), pool), tmp_path / rule, max_steps=1, groups_per_step=3, zero_variance=rule
         )
         trainer.train()
-        (trained[rule],) = lines(tmp_path / rule)
+        (trained[rule],) = lines_of(tmp_path / rule)
     assert {rule: line["train/groups"] for rule, line in trained.items()} == {"replace": 3, "none": 3, "dynamic": 3}
     assert {rule: line["fresh/groups"] for rule, line in trained.items()} == {"replace": 3, "none": 3, "dynamic": 9}
     fractions = {rule: line["train/zero_variance_fraction"] for rule, line in trained.items()}
@@ -495,7 +449,7 @@ def test_a_share_of_each_step_comes_from_the_pool(tmp_path: Path) -> None:
     trainer = make_trainer(client, tmp_path, **options)
     assert (trainer.fresh_per_rank, trainer.replayed_per_rank) == (3, 3)
     trainer.train()
-    first, *others = lines(tmp_path)
+    first, *others = lines_of(tmp_path)
     assert (first["train/groups"], first["replay/groups_added"], first["replay/groups_replaced"]) == (3, 0, 0)
     for line in others:
         assert (line["fresh/groups"], line["train/groups"]) == (3, 6)
@@ -524,7 +478,7 @@ def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path: Path) ->
     def line(name: str, **more: Any) -> dict[str, Any]:
         batches = [[make_sample(make_group(rewards=r), key=i) for i, r in enumerate([[0.0, 1.0], ALL_WRONG])]]
         make_trainer(FakeClient(batches, pool), tmp_path / name, model=make_model(), **options, **more).train()
-        return lines(tmp_path / name)[0]
+        return lines_of(tmp_path / name)[0]
 
     every, near = line("every"), line("near", replay_max_drift=0.5)
     assert (every["train/groups"], every["replay/groups_drifted"]) == (4, 0)
@@ -533,37 +487,17 @@ def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path: Path) ->
     assert (near["replay/drift_mean"], near["replay/drift_max"]) == pytest.approx((0.15, 0.2), abs=1e-4)
 
 
-@pytest.mark.parametrize("zero_variance", ["replace", "dynamic"])
-def test_a_killed_run_with_a_share_of_replay_resumes_as_if_it_had_not_been(tmp_path: Path, zero_variance: str) -> None:
-    pool = [sample for batch in make_batches(3, seed=9) for sample in batch]
-    for index, sample in enumerate(pool):
-        pool[index] = make_sample(sample.group, key=1000 + index)
-    options = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_drift": 3.0}
-    options |= {"zero_variance": zero_variance, "max_dynamic_batches": 1}
-    whole = make_trainer(FakeClient(make_batches(5), pool), tmp_path / "whole", **options)
-    whole.train()
-
-    def die_in_step_3(metrics: dict[str, float]) -> None:
-        if metrics["step"] == 3:
-            raise Killed
-
-    client = FakeClient(make_batches(5), pool)
-    with pytest.raises(Killed):
-        make_trainer(client, tmp_path / "killed", on_step=die_in_step_3, **options).train()
-    resumed = make_trainer(client, tmp_path / "killed", resume=True, **options)
-    resumed.train()
-    assert [line["replay/groups_added"] for line in lines(tmp_path / "killed")] == [3] * 4
-    assert_same_weights(resumed.model, whole.model, atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
     rewards = [[1.0, 0.0], [3.0, 0.0, 0.0]]
     samples = [make_sample(make_group(rewards=each), key=i) for i, each in enumerate(rewards)]
     for sample in samples:
         sample.group.advantages = np.full(sample.group.group_size, 99, np.float32)  # not to be used
-    trainer = make_trainer(FakeClient([samples]), tmp_path, scale_rewards=scale)
-    advantages = trainer._to_batch([sample.group for sample in samples]).advantages_B.tolist()
+    trainer = make_trainer(FakeClient([samples]), tmp_path, max_steps=1, scale_rewards=scale)
+    trained, backward = [], trainer.passes.backward
+    trainer.passes.backward = lambda batch, old_BT: trained.append(batch) or backward(batch, old_BT)
+    trainer.train()
+    advantages = trained[0].advantages_B.tolist()
     centred = [0.5, -0.5, 2.0, -1.0, -1.0]
     # std with Bessel's correction: of 1, 0; of 3, 0, 0; of all five
     deviation = {"group": [0.5**0.5] * 2 + [3**0.5] * 3, "batch": [1.7**0.5] * 5, "none": [1.0] * 5}[scale]
@@ -583,7 +517,7 @@ def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(
     client = FakeClient([batch], pool=[make_sample(make_group(rewards=[1.0, 0.0]), key=9)])
     options: dict[str, Any] = {"zero_variance": rule, "scale_rewards": scale}
     make_trainer(client, tmp_path, max_steps=1, groups_per_step=3, **options).train()
-    (line,) = lines(tmp_path)
+    (line,) = lines_of(tmp_path)
     assert line["fresh/zero_variance_fraction"] == without
     assert line["replay/groups_zero_variance"] == 3 * without * (10 if rule == "dynamic" else 1)
     assert (line["train/grad_norm"] > 0) == (without == 0 or rule == "replace")
@@ -596,13 +530,13 @@ def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:
     client = FakeClient([[sample]], pool=[sample])
     make_trainer(client, tmp_path, max_steps=1, update_priorities=True).train()
     assert client.priorities[5] == pytest.approx(0.25 * group_priority(group.rewards, group.advantages), rel=1e-3)
-    assert lines(tmp_path)[0]["replay/priorities_updated"] == 1
+    assert lines_of(tmp_path)[0]["replay/priorities_updated"] == 1
 
 
 def test_truncated_completions_may_be_left_out(tmp_path: Path) -> None:
     group = make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8]], finish_reasons=("length", "stop"))
     make_trainer(FakeClient([[make_sample(group)]]), tmp_path, max_steps=1, mask_truncated_completions=True).train()
-    (metrics,) = lines(tmp_path)
+    (metrics,) = lines_of(tmp_path)
     assert metrics["train/tokens"] == 1
     assert metrics["fresh/truncated_fraction"] == 0.5
 
@@ -638,7 +572,7 @@ def test_the_learning_rate_warms_up_and_decays_as_a_function_of_the_step(tmp_pat
     assert rates("cosine") == pytest.approx([0.5, 1, 1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
     options = {"max_steps": 3, "lr_scheduler_type": "linear", "learning_rate": 1e-3}
     make_trainer(FakeClient(make_batches(3)), tmp_path, **options).train()
-    assert [line["train/learning_rate"] for line in lines(tmp_path)] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert [line["train/learning_rate"] for line in lines_of(tmp_path)] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
 # ----------------------------------------------------------------------------------------------------------- reports
@@ -652,7 +586,7 @@ def test_an_evaluation_is_part_of_the_metrics_of_its_steps(tmp_path: Path) -> No
         return {"reward_mean": 0.5}
 
     make_trainer(FakeClient(make_batches(4)), tmp_path, max_steps=4, eval_every=2, evaluate=evaluate).train()
-    assert [line.get("eval/reward_mean") for line in lines(tmp_path)] == [None, 0.5, None, 0.5]
+    assert [line.get("eval/reward_mean") for line in lines_of(tmp_path)] == [None, 0.5, None, 0.5]
     assert not torch.equal(seen[0], seen[1])
 
 
@@ -660,12 +594,12 @@ def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path: Path) -> None:
     held_out = [make_sample(make_group(rewards=[1.0, 0.0, 1.0]), key=9, staleness=2)]
     evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")  # type: ignore[arg-type]
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, eval_every=1, evaluate=evaluation).train()
-    (metrics,) = lines(tmp_path)
+    (metrics,) = lines_of(tmp_path)
     assert metrics["eval/reward_mean"] == pytest.approx(2 / 3)
     assert metrics["eval/staleness_mean"] == 2
     nothing = TableEvaluation(FakeClient())  # type: ignore[arg-type]
     make_trainer(FakeClient(make_batches(1)), tmp_path / "n", max_steps=1, eval_every=1, evaluate=nothing).train()
-    assert (lines(tmp_path / "n")[0]["eval/groups"], lines(tmp_path / "n")[0]["eval/reward_mean"]) == (0, None)
+    assert (lines_of(tmp_path / "n")[0]["eval/groups"], lines_of(tmp_path / "n")[0]["eval/reward_mean"]) == (0, None)
 
 
 def test_completions_are_written_and_shown_with_their_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -692,8 +626,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, report_to=("tensorboard",)).train()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(line["step"], pytest.approx(line["train/loss"], rel=1e-5)) for line in lines(tmp_path)]
-    finite = {name for name, value in lines(tmp_path)[0].items() if value is not None} - {"step"}
+    assert losses == [(line["step"], pytest.approx(line["train/loss"], rel=1e-5)) for line in lines_of(tmp_path)]
+    finite = {name for name, value in lines_of(tmp_path)[0].items() if value is not None} - {"step"}
     assert finite <= set(events.Tags()["scalars"])
 
 
@@ -707,7 +641,7 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     options = {"eval_every": 1, "beta": 0.1, "update_priorities": True}
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, evaluate=lambda _: {}, **options).train()
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    assert [name for name in lines(tmp_path)[0] if f"`{name}`" not in page] == []
+    assert [name for name in lines_of(tmp_path)[0] if f"`{name}`" not in page] == []
 
 
 def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> None:

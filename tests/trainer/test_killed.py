@@ -14,8 +14,8 @@ import torch
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
-from replay_trainer import Callback, StepReport
 from tests.factories import make_group, server_process, until
+from tests.trainer.factories import NEAR, OnStep, assert_same_weights
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 
 # The limit is a guard against hanging; processes start where others may be busy.
@@ -82,11 +82,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     return weights
 
 
-def assert_same(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
@@ -97,7 +92,7 @@ def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     model = run(client.address, tmp_path, resume=True)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
-    assert_same(model, uninterrupted)  # groups that went back came again in their old order
+    assert_same_weights(model, uninterrupted, **NEAR)  # groups that went back came again in their old order
 
 
 @pytest.mark.parametrize("phase", ["updated", "written", "acknowledged"])
@@ -111,7 +106,7 @@ def test_a_resume_long_after_the_leases_have_ended_does_the_same(
     model = run(client.address, tmp_path, resume=True)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
-    assert_same(model, uninterrupted)
+    assert_same_weights(model, uninterrupted, **NEAR)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +135,7 @@ def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
     model = run(client.address, tmp_path, resume=True, **options)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
-    assert_same(model, uninterrupted)
+    assert_same_weights(model, uninterrupted, **NEAR)
 
 
 @pytest.mark.parametrize("phase", ["sampled", "written", "acknowledged"])
@@ -183,20 +178,12 @@ def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, p
         check_used_up(client, keys, len(keys))
 
 
-class OnStep(Callback):
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def on_step(self, trainer: Any, report: StepReport) -> None:
-        self.function(int(report.metrics["step"]))
-
-
 def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
     servers = []
 
-    def restart(step: int) -> None:
-        if step == 2:
+    def restart(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:
             address = servers[-1].address
             servers[-1].kill()
             servers.append(stack.enter_context(server_process(tmp_path, config, address)))
@@ -217,7 +204,7 @@ def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(
     bad = client.insert(beyond, {"rollouts": 1.0})
     keys = insert(client)
 
-    def interrupt(step: int) -> None:
+    def interrupt(_: dict[str, float]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

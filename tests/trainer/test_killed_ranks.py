@@ -15,8 +15,8 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_trainer.weights import saved
-from tests.factories import ServerProcess, server_process
-from tests.trainer.killed_trainer import run_rank, start, trained
+from tests.factories import ServerProcess, server_process, start
+from tests.trainer.killed_trainer import run_rank, trained
 from tests.trainer.test_killed import CONFIG, check_used_up, insert, until_gone
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy

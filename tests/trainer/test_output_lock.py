@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from replay_trainer import GRPOConfig, GRPOTrainer
-from replay_trainer.output_lock import OutputLock
-from tests.trainer.factories import FakeClient, make_batches, make_model
+from replay_trainer.weights import OutputLock
+from tests.trainer.factories import FakeClient, make_batches, make_trainer
 
 HOLDER = """
 import sys
 from pathlib import Path
-from replay_trainer.output_lock import OutputLock
+from replay_trainer.weights import OutputLock
 lock = OutputLock(Path(sys.argv[1]))
 print(lock.acquire() or "locked", flush=True)
 sys.stdin.read()
@@ -32,9 +31,8 @@ def test_a_trainer_is_refused_while_another_process_trains_in_the_folder_and_not
         assert holder.stdout is not None
         try:
             assert holder.stdout.readline() == "locked\n"
-            config = GRPOConfig(output_dir=folder, max_steps=1, progress=False, report_to=())
             client = FakeClient(make_batches(1))
-            trainer = GRPOTrainer(make_model(), client, config)  # type: ignore[arg-type]
+            trainer = make_trainer(client, folder, max_steps=1)
             with pytest.raises(RuntimeError, match=rf"in use by another training run \(process {holder.pid} on "):
                 trainer.train()
             assert client.weights == ""

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from replay_trainer import GRPOConfig, GRPOTrainer
+from replay_trainer import GRPOTrainer
+from replay_trainer.config import config_from
 from replay_trainer.weights import published
 from tests.factories import make_group
-from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample, poison, poisoned_sample
-from tests.trainer.test_ranks import metrics, run
+from tests.trainer.factories import (
+    NEAR,
+    FakeClient,
+    OnStep,
+    assert_same_weights,
+    lines_of,
+    make_batches,
+    make_sample,
+    make_trainer,
+    poison,
+    poisoned_sample,
+)
+from tests.trainer.test_ranks import run
 
 EFFECTS = {"nan": "its loss was nan", "memory": "memory ran out in a micro-batch with it"}
 
 
 def trainer_of(client: FakeClient, output_dir: Path, effect: str = "", **options: Any) -> GRPOTrainer:
-    few = {"max_steps": 3, "groups_per_step": 3, "learning_rate": 1e-2, "progress": False, "report_to": ()}
     # One row in each micro-batch: no group fails because of its neighbour.
-    few |= {"max_tokens_per_micro_batch": 1}
-    config = GRPOConfig(output_dir=output_dir, **(few | options))  # type: ignore[arg-type]
-    trainer = GRPOTrainer(make_model(), client, config)  # type: ignore[arg-type]
+    few = {"groups_per_step": 3, "learning_rate": 1e-2, "max_tokens_per_micro_batch": 1}
+    trainer = make_trainer(client, output_dir, **(few | options))
     if effect:
         poison(trainer.model, effect)
     return trainer
-
-
-def lines(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,13 @@ def assert_same(a: Any, b: Any) -> None:
 def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_without_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, effect: str, options: dict[str, Any]
 ) -> None:
-    from replay_trainer.config import config_from
-
     options = {name: getattr(config_from({"output_dir": tmp_path} | options), name) for name in options}
     batches, sound = make_batches(3), make_batches(3)
     batches[1][1], sound[1] = poisoned_sample(), [sound[1][0], sound[1][2]]
     client = FakeClient(batches, pool=[poisoned_sample()])
     trainer = trainer_of(client, tmp_path / "poisoned", effect, **options)
     trainer.train()
-    steps = lines(tmp_path / "poisoned")
+    steps = lines_of(tmp_path / "poisoned")
     assert [line["train/groups_skipped"] for line in steps] == [0, 1, 0]
     assert [line["train/groups"] for line in steps] == [3, 2, 3]
     (said,) = [message for message in caplog.messages if "put aside" in message]
@@ -70,14 +68,14 @@ def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_withou
     assert client.pool == []
     without = trainer_of(FakeClient(sound), tmp_path / "sound", **options)
     without.train()
-    assert_same(trainer.model, without.model)
+    assert_same_weights(trainer.model, without.model)
 
 
 def test_a_group_of_the_pool_that_does_not_fit_into_memory_leaves_the_pool(tmp_path: Path) -> None:
     client = FakeClient(make_batches(2), pool=[poisoned_sample()])
     drift = {"groups_per_step": 4, "replay_share": 0.25, "replay_max_drift": 100.0}
     trainer_of(client, tmp_path, "memory", max_steps=2, **drift).train()
-    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [1, 0]
+    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [1, 0]
     assert client.pool == []
     assert client.deleted == [("replay", 77)]
 
@@ -94,27 +92,13 @@ def test_all_groups_of_a_step_are_put_aside_if_none_stands_out(
 
     trainer.model.lm_head.weight.register_hook(overflow)
     weights = []
-    trainer.callbacks.append(Weights(trainer, weights))
+    trainer.callbacks.append(OnStep(lambda _: weights.append(trainer.model.lm_head.weight.detach().clone())))
     trainer.train()
-    assert [line["train/groups_skipped"] for line in lines(tmp_path)] == [0, 3, 0]
-    assert [line["train/groups"] for line in lines(tmp_path)] == [3, 0, 3]
+    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 3, 0]
+    assert [line["train/groups"] for line in lines_of(tmp_path)] == [3, 0, 3]
     assert len([message for message in caplog.messages if "no group stands out" in message]) == 3
     assert torch.equal(weights[0], weights[1])  # the second step was not applied
     assert not torch.equal(weights[1], weights[2])
-
-
-class Weights:
-    """Keeps the weights after each step."""
-
-    def __init__(self, trainer: GRPOTrainer, weights: list[torch.Tensor]) -> None:
-        self.weights = weights
-
-    def on_start(self, trainer: GRPOTrainer, version: int) -> None: ...
-
-    def on_step(self, trainer: GRPOTrainer, report: Any) -> None:
-        self.weights.append(trainer.model.lm_head.weight.detach().clone())
-
-    def on_end(self, trainer: GRPOTrainer) -> None: ...
 
 
 def test_a_run_in_which_every_step_fails_ends_with_one_error(tmp_path: Path) -> None:
@@ -138,15 +122,14 @@ def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str) -> None
     options = {"poison": effect, "max_tokens_per_micro_batch": 1, "max_steps": 3, "sgd": False, "learning_rate": 1e-3}
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
     for folder in ("one", "two"):
-        assert [line["train/groups_skipped"] for line in metrics(tmp_path / folder)] == [0, 1, 0]
-        assert [line["train/groups"] for line in metrics(tmp_path / folder)] == [4, 3, 4]
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], atol=1e-6, rtol=1e-4)
+        assert [line["train/groups_skipped"] for line in lines_of(tmp_path / folder / "out")] == [0, 1, 0]
+        assert [line["train/groups"] for line in lines_of(tmp_path / folder / "out")] == [4, 3, 4]
+    assert_same_weights(two, one, **NEAR)
 
 
 def test_sharded_ranks_put_a_group_aside_whose_loss_is_not_finite(tmp_path: Path) -> None:
     run(tmp_path / "two", 2, poison="nan", max_tokens_per_micro_batch=1, fsdp=True)
-    assert [line["train/groups_skipped"] for line in metrics(tmp_path / "two")] == [0, 1, 0]
+    assert [line["train/groups_skipped"] for line in lines_of(tmp_path / "two/out")] == [0, 1, 0]
 
 
 def test_sharded_ranks_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
@@ -160,4 +143,4 @@ def test_a_group_below_the_bounds_trains(tmp_path: Path) -> None:
     group.sampling = {"temperature": 1e-3}
     client = FakeClient([[make_sample(group)]])
     trainer_of(client, tmp_path, max_steps=1, groups_per_step=1).train()
-    assert lines(tmp_path)[0]["train/groups_skipped"] == 0
+    assert lines_of(tmp_path)[0]["train/groups_skipped"] == 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from replay_trainer.alarms import Alarms
-from replay_trainer.correction import CorrectionConfig, correct
-from replay_trainer.correction.presets import PRESETS, areal, dppo, prime_rl, trl, verl
+from replay_trainer.correction import PRESETS, CorrectionConfig, correct
 from replay_trainer.losses import LossConfig, corrected_policy_loss
+from replay_trainer.metrics import Alarms
 
 # Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.
 RATIOS = torch.tensor([[2.0, 4.0, 0.7], [0.8, 1.0, 0.8]])
@@ -61,12 +61,12 @@ def test_every_preset_makes_a_loss(name: str) -> None:
     assert logprobs.grad.isfinite().all()
 
 
-def test_the_parameters_of_a_preset_are_in_reach() -> None:
-    assert outcome(trl("token_mask", clip_max=1.5, clip_min=0.75))[0] == [[0.0, 0.0, 0.0], [0.8, 1.0, 0.8]]
-    assert outcome(areal("sequence_mask", cap=1.5))[0] == [[0.0] * 3, [0.862] * 3]
-    assert outcome(verl("token", threshold=3.0))[0][0] == [2.0, 3.0, 0.7]
-    with pytest.raises(ValueError, match="mode must be one of token_truncate"):
-        trl("token")  # type: ignore[arg-type]
+def test_a_preset_takes_other_fields() -> None:
+    assert outcome(PRESETS["trl_token_mask"](clip_max=1.5, clip_min=0.75))[0] == [[0.0, 0.0, 0.0], [0.8, 1.0, 0.8]]
+    assert outcome(PRESETS["areal"](level="geometric", clip_max=1.5))[0] == [[0.0] * 3, [0.862] * 3]
+    assert outcome(PRESETS["verl_decoupled_token_is"](clip_max=3.0))[0][0] == [2.0, 3.0, 0.7]
+    with pytest.raises(TypeError, match="did you mean 'clip_max'"):
+        PRESETS["areal"](clip_mox=1.5)
 
 
 def test_the_clipped_presets_of_verl_have_its_dual_clip_and_its_reinforce_has_no_clip() -> None:
@@ -88,10 +88,20 @@ def test_icepop_of_verl_exists_with_and_without_an_old_policy() -> None:
         assert (config.level, config.action, config.clip_min, config.clip_max) == ("token", "mask", 0.5, 5.0)
 
 
-def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds() -> None:
-    assert outcome(prime_rl(token_mask_high=3.0))[1] == [[True, False, True], [True] * 3]
-    assert outcome(prime_rl(geo_mask_high=1.7))[1] == [[False] * 3, [True] * 3]
-    assert outcome(prime_rl(sequence_mask_high=3.9))[1] == [[False] * 3, [True] * 3]
+@pytest.mark.parametrize(
+    ("aggregate", "high", "kept"),
+    [
+        pytest.param("token", 3.0, [[True, False, True], [True] * 3], id="tokens"),
+        pytest.param("mean", 1.7, [[False] * 3, [True] * 3], id="sequences by their mean"),
+        pytest.param("max", 3.9, [[False] * 3, [True] * 3], id="sequences by their largest ratio"),
+    ],
+)
+def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds(
+    aggregate: str, high: float, kept: list[list[bool]]
+) -> None:
+    bounds = PRESETS["prime_rl"]().rejections
+    tighter = [replace(each, high=high) if each.aggregate == aggregate else each for each in bounds]
+    assert outcome(PRESETS["prime_rl"](rejection=tuple(tighter)))[1] == kept
 
 
 def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
@@ -101,7 +111,9 @@ def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
     def gradient(loss: Tensor) -> Tensor:
         return torch.autograd.grad(loss, logprobs)[0]
 
-    ours, _ = corrected_policy_loss(logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), prime_rl())
+    ours, _ = corrected_policy_loss(
+        logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), PRESETS["prime_rl"]()
+    )
     theirs = -((logprobs - ROLLOUT).exp() * advantages[:, None]).sum() / 6
     torch.testing.assert_close(gradient(ours), gradient(theirs))
 
@@ -111,7 +123,7 @@ def test_the_gradient_of_dppo_pulls_every_token_to_the_rollout_policy_masked_or_
     logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
     advantages, kept = torch.tensor([1.0, -0.5]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
     loss, _ = corrected_policy_loss(
-        logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), dppo(kl_tau=0.5)
+        logprobs, logprobs.detach(), ROLLOUT, advantages, torch.ones(2, 3), PRESETS["dppo"](rollout_penalty=0.5)
     )
     pull = 2 * 0.5 * RATIOS.log()
     torch.testing.assert_close(
@@ -124,7 +136,14 @@ def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_
     rollout, mask = ROLLOUT.clone(), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     rollout[1, 0] = math.nan
     loss, _ = corrected_policy_loss(
-        logprobs, logprobs.detach(), rollout, torch.zeros(2), mask, dppo(kl_tau=0.5), LossConfig("grpo"), normalizer=4
+        logprobs,
+        logprobs.detach(),
+        rollout,
+        torch.zeros(2),
+        mask,
+        PRESETS["dppo"](rollout_penalty=0.5),
+        LossConfig("grpo"),
+        normalizer=4,
     )
     weights = torch.tensor([[1 / 2, 1 / 2, 0.0], [0.0, 1 / 3, 1 / 3]]) / 4
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], weights * RATIOS.log())

@@ -12,9 +12,9 @@ from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import exact_match
 from replay_trainer import GRPOConfig
 from replay_trainer.demo.task import make_model, make_tokenizer
-from replay_trainer.prompt_evaluation import PromptEvaluation
+from replay_trainer.evaluation import PromptEvaluation
+from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
-from replay_trainer.summary import summary
 
 
 def run_with(model: Any, tokenizer: Any = None, **config: Any) -> Any:

@@ -6,7 +6,6 @@ import _thread
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport, publication
+from replay_trainer import publication
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.weights import publish_weights, published, saved
 from tests.factories import ctrl_c_raises
-from tests.trainer.factories import FakeClient, make_batches, make_model
+from tests.trainer.factories import (
+    FakeClient,
+    Killed,
+    assert_same_weights,
+    killed_in,
+    lines_of,
+    make_batches,
+    make_model,
+    make_trainer,
+)
 
 
-class OnStep(Callback):
-    def __init__(self, function: Callable[[int], None]) -> None:
-        self.function = function
-
-    def on_step(self, trainer: Run, report: StepReport) -> None:
-        self.function(int(report.metrics["step"]))
-
-
-def train(client: FakeClient, output_dir: Path, *, on_step: Any = None, tied: bool = False, **options: Any) -> Any:
-    few = {"max_steps": 3, "learning_rate": 1e-2, "progress": False, "report_to": ()}
-    config = GRPOConfig(output_dir=output_dir, **(few | options))
-    callbacks = [] if on_step is None else [OnStep(on_step)]
-    trainer = GRPOTrainer(make_model(tied=tied), client, config, callbacks=callbacks)  # type: ignore[arg-type]
+def train(client: FakeClient, output_dir: Path, *, tied: bool = False, **options: Any) -> Any:
+    """The trained model."""
+    trainer = make_trainer(client, output_dir, model=make_model(tied=tied), **({"learning_rate": 1e-2} | options))
     trainer.train()
     return trainer.model
 
@@ -41,12 +39,6 @@ def train(client: FakeClient, output_dir: Path, *, on_step: Any = None, tied: bo
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     return loaded
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def held(monkeypatch: pytest.MonkeyPatch, version: int) -> tuple[threading.Event, threading.Event, list[int]]:
@@ -76,8 +68,8 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
     client = FakeClient(make_batches(3))
     seen = []
 
-    def on_step(step: int) -> None:
-        if step == 2:  # its update is done
+    def on_step(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:  # its update is done
             assert begun.wait(60)
             seen.append((client.version, list(writing)))
             release.set()
@@ -87,7 +79,7 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
     assert client.version == 3
     assert [folder.name for folder in published(tmp_path / "back")] == ["step-0", "step-1", "step-2", "step-3"]
     for step in (1, 2, 3):
-        assert_same(weights(tmp_path / f"front/step-{step}"), weights(tmp_path / f"back/step-{step}"))
+        assert_same_weights(weights(tmp_path / f"front/step-{step}"), weights(tmp_path / f"back/step-{step}"))
     model.save_pretrained(tmp_path / "plain")
     sizes = {(tmp_path / folder / "model.safetensors").stat().st_size for folder in ("plain", "back/step-3")}
     assert len(sizes) == 1  # tied weights are in the file once
@@ -104,10 +96,10 @@ def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeyp
         seen.append((begun_3.wait(1.0), list(writing)))
         release.set()
 
-    def on_step(step: int) -> None:
-        if step == 2:
+    def on_step(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:
             threading.Thread(target=release_later).start()
-        if step == 3:
+        if metrics["step"] == 3:
             begun_3.set()
 
     train(client, tmp_path, on_step=on_step, max_steps=4)
@@ -135,16 +127,15 @@ def test_a_write_that_fails_stops_the_run_with_the_reason_and_a_resume_goes_on(
     assert client.version == 1
     assert [folder.name for folder in saved(tmp_path / "run")] == ["step-0", "step-1"]
     resumed = train(client, tmp_path / "run", resume=True, **options)
-    lines = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert lines == [1, 2, 3, 4]
-    assert_same(resumed.state_dict(), whole.state_dict())
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert_same_weights(resumed, whole)
 
 
 def test_an_error_of_the_run_waits_for_the_write_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, release, _ = held(monkeypatch, version=1)
 
-    def on_step(step: int) -> None:
-        if step == 2:
+    def on_step(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 2:
             assert begun.wait(60)
             threading.Timer(0.2, release.set).start()
             raise KeyboardInterrupt
@@ -161,22 +152,18 @@ def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path: P
     options = {"max_steps": 6, "save_every": 2, "keep_weights": 2, "weights_dir": memory}
     whole = train(FakeClient(make_batches(6)), tmp_path / "whole", max_steps=6)
 
-    def die(step: int) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
     client = FakeClient(make_batches(6))
-    with pytest.raises(KeyboardInterrupt):
-        train(client, run, on_step=die, **options)
+    with pytest.raises(Killed):
+        train(client, run, on_step=killed_in(5), **options)
     assert Path(client.weights) == memory.resolve() / "step-4"
     assert [folder.name for folder in published(memory)] == ["step-3", "step-4"]
     assert saved(memory) == []
     assert saved(run)[-1].name == "step-4"
     shutil.rmtree(memory)  # as a reboot does
     resumed = train(client, run, resume=True, **options)
-    assert_same(resumed.state_dict(), whole.state_dict())
+    assert_same_weights(resumed, whole)
     assert Path(client.weights) == memory.resolve() / "step-6"
-    assert_same(weights(memory / "step-6"), whole.state_dict())
+    assert_same_weights(weights(memory / "step-6"), whole)
     with pytest.raises(FileExistsError, match=r"memory holds step-\d of an earlier run: set resume=True"):
         train(FakeClient(make_batches(6)), tmp_path / "other", **options)
 
@@ -185,13 +172,9 @@ def test_a_resume_removes_later_versions_from_memory(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     options = {"max_steps": 4, "save_every": 2, "weights_dir": memory, "keep_weights": 9}
 
-    def die(step: int) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-
     client = FakeClient(make_batches(4))
-    with pytest.raises(KeyboardInterrupt):
-        train(client, tmp_path / "run", on_step=die, **options)
+    with pytest.raises(Killed):
+        train(client, tmp_path / "run", on_step=killed_in(4), **options)
     assert [folder.name for folder in published(memory)] == ["step-0", "step-1", "step-2", "step-3"]
     train(client, tmp_path / "run", resume=True, **options)
     assert client.version == 4
@@ -234,7 +217,7 @@ def test_a_state_with_other_bytes_is_refused_and_the_one_before_can_be_used(tmp_
         train(FakeClient(make_batches(3)), tmp_path / "run", resume=True, **options)
     (tmp_path / "run/step-2").rename(tmp_path / "step-2")
     resumed = train(FakeClient(make_batches(3)), tmp_path / "run", resume=True, **options)
-    assert_same(resumed.state_dict(), whole.state_dict())
+    assert_same_weights(resumed, whole)
 
 
 def test_a_state_of_before_there_were_checksums_and_leases_still_opens(tmp_path: Path) -> None:
@@ -248,7 +231,7 @@ def test_a_state_of_before_there_were_checksums_and_leases_still_opens(tmp_path:
     torch.save(state, tmp_path / "run/step-2/trainer.pt")
     manifest["files"]["trainer.pt"] = (tmp_path / "run/step-2/trainer.pt").stat().st_size
     (tmp_path / "run/step-2/manifest.json").write_text(json.dumps(manifest))
-    assert_same(train(FakeClient(make_batches(3)), tmp_path / "run", resume=True).state_dict(), whole.state_dict())
+    assert_same_weights(train(FakeClient(make_batches(3)), tmp_path / "run", resume=True), whole)
 
 
 def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path: Path) -> None:
@@ -268,9 +251,8 @@ def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path: Path
 def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Path) -> None:
     model = make_model()
     model.lm_head.weight.data[:] = torch.nan
-    config = GRPOConfig(output_dir=tmp_path, progress=False, report_to=())
     with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
-        GRPOTrainer(model, FakeClient(make_batches(1)), config).train()  # type: ignore[arg-type]
+        make_trainer(FakeClient(make_batches(1)), tmp_path, model=model).train()
     assert published(tmp_path) == []
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replay_trainer.weights import published
+from tests.factories import run_ranks
+from tests.trainer.factories import NEAR, assert_same_weights, lines_of
 from tests.trainer.run_rank import main
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1000)  # a guard against hanging; two processes start where others may be busy
 OPTIONS: dict[str, Any] = {
     "max_steps": 3,
@@ -30,50 +27,21 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def write_options(folder: Path, options: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "options.json").write_text(json.dumps(options))
-    return folder
-
-
 def run(folder: Path, ranks: int, **options: Any) -> dict[str, torch.Tensor]:
-    """The weights that `ranks` processes train."""
-    write_options(folder, OPTIONS | options)
+    """The weights that `ranks` processes train; one trains in this process."""
+    folder.mkdir(exist_ok=True)
+    (folder / "options.json").write_text(json.dumps(OPTIONS | options))
     if ranks == 1:
         main(folder)
-        return torch.load(folder / "weights.pt", weights_only=True)  # type: ignore[no-any-return]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.run_rank", str(folder)],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=500)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    else:
+        said = run_ranks(ranks, main, folder)
+        assert said == [""] * ranks, "\n".join(said)
     weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
     return weights
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=1e-6, rtol=1e-4)
+    return lines_of(folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +59,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 )
 def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
-    assert_same(one, two)
+    assert_same_weights(one, two, **NEAR)
     first, second = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(first) == len(second) == 3
     for a, b in zip(first, second, strict=True):
@@ -102,7 +70,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]
             elif not name.startswith("time/") and name != "train/tokens_per_second":
                 assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     saved = AutoModelForCausalLM.from_pretrained(published(tmp_path / "two/out")[-1])
-    assert_same({f"model.{name}": tensor for name, tensor in saved.state_dict().items()}, two)
+    assert_same_weights({f"model.{name}": tensor for name, tensor in saved.state_dict().items()}, two, **NEAR)
 
 
 def test_sharded_ranks_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> None:
@@ -132,7 +100,7 @@ def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path
     of_whole = bytes_of_ranks(tmp_path / "parts")
     run(tmp_path / "parts", 2, **options | counting | {"max_steps": 3})
     of_parts = bytes_of_ranks(tmp_path / "parts")
-    assert_same(run(tmp_path / "parts", 1, **options | {"resume": True}), whole)
+    assert_same_weights(run(tmp_path / "parts", 1, **options | {"resume": True}), whole, **NEAR)
     assert [line["step"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4]
     for ranks in (of_parts, of_whole):
         # Weights and two tensors of AdamW for each: a rank reads its half of every one.
@@ -161,4 +129,4 @@ def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) ->
 def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None:
     alone, together = (run(tmp_path / str(ranks), ranks, lora=True, beta=0.1) for ranks in (1, 2))
     assert any("lora_B" in name and tensor.abs().max() > 1e-4 for name, tensor in alone.items())
-    assert_same(together, alone)
+    assert_same_weights(together, alone, **NEAR)

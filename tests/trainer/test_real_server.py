@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport, TableEvaluation
+from replay_trainer import TableEvaluation
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.docs.blocks import ROOT, write_files
-from tests.trainer.factories import make_group, make_model
+from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
 
 STEPS, FRESH = 6, 2
 
@@ -33,13 +32,9 @@ def client() -> Iterator[ReplayClient]:
         TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
         TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64, max_times_sampled=3),
     ]
-    server = ReplayServer(tables=tables, port=0, admission={"groups_per_step": FRESH, "max_staleness": 20})
-    server.start()
-    try:
-        with ReplayClient(server.address) as connected:
-            yield connected
-    finally:
-        server.stop()
+    admission = {"groups_per_step": FRESH, "max_staleness": 20}
+    with ReplayServer(tables, 0, admission=admission) as server, ReplayClient(server.address) as connected:
+        yield connected
 
 
 def insert(client: ReplayClient, count: int, bad: dict[int, bytes]) -> list[int]:
@@ -53,20 +48,10 @@ def insert(client: ReplayClient, count: int, bad: dict[int, bytes]) -> list[int]
     return keys
 
 
-def train(
-    client: ReplayClient,
-    output_dir: Path,
-    *,
-    model: Any = None,
-    evaluate: Any = None,
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
-) -> list[dict[str, Any]]:
-    few = {"max_steps": STEPS, "learning_rate": 1e-3, "progress": False, "report_to": (), "sample_timeout": 20.0}
-    config = GRPOConfig(output_dir=output_dir, **(few | options))
-    policy = make_model() if model is None else model
-    GRPOTrainer(policy, client, config, callbacks=callbacks, evaluate=evaluate).train()
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+def train(client: ReplayClient, output_dir: Path, **options: Any) -> list[dict[str, Any]]:
+    """The metrics of each step."""
+    make_trainer(client, output_dir, **({"max_steps": STEPS, "sample_timeout": 20.0} | options)).train()
+    return lines_of(output_dir)
 
 
 def test_a_share_comes_from_a_real_pool_and_permits_count_fresh_groups(client: ReplayClient, tmp_path: Path) -> None:
@@ -108,13 +93,12 @@ def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(
 
 
 def test_a_trainer_that_is_interrupted_says_that_it_ends(client: ReplayClient, tmp_path: Path) -> None:
-    class CtrlC(Callback):
-        def on_step(self, run: Run, report: StepReport) -> None:
-            raise KeyboardInterrupt
+    def ctrl_c(_: dict[str, float]) -> None:
+        raise KeyboardInterrupt
 
     insert(client, FRESH, {})
     with pytest.raises(KeyboardInterrupt):
-        train(client, tmp_path, groups_per_step=FRESH, callbacks=[CtrlC()])
+        train(client, tmp_path, groups_per_step=FRESH, on_step=ctrl_c)
     assert [each.ended for each in client.server_info().clients if "trainer" in each.role] == [True]
 
 

@@ -14,9 +14,9 @@ import torch
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
-from replay_trainer.description import group_drifts
+from replay_trainer.groups import GroupSource
+from replay_trainer.metrics import group_drifts
 from replay_trainer.ranks import Ranks
-from replay_trainer.sources import DynamicSource, KeepingSource, ReplacingSource, SharingSource
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, make_sample
 
@@ -34,6 +34,10 @@ def make_batch(*rewards: list[float]) -> list:
 
 def make_pool(count: int, *, first_key: int = 100) -> list:
     return [make_sample(make_group(rewards=MIXED), key=first_key + i, age=10.0 * i, staleness=i) for i in range(count)]
+
+
+def make_source(batches: Iterator[list], client: FakeClient | None = None, **options: Any) -> GroupSource:
+    return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), Ranks("cpu"), "run", **options)
 
 
 def test_groups_without_variance_give_their_place_to_groups_of_the_pool() -> None:
@@ -195,7 +199,7 @@ def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
 
 def test_without_replacement_the_batch_is_what_came() -> None:
     batch = make_batch(ALL_WRONG, MIXED)
-    taken = KeepingSource(iter([batch])).next(1)
+    taken = make_source(iter([batch]), zero_variance="none").next(1)
     assert (taken.samples, taken.replaced) == (batch, [])
     assert taken.stats["groups_zero_variance"] == taken.stats["groups_missing"] == 1
     assert taken.stats.keys() == ZeroVarianceReplacer(FakeClient()).replace(batch).stats.keys()
@@ -209,7 +213,7 @@ def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
 
 def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much() -> None:
     stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
-    source = DynamicSource(stream, size=2, max_batches=5)
+    source = make_source(stream, zero_variance="dynamic", size=2, max_batches=5)
     first = source.next(1)
     assert keys(first.samples) == [0, 4]
     assert keys(first.fresh) == [0, 1, 2, 3, 4, 5]
@@ -221,14 +225,15 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_mu
 
 
 def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short() -> None:
-    source = DynamicSource(batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED]), size=4, max_batches=3)
+    batches = batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED])
+    source = make_source(batches, zero_variance="dynamic", size=4, max_batches=3)
     taken = source.next(1)
     assert keys(taken.samples) == [1, 3, 5]
     assert taken.stats["groups_missing"] == 1
 
 
 def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
-    source = DynamicSource(batches_of([MIXED] * 4, [MIXED] * 4), size=2, max_batches=1)
+    source = make_source(batches_of([MIXED] * 4, [MIXED] * 4), zero_variance="dynamic", size=2, max_batches=1)
     assert keys(source.next(1).samples) == [0, 1]
     taken = source.next(2)
     assert (keys(taken.samples), taken.fresh) == ([2, 3], [])
@@ -237,11 +242,9 @@ def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
 # ---------------------------------------------------------------------------------------------------- a share of replay
 
 
-def shared(client: FakeClient, count: int, *batches: list[list[float]], start: int = 0) -> SharingSource:
+def shared(client: FakeClient, count: int, *batches: list[list[float]], start: int = 0) -> GroupSource:
     """A share of `count` groups on top of replacement."""
-    replacer, ranks = ZeroVarianceReplacer(client), Ranks("cpu")
-    source = ReplacingSource(batches_of(*batches), replacer, ranks, "run", start)
-    return SharingSource(source, replacer, ranks, count, "run", start)
+    return make_source(batches_of(*batches), client, added=count, start=start)
 
 
 def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements() -> None:
@@ -277,9 +280,8 @@ def test_the_pool_is_left_alone_until_its_first_step() -> None:
 
 
 def test_a_share_comes_on_top_of_dynamic_sampling() -> None:
-    replacer, ranks = ZeroVarianceReplacer(FakeClient(pool=make_pool(9))), Ranks("cpu")
-    dynamic = DynamicSource(batches_of([MIXED, ALL_WRONG], [MIXED, MIXED]), size=2, max_batches=5)
-    source = SharingSource(dynamic, replacer, ranks, 2, "run")
+    batches = batches_of([MIXED, ALL_WRONG], [MIXED, MIXED])
+    source = make_source(batches, FakeClient(pool=make_pool(9)), zero_variance="dynamic", size=2, added=2)
     assert keys(source.next(1).samples) == [0, 2, 100, 101]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +14,11 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer, TableConfig
-from replay_trainer import GRPOConfig, GRPOTrainer, grpo, publication
-from replay_trainer.wait_log import WaitLog
+from replay_trainer import GRPOTrainer, grpo, publication
+from replay_trainer.background import WaitLog
 from replay_trainer.weights import published
 from tests.factories import ctrl_c_raises, make_group, until
-from tests.trainer.factories import make_model
-from tests.trainer.test_grpo import OnStep
+from tests.trainer.factories import lines_of, make_trainer
 
 STEPS = 4
 pytestmark = pytest.mark.timeout(200)  # what it guards against is waiting without an end
@@ -48,13 +46,12 @@ def fill(client: ReplayClient) -> None:
 
 
 def trainer_of(client: ReplayClient, folder: Path, on_step: Callable[[Any], None], **options: Any) -> GRPOTrainer:
-    few = {"max_steps": STEPS, "groups_per_step": 1, "progress": False, "report_to": (), "sample_timeout": 1.0}
-    config = GRPOConfig(output_dir=folder, **(few | options))  # type: ignore[arg-type]
-    return GRPOTrainer(make_model(), client, config, callbacks=[OnStep(on_step)])
+    few = {"max_steps": STEPS, "groups_per_step": 1, "sample_timeout": 1.0}
+    return make_trainer(client, folder, on_step=on_step, **(few | options))
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines_of(folder)]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one folder", "weights apart"])

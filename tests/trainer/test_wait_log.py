@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
-from replay_trainer.wait_log import WaitLog
+from replay_trainer.background import WaitLog
 from tests.factories import until
 
 

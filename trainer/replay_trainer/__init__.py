@@ -11,14 +11,14 @@ if missing := [name for name in ("torch", "transformers", "safetensors") if find
         name=missing[0],
     )
 
-from replay_trainer.callbacks import Callback, Run, StepReport
+from replay_trainer.batching import PaddedBatch, from_padded, to_padded
+from replay_trainer.callbacks import Callback, Run, StepReport, StepSpans
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection, correct
-from replay_trainer.evaluation import TableEvaluation
+from replay_trainer.evaluation import PromptEvaluation, TableEvaluation
+from replay_trainer.groups import ZeroVarianceReplacer
 from replay_trainer.grpo import GRPOTrainer
 from replay_trainer.losses import LossConfig, policy_loss
-from replay_trainer.padded import PaddedBatch, from_padded, to_padded
-from replay_trainer.replacement import ZeroVarianceReplacer
 
 __all__ = [
     "PRESETS",
@@ -28,9 +28,11 @@ __all__ = [
     "GRPOTrainer",
     "LossConfig",
     "PaddedBatch",
+    "PromptEvaluation",
     "Rejection",
     "Run",
     "StepReport",
+    "StepSpans",
     "TableEvaluation",
     "ZeroVarianceReplacer",
     "correct",

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from replay_client import ReplayClient, Sample
+from replay_client.tracing import TRACEPARENT
 from replay_trainer.config import GRPOConfig
-from replay_trainer.disk import writing
+from replay_trainer.metrics import Metrics
 from replay_trainer.ranks import Ranks
-
-Metrics = dict[str, float]
-"""The metrics of one step: docs/metrics.md explains each."""
+from replay_trainer.weights import writing
 
 
 class Run(Protocol):
@@ -194,6 +194,38 @@ class WeightsAndBiases(Callback):
     def on_end(self, trainer: Run) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+class StepSpans(Callback):
+    """An OpenTelemetry span for each step, linked to the spans that generated its groups.
+
+    Needs the package opentelemetry-api, and a tracer provider that the program has set.
+    """
+
+    def __init__(self) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._trace = trace
+        self._tracer = trace.get_tracer("replay_trainer")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        metrics, end = report.metrics, time.time_ns()
+        links = []
+        for sample in report.samples:
+            if isinstance(parent := sample.group.meta.get(TRACEPARENT), str):
+                context = self._propagator.extract({TRACEPARENT: parent})
+                span_context = self._trace.get_current_span(context).get_span_context()
+                links.append(self._trace.Link(span_context, {"replay.key": str(sample.info.key)}))
+        names = {"replay.step": "step", "replay.loss": "train/loss", "replay.replaced": "replay/groups_replaced"}
+        span = self._tracer.start_span(
+            "replay.train_step",
+            start_time=end - int(1e9 * metrics["time/step"]),
+            links=links,
+            attributes={name: metrics[field] for name, field in names.items() if field in metrics},
+        )
+        span.end(end)
 
 
 def reporters(config: GRPOConfig) -> list[Callback]:

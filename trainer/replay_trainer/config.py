@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,14 +12,53 @@ from replay_client.names import suggests_names, unknown_name
 from replay_client.scoring import Scale
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
-from replay_trainer.replacement import OnEmpty
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
 replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
 draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
+OnEmpty = Literal["keep", "drop", "wait"]
+"""What happens to a zero-variance group if the pool has no replacement.
+keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "ZeroVariance": get_args(ZeroVariance),
+    "OnEmpty": get_args(OnEmpty),
+    "Schedule": get_args(Schedule),
+    "LossType": get_args(LossType),
+    "Scale | None": (*get_args(Scale), None),
+}
+"""The values of a field, by its annotation."""
+
+
+def bounded(default: Any, *, least: float, most: float | None = None, below: float | None = None) -> Any:
+    """A field of numbers from `least` to `most`, or below `below`; inf: finite numbers."""
+    return field(default=default, metadata={"least": least, "most": most, "below": below})
+
+
+def _check(each: Field[Any], value: Any) -> None:
+    """Raises ValueError unless the value is of the type of the field, and within its bounds."""
+    name, kind = each.name, str(each.type)
+    if kind == "bool" and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    choices = _CHOICES.get(kind)
+    if choices is not None and value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if not each.metadata or (value is None and kind.endswith("| None")):
+        return
+    whole = kind.startswith("int")
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
+    least, most, below = (each.metadata[bound] for bound in ("least", "most", "below"))
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, not {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:g}, not {value}")
+    if below is not None and not value < below:
+        raise ValueError(f"{name} must be {'finite' if below == math.inf else f'below {below:g}'}, not {value}")
 
 
 @suggests_names
@@ -31,71 +70,71 @@ class GRPOConfig:
     """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
     resume: bool = False
     """Continue from the last full state in output_dir, if there is one."""
-    max_steps: int = 500
+    max_steps: int = bounded(500, least=1)
     """Steps of the whole run, including those before a resume."""
 
     rollouts_table: str = "rollouts"
     """Table that fresh groups are taken from."""
     replay_table: str = "replay"
     """Table that holds the replay pool."""
-    groups_per_step: int = 16
+    groups_per_step: int = bounded(16, least=1)
     """Groups that one step trains on, over all ranks; every rank takes an equal part."""
-    prefetch: int = 1
+    prefetch: int = bounded(1, least=0)
     """Batches of groups to draw ahead while a step computes."""
-    lease: float = 300.0
+    lease: float = bounded(300.0, least=1)
     """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
     before. The trainer renews the leases while it runs, and ends them when a full state contains its steps."""
-    sample_timeout: float | None = 300.0
+    sample_timeout: float | None = bounded(300.0, least=0)
     """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
     zero_variance: ZeroVariance = "replace"
     """What happens to groups without variance: see ZeroVariance."""
     on_empty: OnEmpty = "keep"
     """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
-    max_replay_staleness: int | None = None
+    max_replay_staleness: int | None = bounded(None, least=0)
     """The most policy versions that a group from the pool may lag; None: as many as the table allows."""
-    max_dynamic_batches: int = 10
+    max_dynamic_batches: int = bounded(10, least=1)
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
-    max_bad_share: float = 0.1
+    max_bad_share: float = bounded(0.1, least=0, most=1)
     """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
     finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
     than this share of the last 100 groups; 0: at the first one."""
-    max_group_tokens: int | None = None
+    max_group_tokens: int | None = bounded(None, least=1)
     """The most tokens of a group, prompt and completions together; a larger one cannot be trained on. None: no limit
     but the model's, where it has an embedding for each position, and memory."""
-    replay_share: float = 0.0
+    replay_share: float = bounded(0.0, least=0, most=0.9)
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
     [admission] groups_per_step of the server counts the fresh groups alone: fresh_groups_per_step."""
-    replay_start_step: int = 0
+    replay_start_step: int = bounded(0, least=0)
     """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
-    replay_max_drift: float | None = None
+    replay_max_drift: float | None = bounded(None, least=0)
     """Leave groups of the pool out if |mean over their tokens of log(π/b)| is above this many nats, where π is the
     current policy and b wrote the tokens. It costs a forward pass over these groups. None: leave none out."""
     update_priorities: bool = False
     """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
     over their tokens. The pool then gives groups less often that the correction no longer trusts."""
 
-    learning_rate: float = 1e-6
+    learning_rate: float = bounded(1e-6, least=0, below=math.inf)
     """Of AdamW, its highest value."""
     lr_scheduler_type: Schedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 at max_steps."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0, least=0)
     """Steps in which the learning rate rises from 0."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, least=0, below=math.inf)
     """Of AdamW."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = bounded(0.9, least=0, below=1)
     """Of AdamW."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = bounded(0.999, least=0, below=1)
     """Of AdamW."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: float = bounded(1e-8, least=0, below=math.inf)
     """Of AdamW."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, least=0)
     """Gradients are scaled down to this norm; inf: no scaling."""
-    num_iterations: int = 1
+    num_iterations: int = bounded(1, least=1)
     """Updates on each batch (μ of the GRPO paper), all of them one step and one policy version."""
 
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: int = bounded(16384, least=1)
     """Tokens of one forward and backward pass. It bounds memory and does not change the gradient."""
     packing: bool = True
     """Pack micro-batches into one row without padding, if the model can take it (metric train/packed)."""
@@ -104,22 +143,22 @@ class GRPOConfig:
     bf16: bool = False
     """Compute in bfloat16. Weights and optimizer keep the dtype of the model; log-probabilities are float32."""
     fsdp: bool = False
-    """With several ranks, shard weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
-    model must still fit on each device: it is sharded there."""
+    """With several ranks, partition weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
+    model must still fit on each device: it is partitioned there."""
 
     loss_type: LossType = "dapo"
     """See replay_trainer.losses."""
-    epsilon: float = 0.2
+    epsilon: float = bounded(0.2, least=0, below=math.inf)
     """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = bounded(None, least=0)
     """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap itself."""
-    beta: float = 0.0
+    beta: float = bounded(0.0, least=0, below=math.inf)
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
     is to the base model without it, which needs no copy."""
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups."""
-    max_completion_length: int | None = None
+    max_completion_length: int | None = bounded(None, least=1)
     """The generator's limit in tokens; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that the length limit ended. A denominator that counts tokens does not count
@@ -136,62 +175,44 @@ class GRPOConfig:
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
     copy of the weights in host memory, and one of the optimizer state after the first full state."""
-    publish_every: int = 1
+    publish_every: int = bounded(1, least=1)
     """Steps between publications of weights; the last step always publishes."""
-    save_every: int = 1
+    save_every: int = bounded(1, least=1)
     """Least number of steps between full states (weights, optimizer, random state). A full state is part of a
     publication: at 1, of every one; always of the first and the last. A resume starts at the last full state, so the
     server keeps the fresh groups of all steps since then."""
-    keep_weights: int = 3
+    keep_weights: int = bounded(3, least=2)
     """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
     """Let the server make a checkpoint with each full state; the state holds its name. `[checkpoints]` in the
     configuration of the server sets the folder and the number of checkpoints."""
-    eval_every: int = 0
+    eval_every: int = bounded(0, least=0)
     """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""
 
     progress: bool = True
     """Show a bar on a terminal; elsewhere print a line for each step."""
     log_completions: bool = False
     """Write some completions of each step to completions.jsonl and, with progress, show them in a table."""
-    num_completions_to_print: int = 8
+    num_completions_to_print: int = bounded(8, least=1)
     """How many; half of them from replayed groups, if there are any."""
     report_to: tuple[Reporter, ...] | None = None
     """Where metrics go besides metrics.jsonl. None: to TensorBoard if it is installed, and to Weights & Biases if it is
     installed and WANDB_API_KEY or WANDB_MODE is set."""
 
-    seed: int = 0
+    seed: int = bounded(0, least=0)
     """Seed of torch's random numbers."""
     device: str = "auto"
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{each.name} must be true or false, not {value!r}")
-            if each.name in _LEAST and not (value is None and str(each.type).endswith("| None")):
-                _check_number(each.name, value, _LEAST[each.name])
-        for name in ("learning_rate", "weight_decay", "adam_epsilon", "beta", "epsilon"):
-            if math.isinf(getattr(self, name)):
-                raise ValueError(f"{name} must be finite, not {getattr(self, name)}")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not getattr(self, name) < 1:
-                raise ValueError(f"{name} must be below 1, not {getattr(self, name)}")
+            _check(each, getattr(self, each.name))
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0 (inf: no scaling), not {self.max_grad_norm}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {given!r}")
         if isinstance(self.report_to, str):
             raise ValueError(f"report_to takes several names, such as ({self.report_to!r},), not a text")
         if unknown := set(self.report_to or ()) - set(get_args(Reporter)):
             raise ValueError(f"report_to takes {', '.join(get_args(Reporter))}, not {', '.join(map(str, unknown))}")
-        if self.max_bad_share > 1:
-            raise ValueError(f"max_bad_share must be at most 1, not {self.max_bad_share}")
-        if self.replay_share > 0.9:
-            raise ValueError(f"replay_share must be at most 0.9, not {self.replay_share}")
         if self.fresh_groups_per_step < 1:
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
@@ -251,57 +272,6 @@ class GRPOConfig:
         done = (step - 1 - self.warmup_steps) / max(self.max_steps - self.warmup_steps, 1)
         factor = 1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * max(factor, 0.0)
-
-
-_LEAST: dict[str, float] = {
-    "max_steps": 1,
-    "groups_per_step": 1,
-    "prefetch": 0,
-    "lease": 1.0,
-    "max_dynamic_batches": 1,
-    "max_bad_share": 0.0,
-    "max_group_tokens": 1,
-    "replay_share": 0.0,
-    "replay_start_step": 0,
-    "replay_max_drift": 0.0,
-    "warmup_steps": 0,
-    "num_iterations": 1,
-    "max_tokens_per_micro_batch": 1,
-    "publish_every": 1,
-    "save_every": 1,
-    "keep_weights": 2,
-    "eval_every": 0,
-    "num_completions_to_print": 1,
-    "learning_rate": 0.0,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.0,
-    "adam_beta2": 0.0,
-    "adam_epsilon": 0.0,
-    "beta": 0.0,
-    "epsilon": 0.0,
-    "epsilon_high": 0.0,
-    "max_grad_norm": 0.0,
-    "max_completion_length": 1,
-    "max_replay_staleness": 0,
-    "sample_timeout": 0.0,
-    "seed": 0,
-}
-"""Smallest values; an int here means that the option must be a whole number."""
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "zero_variance": get_args(ZeroVariance),
-    "on_empty": get_args(OnEmpty),
-    "lr_scheduler_type": get_args(Schedule),
-    "loss_type": get_args(LossType),
-    "scale_rewards": (*get_args(Scale), None),
-}
-
-
-def _check_number(name: str, value: object, least: float) -> None:
-    whole = isinstance(least, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least:g}, not {value}")
 
 
 def config_from(options: Mapping[str, Any]) -> GRPOConfig:

@@ -1,13 +1,21 @@
-"""Evaluates the policy on the groups of a second generator."""
+"""Evaluations of the policy: on the groups of a second generator, and on held-out prompts that it completes itself."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import torch
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.callbacks import Metrics, Run
-from replay_trainer.description import GroupFacts, describe_groups
+from replay_client.generator.prompts import Prompt
+from replay_client.generator.rewards import Rewards, Scorer
+from replay_client.heartbeat import beat
+from replay_trainer.callbacks import Run
+from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
 
 
 class TableEvaluation:
@@ -43,3 +51,98 @@ def _has_rewards(sample: Sample) -> bool:
         return bool(np.isfinite(sample.group.rewards).all())
     except ValueError:
         return False
+
+
+class PromptEvaluation:
+    """Completes held-out prompts with the policy in training, and scores the completions. For GRPOTrainer's `evaluate`.
+
+    Every prompt gets one completion, always the most likely token. Each rank completes its share of the prompts. This
+    blocks training: use it for some hundred prompts, and TableEvaluation for more.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], reward: Rewards, max_tokens: int = 256, batch_size: int = 16) -> None:
+        """`max_tokens` bounds a completion; `batch_size` prompts are completed at the same time."""
+        self.prompts = prompts
+        self.reward = reward
+        self.max_tokens = max_tokens
+        self.batch_size = batch_size
+
+    def __call__(self, trainer: Run) -> Metrics:
+        """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
+
+        Raises ValueError without a tokenizer or with partitioned weights, RewardError if a reward function fails.
+        """
+        ranks = trainer.ranks
+        if trainer.tokenizer is None:
+            raise ValueError("an evaluation of prompts needs a tokenizer: pass one to GRPOTrainer")
+        if trainer.config.fsdp and ranks.size > 1:
+            raise ValueError(
+                "an evaluation of prompts needs whole weights on each rank: leave out fsdp, or use a table"
+            )
+        mine = self.prompts[ranks.index :: ranks.size]
+        texts, lengths, truncated = self._complete(trainer, mine)
+        rewards = asyncio.run(self._score(mine, texts))
+        reward, tokens, cut, count = ranks.sum([sum(rewards), sum(lengths), sum(truncated), len(mine)])
+        return {
+            "reward_mean": reward / count,
+            "completion_length_mean": tokens / count,
+            "truncated_fraction": cut / count,
+            "prompts": count,
+        }
+
+    async def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        scorer = Scorer(self.reward)
+        scored = [await scorer.score(prompt.row, [text]) for prompt, text in zip(prompts, texts, strict=True)]
+        return [float(total[0]) for total, _ in scored]
+
+    @torch.no_grad()
+    def _complete(self, trainer: Run, prompts: Sequence[Prompt]) -> tuple[list[str], list[int], list[bool]]:
+        """Text, number of tokens, and whether `max_tokens` cut it off, of one completion for each prompt."""
+        model, tokenizer = trainer.model, trainer.tokenizer
+        texts: list[str] = []
+        lengths: list[int] = []
+        truncated: list[bool] = []
+        # Of each module: gradient checkpointing puts single layers into training mode.
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            for start in range(0, len(prompts), self.batch_size):
+                beat()
+                ids = [prompt.tokenize(tokenizer) for prompt in prompts[start : start + self.batch_size]]
+                for completion in self._generate(model, tokenizer, ids):
+                    stops = [place for place, token in enumerate(completion) if token in _stop_tokens(model, tokenizer)]
+                    length = stops[0] + 1 if stops else len(completion)
+                    texts.append(tokenizer.decode(completion[:length], skip_special_tokens=True))
+                    lengths.append(length)
+                    truncated.append(not stops)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return texts, lengths, truncated
+
+    def _generate(self, model: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The tokens after each prompt, with what follows the end of a completion."""
+        longest = max(map(len, ids))
+        pad = next(iter(_stop_tokens(model, tokenizer)), 0)
+        # Padded on the left: the first new token follows the last token of each prompt.
+        tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)
+        mask_BP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
+        generated_BT = model.generate(
+            tokens_BP,
+            attention_mask=mask_BP,
+            max_new_tokens=self.max_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=pad,
+        )
+        completions: list[list[int]] = generated_BT[:, longest:].tolist()
+        return completions
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a completion."""
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}

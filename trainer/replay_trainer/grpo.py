@@ -1,11 +1,27 @@
-"""GRPOTrainer: the training loop from rollout groups to published weights, on one device or on many ranks."""
+"""GRPOTrainer: the training loop from rollout groups to published weights, on one device or on many ranks.
+
+    server ──fresh groups, leased──▶ collect ─▶ replace ─▶ score ─▶ pass ─▶ step ─▶ publish ──version──▶ generators
+       ▲  └────groups of the pool────────────────────┘                                 │
+       └──────────────────── acknowledge, when a full state contains the step ◀────────┘
+
+`GRPOTrainer.step` is the life of one step. All ranks make it together, each with its own part of the groups: each
+collective operation is reached by every rank, or by none. So whatever a rank decides from its own groups, such as that
+memory ran out, it tells the others before any of them acts on it.
+
+Nothing that a step takes from the server is gone before the disk has its result. The server holds the fresh groups
+under leases until a full state that names them is written. So a killed trainer loses only time: its resume starts at
+that state, and gets the groups of later steps again. A step that fails because of its groups is made again without
+them; an update that failed has changed nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,27 +29,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_client import ReplayClient, Sample
+from replay_client import ReplayClient
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.adapters import Adapter
-from replay_trainer.alarms import Alarms
+from replay_trainer.background import WaitLog
 from replay_trainer.batching import Batch, to_batch
-from replay_trainer.callbacks import Callback, Metrics, StepReport, reporters
+from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, Moments, correct
-from replay_trainer.description import GroupFacts, describe_drifts, describe_groups, describe_replayed, group_drifts
-from replay_trainer.inspection import Inspector, Limits
-from replay_trainer.laps import Laps
+from replay_trainer.groups import (
+    GroupSource,
+    Inspector,
+    Limits,
+    Replacement,
+    ZeroVarianceReplacer,
+)
 from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.metrics import (
+    Alarms,
+    GroupFacts,
+    Laps,
+    Metrics,
+    describe_drifts,
+    describe_groups,
+    describe_replayed,
+    group_drifts,
+)
 from replay_trainer.passes import Passes, StepFailure
 from replay_trainer.publication import Publication
-from replay_trainer.ranks import Ranks, shard
-from replay_trainer.replacement import Replacement, ZeroVarianceReplacer
-from replay_trainer.sources import DynamicSource, GroupSource, KeepingSource, ReplacingSource, SharingSource
-from replay_trainer.wait_log import WaitLog
-from replay_trainer.weights import saved, server_checkpoint_of
+from replay_trainer.ranks import Ranks, partition
+from replay_trainer.weights import Adapter, saved, server_checkpoint_of
 
 T = TypeVar("T")
 
@@ -46,7 +72,7 @@ class GRPOTrainer:
     calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`; the metrics that it returns
     on the first rank become eval/*: see TableEvaluation, or use `trainer.model`.
 
-    Under torchrun each rank makes a trainer with a client of its own; `fsdp` shards the model over the ranks.
+    Under torchrun each rank makes a trainer with a client of its own; `fsdp` partitions the model over the ranks.
     """
 
     def __init__(
@@ -80,13 +106,13 @@ class GRPOTrainer:
         if config.beta > 0:
             # The base model under an adapter never changes, so it needs no copy.
             self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
-        self.sharded = config.fsdp and self.ranks.size > 1
-        if self.sharded:
+        self.partitioned = config.fsdp and self.ranks.size > 1
+        if self.partitioned:
             if self.adapter is not None:
                 raise ValueError("fsdp=True does not take an adapter: leave fsdp off, or train whole weights")
             for module in (self.policy, self.reference):
                 if module is not None:
-                    shard(module, self.model._no_split_modules or (), self.device, config.bf16)
+                    partition(module, self.model._no_split_modules or (), self.device, config.bf16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -95,7 +121,7 @@ class GRPOTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.sharded)
+        self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
         limits = Limits.of(self.policy.model, config.max_group_tokens)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
@@ -109,6 +135,9 @@ class GRPOTrainer:
         )
         self.alarms = Alarms()
         self.publication: Publication
+        self._source: GroupSource
+        self._laps: Laps
+        self._waits: WaitLog
         self._skipped = 0
         """Groups of this step, over all ranks, that could not be trained on."""
 
@@ -122,73 +151,53 @@ class GRPOTrainer:
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
-        publication = self.publication = Publication(
+        self.publication = Publication(
             self.policy,
             self.optimizer,
             self.tokenizer,
             self.client,
             config,
             self.ranks,
-            self.sharded,
+            self.partitioned,
             leases,
             self.adapter,
         )
-        version = publication.start()
-        laps = Laps()
+        version = self.publication.start()
         leases.start()
         on_purpose = False
         try:
             for callback in self.callbacks:
                 callback.on_start(self, version)
-            with self.client.sampler(
-                config.rollouts_table,
-                batch_size=self.fresh_per_rank,
-                prefetch=config.prefetch,
-                timeout=config.sample_timeout,
-                lease=config.lease,
-                on_lease=leases.expect,
-            ) as stream:
-                waits = WaitLog(self.client, config.rollouts_table, quiet=not self.ranks.is_first)
-                watched = leases.watch(waits.watch(stream))
-                batches = self.inspector.stream(laps.timed("sample", watched), config.rollouts_table)
-                source = self._group_source(batches)
+            with self._groups(leases) as self._source:
                 for step in range(version + 1, config.max_steps + 1):
-                    publication.check()
-                    with waits.waiting("for groups"):
-                        taken = source.next(step)
-                        self._skipped = self.inspector.end_draws()
-                    taken = self._without_failing(step, taken, self._without_drifted)
-                    laps.lap("replace")
-
-                    taken, batch, old_BT, train_metrics = self._train_on(step, taken)
-                    laps.lap("update")
-
-                    metrics = self._describe(step, taken, batch, old_BT) | train_metrics
-                    metrics["train/groups_skipped"] = self._skipped
-                    metrics |= self._evaluate(step, laps)
-                    if config.update_priorities:
-                        with waits.waiting("to update priorities"):
-                            metrics["replay/priorities_updated"] = self._update_priorities(taken.samples, batch, old_BT)
-                    metrics |= _prefixed("time", laps.take())
-                    metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
-                    for callback in self.callbacks:
-                        callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
-                    if step % config.publish_every == 0 or step == config.max_steps:
-                        publication.publish(step, source.left)
-                    laps.lap("publish")
-                publication.finish()
+                    self.step(step)
+                self.publication.finish()
             on_purpose = True
         except KeyboardInterrupt:
             on_purpose = True
             raise
         finally:
-            publication.close()
+            self.publication.close()
             self.inspector.returned(leases.give_back(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
             if on_purpose:  # last: any other call would be a sign of life
                 self.client.leave()
         return max(0, config.max_steps - version)
+
+    def step(self, step: int) -> None:
+        """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
+        self.publication.check()
+        taken = self._collect(step)
+        taken = self._without_failing(step, taken, self._without_drifted)
+        self._laps.lap("replace")
+        trained = self._without_failing(step, taken, partial(self._train_on, step))
+        self._laps.lap("update")
+        self._report(step, trained)
+        if step % self.config.publish_every == 0 or step == self.config.max_steps:
+            # Its thread writes and announces the version, and acknowledges the groups that a full state contains.
+            self.publication.publish(step, self._source.left)
+        self._laps.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""
@@ -203,21 +212,41 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def _group_source(self, batches: Iterator[list[Sample]]) -> GroupSource:
-        """The source that `zero_variance` and `replay_share` ask for, over this rank's fresh batches."""
-        config, ranks = self.config, self.ranks
+    @contextmanager
+    def _groups(self, leases: GroupLeases) -> Iterator[GroupSource]:
+        """The source of the groups of each step, over this rank's stream of fresh batches."""
+        config, table = self.config, self.config.rollouts_table
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
-        run, start = ranks.from_first(secrets.token_hex(8)), config.replay_start_step
-        source: GroupSource
-        if config.zero_variance == "none":
-            source = KeepingSource(batches, config.scale_rewards)
-        elif config.zero_variance == "dynamic":
-            source = DynamicSource(batches, self.fresh_per_rank, config.max_dynamic_batches, config.scale_rewards)
-        else:
-            source = ReplacingSource(batches, self.replacer, ranks, run, start)
-        if self.replayed_per_rank:
-            source = SharingSource(source, self.replacer, ranks, self.replayed_per_rank, run, start)
-        return source
+        run = self.ranks.from_first(secrets.token_hex(8))
+        self._laps = Laps()
+        self._waits = WaitLog(self.client, table, quiet=not self.ranks.is_first)
+        with self.client.sampler(
+            table,
+            batch_size=self.fresh_per_rank,
+            prefetch=config.prefetch,
+            timeout=config.sample_timeout,
+            lease=config.lease,
+            on_lease=leases.expect,
+        ) as stream:
+            batches = self._laps.timed("sample", leases.watch(self._waits.watch(stream)))
+            yield GroupSource(
+                self.inspector.stream(batches, table),
+                self.replacer,
+                self.ranks,
+                run,
+                zero_variance=config.zero_variance,
+                size=self.fresh_per_rank,
+                max_batches=config.max_dynamic_batches,
+                added=self.replayed_per_rank,
+                start=config.replay_start_step,
+            )
+
+    def _collect(self, step: int) -> Replacement:
+        """The groups of the step: fresh ones, and those of the pool that replace some or join them."""
+        with self._waits.waiting("for groups"):
+            taken = self._source.next(step)
+            self._skipped = self.inspector.end_draws()
+        return taken
 
     def _without_drifted(self, taken: Replacement) -> Replacement:
         """The groups of the step without those of the pool that drifted beyond `replay_max_drift`."""
@@ -250,24 +279,16 @@ class GRPOTrainer:
         flat_B = np.concatenate([np.zeros(0, np.float32), *advantages], dtype=np.float32)
         return replace(batch, advantages_B=torch.from_numpy(flat_B).to(self.device))
 
-    def _train_on(self, step: int, taken: Replacement) -> tuple[Replacement, Batch, Tensor, Metrics]:
-        """All updates of one step, without the groups that make one fail.
-
-        Returns the groups that are left, their batch, its (B, T) log-probabilities before the first update, and
-        metrics of all ranks.
-        """
+    def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
+        """All updates of one step. Raises StepFailure if groups make one fail."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
-
-        def update(taken: Replacement) -> tuple[Replacement, Batch, Tensor, Metrics]:
-            batch, old_BT = self._to_batch(taken.groups), None
-            for _ in range(self.config.num_iterations):
-                old_BT, loss, metrics = self.passes.backward(batch, old_BT)
-                grad_norm = self._update()
-            assert old_BT is not None
-            return taken, batch, old_BT, _prefixed("train", {"loss": loss, "grad_norm": grad_norm, **metrics})
-
-        return self._without_failing(step, taken, update)
+        batch, old_BT = self._to_batch(taken.groups), None
+        for _ in range(self.config.num_iterations):
+            old_BT, loss, metrics = self.passes.backward(batch, old_BT)
+            grad_norm = self._update()
+        assert old_BT is not None
+        return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
 
     def _update(self) -> float:
         """One optimizer step with the accumulated gradient; returns its norm before scaling."""
@@ -301,8 +322,8 @@ class GRPOTrainer:
             self.inspector.delete()
             keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
             raise RuntimeError(
-                f"{reason}. A rank with sharded weights cannot leave a step alone, so the run stops here. The groups "
-                f"{keys} are put aside and deleted: continue with resume=True"
+                f"{reason}. A rank with partitioned weights cannot leave a step alone, so the run stops here. The "
+                f"groups {keys} are put aside and deleted: continue with resume=True"
             ) from failure
         self.publication.probe()
         if not any(self.ranks.all(bool(bad))):
@@ -319,17 +340,24 @@ class GRPOTrainer:
             table = self.config.replay_table if i in taken.replaced else self.config.rollouts_table
             self.inspector.put_aside(taken.samples[i].info.key, table, reason)
 
-    def _evaluate(self, step: int, laps: Laps) -> Metrics:
-        """The metrics of `evaluate` at the steps that are due."""
-        if self.evaluate is None or not self.config.eval_every or step % self.config.eval_every:
-            return {}
-        metrics = _prefixed("eval", self.evaluate(self))
-        laps.lap("evaluate")
-        return metrics
+    def _report(self, step: int, trained: TrainedStep) -> None:
+        """Tell callbacks, and the priorities of the pool, what came of the step."""
+        config, taken = self.config, trained.taken
+        metrics = self._describe(step, trained)
+        if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
+            metrics |= _prefixed("eval", self.evaluate(self))
+            self._laps.lap("evaluate")
+        if config.update_priorities:
+            with self._waits.waiting("to update priorities"):
+                metrics["replay/priorities_updated"] = self._update_priorities(trained)
+        metrics |= _prefixed("time", self._laps.take())
+        metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
+        for callback in self.callbacks:
+            callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
 
-    def _describe(self, step: int, taken: Replacement, batch: Batch, old_BT: Tensor) -> Metrics:
+    def _describe(self, step: int, trained: TrainedStep) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
-        config = self.config
+        config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
         drifts = group_drifts(batch, old_BT)
         part = RankPart(
             fresh=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.fresh],
@@ -358,11 +386,14 @@ class GRPOTrainer:
             "train/learning_rate": config.learning_rate_at(step),
             "train/packed": int(self.policy.route == "packed"),
             **_prefixed("correction", correction),
+            **_prefixed("train", trained.metrics),
+            "train/groups_skipped": self._skipped,
         }
 
-    def _update_priorities(self, samples: Sequence[Sample], batch: Batch, old_BT: Tensor) -> int:
+    def _update_priorities(self, trained: TrainedStep) -> int:
         """ZeroVarianceReplacer.update_priorities for the groups of all ranks; returns how many the table still has."""
-        correction = self._correct(batch, old_BT)
+        samples, batch = trained.taken.samples, trained.batch
+        correction = self._correct(batch, trained.old_BT)
         trust_B = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_B = batch.mask_BT.sum(dim=1).cpu().numpy()
         trust = {}
@@ -376,6 +407,19 @@ class GRPOTrainer:
         return correct(
             old_BT, batch.rollout_logprobs_BT, batch.mask_BT, self.config.correction, advantages=batch.advantages_B
         )
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a rank knows of a step after its updates."""
+
+    taken: Replacement
+    """The groups that are left: those that made the step fail are not among them."""
+    batch: Batch
+    old_BT: Tensor
+    """Log-probabilities before the first update."""
+    metrics: Metrics
+    """Of loss and gradient, over all ranks."""
 
 
 @dataclass(frozen=True)

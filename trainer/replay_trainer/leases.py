@@ -3,9 +3,18 @@
 sampler ──lease──▶ held ──full state written and announced──▶ acknowledged
                     └──────the run ends, or dies───────────▶ given back: a resume trains on them
 
-* A thread renews the leases while steps run.
-* Each full state names its groups. A resume takes those that went back although the state contains them.
-* Each rank also lists its leases in output_dir, so a resume gives back at once what a killed rank had.
+A group that was drawn is gone from the queue, and the result of training on it is on the disk only steps later. If the
+trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
+under the lease of its batch, and this file knows, of each lease, whether a full state contains its groups.
+
+* A thread renews the leases while steps run: a step may take longer than a lease. A dead trainer renews none, so its
+  groups go back by themselves.
+* Each full state names its groups. A resume takes those that went back although the state contains them: the trainer
+  may have died between state and acknowledgement.
+* Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume gives
+  back at once what a killed rank had, instead of waiting for the end of its leases.
+* A batch ends as a whole. Of a batch that a full state contains in part, the state names the keys, and the server takes
+  them out when the lease goes back.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from typing import Any
 
 from replay_client import ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
-from replay_trainer.disk import writing
+from replay_trainer.weights import writing
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ class TrainedGroups:
 
 
 class GroupLeases:
-    """The leases of one rank. Only the methods for a resume and `acknowledge` concern other ranks too."""
+    """The leases of one rank. `acknowledge` and `give_back_of_dead` also take those of other ranks."""
 
     def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
         """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
@@ -104,7 +113,7 @@ class GroupLeases:
             self._list()
 
     def expect(self, samples: Sequence[Sample]) -> None:
-        """A lease is about to begin. Listed before it does, it is found even if this process dies in that moment."""
+        """Records the lease of a batch in the list of this rank before the lease begins, so that a resume finds it."""
         with self._lock:
             self._coming.update((sample.info.shard, sample.info.lease) for sample in samples)
             self._list()

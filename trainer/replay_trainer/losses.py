@@ -37,7 +37,7 @@ from torch import Tensor
 from replay_client.names import suggests_names
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.config import LOG_RATIO_LIMIT
-from replay_trainer.correction.weights import at_least_float32
+from replay_trainer.correction.correction import at_least_float32
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from replay_client.heartbeat import beat
-from replay_trainer.adapters import Adapter
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
-from replay_trainer.callbacks import Metrics
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import correct
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
+from replay_trainer.metrics import Metrics
 from replay_trainer.ranks import Ranks, gather_full
+from replay_trainer.weights import Adapter
 
 
 class StepFailure(Exception):
@@ -49,7 +49,7 @@ class Passes:
         adapter: Adapter | None,
         config: GRPOConfig,
         ranks: Ranks,
-        sharded: bool,
+        partitioned: bool,
     ) -> None:
         """`reference`: for the KL, if beta asks for one; the policy itself if it has an `adapter`."""
         self.policy = policy
@@ -57,7 +57,7 @@ class Passes:
         self._adapter = adapter
         self._config = config
         self._ranks = ranks
-        self._sharded = sharded
+        self._partitioned = partitioned
         self._failing: Callable[[], list[int]] = list
         """Of the last backward pass."""
 
@@ -106,7 +106,7 @@ class Passes:
             micro_old_BT = None if old_BT is None or not rows.size else old_BT[rows, : micro.mask_BT.shape[1]]
             loss, metrics = loss_of(micro, logprobs_BT, micro_old_BT, micro_reference_BT)
             # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
-            torch.autograd.backward(loss * ranks.size if self._sharded else loss)
+            torch.autograd.backward(loss * ranks.size if self._partitioned else loss)
             tokens = int(micro.mask_BT.sum())
             metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
             sums["loss"] += loss.item()
@@ -124,7 +124,7 @@ class Passes:
         self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
         if not math.isfinite(total_loss):
             raise StepFailure(f"its loss was {total_loss}", self._failing())
-        if not self._sharded:
+        if not self._partitioned:
             ranks.sum_gradients(self.policy.parameters())
         means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
         return (current_BT if old_BT is None else old_BT), total_loss, means
@@ -152,7 +152,8 @@ class Passes:
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
         """Call `work` with each micro-batch. Returns the groups of the one in which memory ran out, where it stops.
 
-        A sharded rank cannot stop: the others wait for it inside the pass. So it raises StepFailure there, alone.
+        A rank with partitioned weights cannot stop: the others wait for it inside the pass. So it raises StepFailure
+        there, alone.
         """
         for rows, micro in self._micro_batches(batch):
             try:
@@ -165,25 +166,25 @@ class Passes:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             groups: list[int] = np.unique(batch.group_B[rows]).tolist()
-            if self._sharded:
+            if self._partitioned:
                 raise StepFailure(self._memory, groups, alone=True)
             return groups
         return []
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """As micro_batches. If sharded, every rank makes as many forward passes as the busiest."""
+        """As micro_batches. If weights are partitioned, every rank makes as many forward passes as the busiest."""
         most = self._config.max_tokens_per_micro_batch
         parts = list(micro_batches(batch, most, packed=self.policy.route == "packed"))
-        if self._sharded:
-            # A forward pass of sharded layers waits for all ranks.
+        if self._partitioned:
+            # A forward pass of partitioned layers waits for all ranks.
             idle = max(self._ranks.all(len(parts))) - len(parts)
             parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
         return parts
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies."""
-        # Sharded weights come in bfloat16 by themselves.
-        autocast = self._config.bf16 and not self._sharded
+        # Partitioned weights come in bfloat16 by themselves.
+        autocast = self._config.bf16 and not self._partitioned
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
         beat()

@@ -3,6 +3,19 @@
 training loop      probe, copy to the host | next step ...                                 | probe, copy (waits)
 its thread                                 | write, announce, acknowledge groups, clean up |
 of other ranks                             | write their rows of a full state (fsdp)       |
+
+The loop waits only for the copy to host memory. A thread writes the copy while the next step changes the weights.
+There is one copy, so one version is written at a time: a version that is due waits for the one before.
+
+The order of the thread is what keeps a killed trainer from losing or repeating groups. It writes the folder under
+another name, flushes it, and renames it: a folder with its name is whole. A full state names the groups that it
+contains. Then the thread announces the version, and last it acknowledges those groups. So after a kill, either the
+state is not there, and the server gives the groups out again; or the state is there, and the resume acknowledges what
+it names, in case that the killed trainer did not. Where `weights_dir` is not `output_dir`, the version is announced
+before the state is on the disk. A kill in between leaves a version that no state contains: the resume withdraws it.
+
+With fsdp the first rank writes the manifest when every rank has told it that its own file is on the disk. A state
+without the file of some rank therefore has no manifest, and does not count.
 """
 
 from __future__ import annotations
@@ -28,19 +41,22 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.adapters import Adapter
-from replay_trainer.background import BackgroundTask, HostCopy
+from replay_trainer.background import BackgroundTask, HostCopy, WaitLog
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
-from replay_trainer.disk import writing
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.output_lock import OutputLock
-from replay_trainer.rank_files import RankFiles, put_rows, take_rows
+from replay_trainer.partitions import (
+    RankFiles,
+    load_weights_of_rank,
+    optimizer_state_of_rank,
+    put_rows,
+    take_rows,
+)
 from replay_trainer.ranks import Ranks
-from replay_trainer.sharded_state import load_weights_of_rank, optimizer_state_of_rank, whole_optimizer_state
-from replay_trainer.wait_log import WaitLog
 from replay_trainer.weights import (
+    Adapter,
+    OutputLock,
     damaged,
     load_state,
     load_weights,
@@ -51,12 +67,13 @@ from replay_trainer.weights import (
     saved,
     version_of,
     why_damaged,
+    writing,
 )
 
 logger = logging.getLogger(__name__)
 
 _WHOLE = StateDictOptions(full_state_dict=True)
-_SHARDED = StateDictOptions()
+_PARTITIONED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
 _FIRST_TRY = 5.0
@@ -76,11 +93,11 @@ class Publication:
         client: ReplayClient,
         config: GRPOConfig,
         ranks: Ranks,
-        sharded: bool,
+        partitioned: bool,
         leases: GroupLeases,
         adapter: Adapter | None = None,
     ) -> None:
-        """`sharded`: the weights of the policy are sharded over the ranks. `leases`: of the fresh groups. `adapter`:
+        """`partitioned`: each rank has a part of the weights. `leases`: of the fresh groups. `adapter`: what is
         published in the place of the weights."""
         self.policy = policy
         self.optimizer = optimizer
@@ -88,7 +105,7 @@ class Publication:
         self.client = client
         self.config = config
         self.ranks = ranks
-        self.sharded = sharded
+        self.partitioned = partitioned
         self.leases = leases
         self.adapter = adapter
         self.output_dir = Path(config.output_dir).resolve()
@@ -100,7 +117,7 @@ class Publication:
         self._waits = WaitLog(client, quiet=not ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
-        self._rank_files = RankFiles(ranks, self.output_dir) if sharded else None
+        self._rank_files = RankFiles(ranks, self.output_dir) if partitioned else None
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
@@ -168,13 +185,13 @@ class Publication:
     def _load(self, folder: Path) -> None:
         """Continue from a full state, and undo later publications."""
         version = version_of(folder)
-        state = load_state(folder, mapped=self.sharded)
+        state = load_state(folder, mapped=self.partitioned)
         if ("adapter" in state) != (self.adapter is not None):
             was, is_now = ("an adapter", "whole weights") if self.adapter is None else ("whole weights", "an adapter")
             raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}")
         if self.adapter is not None:
             self.adapter.load(state["adapter"])
-        elif self.sharded:
+        elif self.partitioned:
             load_weights_of_rank(folder, self.policy.model)
         else:
             set_model_state_dict(
@@ -185,12 +202,9 @@ class Publication:
         if (optimizer := state["optimizer"]) is not None:
             if "rows" in state:
                 put_rows(optimizer, folder, **state["rows"])
-            if self.sharded:
-                own = optimizer_state_of_rank(optimizer, self.policy)
-                set_optimizer_state_dict(self.policy, self.optimizer, own)
-            else:
-                whole = whole_optimizer_state(optimizer)
-                set_optimizer_state_dict(self.policy, self.optimizer, whole, options=_GATHERED)
+            own = optimizer_state_of_rank(optimizer, self.policy)
+            options = _PARTITIONED if self.partitioned else _GATHERED
+            set_optimizer_state_dict(self.policy, self.optimizer, own, options=options)
         if self.ranks.index < len(state["random"]):
             torch.set_rng_state(state["random"][self.ranks.index])
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
@@ -324,7 +338,7 @@ class Publication:
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""
-        if self.sharded:
+        if self.partitioned:
             # On the host already, and nothing else holds these tensors.
             state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
@@ -335,20 +349,20 @@ class Publication:
         return copied
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-        """The state that a resume needs besides weights and version; of it, with sharded weights, this rank's rows.
+        """The state that a resume needs besides weights and version; of it, with partitioned weights, this rank's rows.
 
         The learning rate follows from the step.
         """
         on_gpu = self.ranks.device.type == "cuda"
-        optimizer, rows, sharding = None, None, {}
+        optimizer, rows, stored = None, None, {}
         # Before the first update there is no state, and torch would make a step to create one.
         if self.optimizer.state:
-            options = _SHARDED if self.sharded else _WHOLE
+            options = _PARTITIONED if self.partitioned else _WHOLE
             optimizer = get_optimizer_state_dict(self.policy, self.optimizer, options=options)
-            if self.sharded:
+            if self.partitioned:
                 optimizer, rows, shapes = take_rows(optimizer)
-                sharding["rows"] = {"ranks": self.ranks.size, "shapes": shapes}
-            if self.sharded or self.ranks.is_first:
+                stored["rows"] = {"ranks": self.ranks.size, "shapes": shapes}
+            if self.partitioned or self.ranks.is_first:
                 optimizer, rows = self._state_copy.take([optimizer, rows])
         adapter = {}
         if self.adapter is not None and self.ranks.is_first:
@@ -357,7 +371,7 @@ class Publication:
             }
         state = {
             **adapter,
-            **sharding,
+            **stored,
             "optimizer": optimizer,
             "random": self.ranks.all(torch.get_rng_state()),
             "cuda_random": self.ranks.all(torch.cuda.get_rng_state() if on_gpu else None),

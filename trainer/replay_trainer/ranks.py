@@ -106,8 +106,8 @@ class Ranks:
             work.wait()
 
 
-def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
-    """Shard the parameters of `module` over the ranks: one unit for each layer of these class names, one for the rest.
+def partition(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
+    """Partition the parameters of `module` over the ranks: a unit for each layer of these classes, one for the rest.
 
     Gradients come out averaged over the ranks. `bf16`: compute in bfloat16, reduce in float32.
     """
@@ -127,7 +127,7 @@ def shard(module: nn.Module, layer_names: Iterable[str], device: torch.device, b
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank; the argument may be sharded over the ranks."""
+    """The full tensor on every rank; the argument may be partitioned over the ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

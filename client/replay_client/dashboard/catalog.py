@@ -15,8 +15,8 @@ import numpy.typing as npt
 from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.facts import Facts, FactsStore, facts_of
+from replay_client.dashboard.group import TokenText
 from replay_client.dashboard.prompts import PromptLog
-from replay_client.dashboard.tokens import TokenText
 from replay_client.errors import ReplayError
 from replay_client.records import ItemInfo, StoredItem
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.dashboard.tokens import TokenText
+from replay_client.dashboard.group import TokenText
 from replay_client.rollout import MAGIC, RolloutGroup
 from replay_client.scoring import carries_gradient
 

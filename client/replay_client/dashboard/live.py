@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -12,12 +11,14 @@ from typing import Any
 
 from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
-from replay_client.dashboard.documents import event, plain
 from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
+from replay_client.documents import dumps
 from replay_client.errors import ReplayError
 from replay_client.records import ServerInfo
 from replay_client.shards.merging import shards_of
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import document
 
 HISTORY = 600
 """Looks (polls of the server) that the charts show."""
@@ -38,6 +39,11 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
     row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
     return row | {"capacity": info.admission.capacity if info.admission is not None else None}
+
+
+def _event(name: str, news: object) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(news))
 
 
 class Live:
@@ -86,14 +92,14 @@ class Live:
             self._record(info)
         async with self._seen:
             self._looks += 1
-            self._frame = event("look", self._document())
+            self._frame = _event("look", self._document())
             self._seen.notify_all()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-sent events: the last minutes, then every look. A slow viewer gets only the newest look."""
         self.viewers += 1
         try:
-            yield event("history", list(self._history))
+            yield _event("history", list(self._history))
             seen = 0
             while True:
                 async with self._seen:
@@ -128,7 +134,7 @@ class Live:
 
     def _document(self) -> dict[str, Any]:
         info, now = self.info, time.time()
-        document: dict[str, Any] = {
+        look: dict[str, Any] = {
             "address": self._client.address,
             "time": now,
             "problem": self._problem,
@@ -139,13 +145,12 @@ class Live:
         findings: list[Finding] = []
         if info is not None:
             findings = list(diagnose(info, version("replay-server"), now))
-            tables = [plain(table) | {"config": json.loads(table.config)} for table in info.tables.values()]
-            facts = {name: value for name, value in vars(info).items() if isinstance(value, str | int | float)}
-            document |= {"server": facts, "policy": vars(info.policy), "admission": info.admission, "tables": tables}
-            document |= {"clients": plain(info.clients), "silences": plain(info.silences)}
-            document["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
+            server = document(info, pb.ServerInfo.DESCRIPTOR)
+            look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "silences")}
+            look |= {"tables": list(server.pop("tables").values()), "server": server}
+            look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         answering = None if self._problem else info
-        verdict_ = verdict(answering, findings, document["signals"])
-        return document | {"findings": [vars(each) for each in findings], "verdict": verdict_}
+        verdict_ = verdict(answering, findings, look["signals"])
+        return look | {"findings": [vars(each) for each in findings], "verdict": verdict_}

@@ -20,7 +20,7 @@ class GeneratorConfig:
     """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
 
     group_size: int = 8
-    """G, completions of each prompt."""
+    """Completions of each prompt, G."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
@@ -28,20 +28,23 @@ class GeneratorConfig:
     tables: tuple[str, ...] = ("rollouts",)
     """Tables of each group."""
     priority: str | Priority = "advantage"
-    """The priority of each group in its tables, 0 if all its rewards are equal. advantage: `scoring.group_priority`,
-    TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Or a function of the group: itself, or its name
-    as "package.module:function"."""
+    """The priority of each group in its tables: advantage, learnability, or package.module:function.
+
+    advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
+    if all rewards are equal. In Python also a function of the group itself."""
     advantage_scale: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
     max_concurrent_groups: int | None = 16
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
     max_groups: int | None = None
-    """Start this many groups and then finish; None: one for each prompt."""
+    """Start this many groups and then finish; otherwise one for each prompt."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: ReloadMode = "between_groups"
-    """between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
+    """When new weights are loaded: between_groups, or at_once, in the middle of completions.
+
+    between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
     the version of each token. Their keys and values are computed again, so each log-probability is exactly that of its
     version. This is for long completions, which would keep the engine idle."""
@@ -49,39 +52,47 @@ class GeneratorConfig:
     """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
     own as version 0."""
     weights_root: str | os.PathLike[str] | None = None
-    """Load weights only from this folder and its subfolders; None: from any folder that the policy names. Any client
-    that may write to the server can set that folder. Weights are only read, never executed."""
+    """Load weights only from this folder and its subfolders; otherwise from any folder that the policy names.
+
+    Any client that may write to the server can set that folder. Weights are only read, never executed."""
     probe_tolerance: float = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
+
     The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
     truncated: Literal["keep", "mask"] = "keep"
-    """What happens with completions that ended only because of their length. mask: they count in the advantages of
-    their group, but `loss_mask` excludes their tokens from training, and they add nothing to the group's priority. This
-    is DAPO's overlong filtering (arXiv 2503.14476)."""
+    """Completions that ended only because of their length: keep them, or mask them in the loss.
+
+    mask: they count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
+    nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] = "raise"
-    """What happens if a prompt does not fit the engine, a reward function fails, or a group is too large for the
-    server. raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run."""
+    """When a prompt does not fit the engine, a reward function fails, or a group is too large: raise, or skip.
+
+    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run."""
     when_full: Literal["wait", "drop"] = "wait"
-    """What happens when a full table refuses a group (its own `when_full` is "reject"). wait: try again. drop: leave
-    the group out. A busy server and failing storage are always waited for."""
+    """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
+
+    wait: try again. drop: leave the group out. A busy server and failing storage are always waited for."""
     reward_threads: int | None = None
-    """Groups that reward functions score at the same time, if the functions are not async. None: 1, and 8 for functions
-    with the decorator `thread_safe`. Above 1 all functions must be thread-safe."""
+    """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
+
+    Above 1 all functions must be thread-safe."""
     reward_timeout: float | None = 300.0
-    """Longest time for one reward function and one group, from the call on. Then the function has failed."""
+    """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: str | Path | None = None
     """File to which the generator appends a JSON line every `metrics_interval`; docs/how-to/generate.md lists the
     fields."""
     metrics_interval: float = 10.0
+    """Seconds between two lines of metrics."""
     insert_timeout: float = 30.0
     """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
     permit_timeout: float = 30.0
     """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
     stale_timeout: float | None = 600.0
-    """The server may refuse all groups of the engine's weights as too old. The generator waits this long for newer
-    weights, and then the run ends. None: for ever."""
+    """Seconds to wait for newer weights when the server refuses all groups as too old. Then the run ends.
+
+    None: for ever."""
     stop_grace: float = 2.0
     """How long groups that are being generated may go on after `stop`."""
 

@@ -39,7 +39,7 @@ from replay_client.rollout import RolloutGroup
 from replay_client.sampling import OnLease, ignore
 from replay_client.shards.by_key import KeyedItems
 from replay_client.shards.fleet import Deadline, Fleet
-from replay_client.shards.merging import merge_infos, merge_pages, merge_tables, read_page
+from replay_client.shards.merging import merge_infos, merge_messages, merge_pages, read_page
 from replay_client.shards.permits import PermitOffice
 from replay_client.shards.policy import PolicyBoard
 from replay_client.shards.ray_names import RayNames
@@ -340,7 +340,7 @@ class ShardedClient(AsyncReplayClient):
         answers = await self._fleet.ask_all(
             lambda client: client.update_table(table, timeout=deadline.seconds, **changes), deadline
         )
-        return merge_tables(list(answers.values()))
+        return merge_messages(list(answers.values()))
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """As AsyncReplayClient, on every shard. Needs all shards: the items of one that is away would come back."""

@@ -1,25 +1,28 @@
-"""Merging: one answer from the answers of all shards."""
+"""Merging: one answer from the answers of all shards.
+
+replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies that to one message: it goes
+through the fields, takes the values that the shards have, and makes one of them. A field whose values are messages is
+merged the same way, field by field. So a new field needs no line here.
+"""
 
 from __future__ import annotations
 
 import heapq
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import (
-    AdmissionInfo,
-    ClientInfo,
-    ItemInfo,
-    ItemPage,
-    Policy,
-    ServerInfo,
-    Silence,
-    TableInfo,
-)
+from replay_client.records import ItemInfo, ItemPage, Policy, ServerInfo, Silence
 from replay_protos import replay_pb2 as pb
+from replay_protos.state import declared
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class ShardedInfo(ServerInfo):
     shards' quantiles, each weighted by its items.
     """
 
-    shards: Mapping[str, ServerInfo] = field(default_factory=dict)
+    shards: Mapping[str, ServerInfo]
     """Each shard that answered, by its name."""
-    gone: tuple[str, ...] = ()
+    gone: tuple[str, ...]
     """The shards that did not answer. Nothing of them is in the sums."""
 
 
@@ -46,60 +49,14 @@ def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
     """`infos` has at least one entry."""
-    every = list(infos.values())
-    sums = ("items", "bytes", "insert_streams", "sample_streams", "resident_bytes", "disk_bytes", "commits", "damaged")
-    merged: dict[str, Any] = {name: sum(getattr(info, name) for info in every) for name in sums}
-    merged |= {name: min(getattr(info, name) for info in every) for name in ("uptime", "time")}
-    for name in ("memory_available", "disk_available"):  # of shards that know it: the one that has least left
-        merged[name] = min((value for info in every if (value := getattr(info, name))), default=0)
-    errors = [f"{shard}: {info.commit_error}" for shard, info in infos.items() if info.commit_error]
-    fallen = [f"{shard}: {info.fell_back}" for shard, info in infos.items() if info.fell_back]
-    tables: dict[str, list[TableInfo]] = {}
-    for info in every:
-        for table in info.tables.values():
-            tables.setdefault(table.name, []).append(table)
-    merged |= {
-        "version": ", ".join(sorted({info.version for info in every})),
-        "storage": ", ".join(sorted({info.storage for info in every})),
-        "server_id": min(info.server_id for info in every),
-        "max_bytes": sum(info.max_bytes for info in every) if all(info.max_bytes for info in every) else 0,
-        "policy": lowest(info.policy for info in every),
-        "admission": merge_admissions([info.admission for info in every if info.admission is not None]),
-        "commit_error": "; ".join(errors),
-        "fell_back": "; ".join(fallen),
-        "tables": {name: merge_tables(parts) for name, parts in tables.items()},
-        "long_wait": max(info.long_wait for info in every),
-        "silences": merge_silences(every),
-        "clients": merge_clients([client for info in every for client in info.clients]),
-    }
-    assert merged.keys() == {item.name for item in fields(ServerInfo)}
+    merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
+    merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 
 
-def merge_silences(infos: Sequence[ServerInfo]) -> tuple[Silence, ...]:
-    """Those of which all shards say the same: a side is gone only if no shard hears of it. The shortest of them."""
-    parts: dict[tuple[str, str], list[Silence]] = {}
-    for info in infos:
-        for silence in info.silences:
-            parts.setdefault((silence.side, silence.table), []).append(silence)
-    return tuple(min(of_one, key=lambda part: part.age) for of_one in parts.values() if len(of_one) == len(infos))
-
-
-def merge_clients(parts: Sequence[ClientInfo]) -> tuple[ClientInfo, ...]:
-    """One client for each name, as the shard that heard of it last knows it."""
-    merged: dict[str, ClientInfo] = {}
-    for part in sorted(parts, key=lambda part: part.age):
-        if (client := merged.setdefault(part.name, part)) is part:
-            continue
-        roles = {*client.role.split(", "), *part.role.split(", ")}
-        merged[part.name] = ClientInfo(
-            name=client.name,
-            role=", ".join(sorted(roles)),
-            age=client.age,
-            open=client.open + part.open,
-            ended=client.ended,
-        )
-    return tuple(merged.values())
+def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
+    """One message of those of all shards, of which there is at least one."""
+    return type(parts[0])(**_merged(parts[0].DESCRIPTOR, parts, weights=weights))
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:
@@ -107,51 +64,59 @@ def lowest(policies: Iterable[Policy]) -> Policy:
     return min(policies, key=lambda policy: policy.version)
 
 
-def merge_admissions(parts: Sequence[AdmissionInfo]) -> AdmissionInfo | None:
-    """Every shard has its share of `groups_per_step`; None if no shard has admission."""
-    if not parts:
-        return None
-    counts = ("groups_per_step", "accepted", "running", "capacity", "expired")
-    merged = AdmissionInfo(**{name: sum(getattr(part, name) for part in parts) for name in counts})
-    merged.max_staleness = max(part.max_staleness for part in parts)
-    merged.table = parts[0].table
-    merged.acquiring.CopyFrom(_waiting([part.acquiring for part in parts]))
+def _merged(
+    message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
+) -> dict[str, Any]:
+    """The fields of a `message`, each as it is declared. `parts` have them: one for each shard, with its name."""
+    merged: dict[str, Any] = {}
+    for field, option in declared(message):
+        values = [getattr(part, field.name) for part in parts]
+        match option.merge:
+            case pb.Field.MIN if option.zero_is_unknown:
+                value: Any = min(filter(None, values), default=0)
+            case pb.Field.MEAN:
+                weighted = list(zip(weights or [1.0] * len(values), values, strict=True))
+                value = sum(weight * each for weight, each in weighted) / sum(weight for weight, _ in weighted)
+            case pb.Field.NAMED:
+                value = "; ".join(f"{name}: {each}" for name, each in zip(names, values, strict=True) if each)
+            case pb.Field.OF_LONGEST:
+                value = getattr(max(parts, key=lambda part: part.seconds), field.name)
+            case pb.Field.OF_LATEST:
+                value = getattr(min(parts, key=lambda part: part.age), field.name)
+            case pb.Field.BY_SIZE:
+                held = [(part.size, each) for part, each in zip(parts, values, strict=True) if part.size]
+                value = merge_messages([each for _, each in held], [size for size, _ in held]) if held else None
+            case rule:
+                value = _RULES[rule](values)
+        merged[field.name] = value
     return merged
 
 
-_SUMS = (
-    *("size", "bytes", "reserved", "inserts", "samples", "consumed", "deleted", "evicted", "evicted_unsampled"),
-    *("evicted_on_arrival", "stale", "stale_refused", "duplicates", "forwarded", "forward_refused"),
-    *("inserts_per_second", "samples_per_second"),
-)
-_MEANS = ("insert_blocked_share", "sample_blocked_share")
-_QUANTILES = ("age", "staleness", "priority", "effective_priority")
+def _of_known(values: Sequence[M | None]) -> M | None:
+    """The messages merged field by field; None if no shard has one."""
+    known = [value for value in values if value is not None]
+    return merge_messages(known) if known else None
 
 
-def merge_tables(parts: Sequence[TableInfo]) -> TableInfo:
-    """One table of the parts of all shards; at least one part."""
-    merged = TableInfo(name=parts[0].name, config=_merge_configs([json.loads(part.config) for part in parts]))
-    for name in _SUMS:
-        setattr(merged, name, sum(getattr(part, name) for part in parts))
-    for name in _MEANS:
-        setattr(merged, name, sum(getattr(part, name) for part in parts) / len(parts))
-    merged.inserting.CopyFrom(_waiting([part.inserting for part in parts]))
-    merged.sampling.CopyFrom(_waiting([part.sampling for part in parts]))
-    for name in _QUANTILES:
-        getattr(merged, name).CopyFrom(_quantiles([(part.size, getattr(part, name)) for part in parts if part.size]))
-    for name in ("inserted", "sampled"):
-        rhythms = [getattr(part, name) for part in parts]
-        getattr(merged, name).age = min(rhythm.age for rhythm in rhythms)
-        getattr(merged, name).usual = max(rhythm.usual for rhythm in rhythms)
-    limiters = [part.limiter for part in parts]
-    merged.limiter.CopyFrom(limiters[0])
-    for name in ("min_size", "min_diff", "max_diff", "difference", "size"):
-        setattr(merged.limiter, name, sum(getattr(limiter, name) for limiter in limiters))
-    return merged
+def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, Any]:
+    """One message for each name, from the messages of each shard."""
+    parts: dict[str, list[Any]] = defaultdict(list)
+    for part in chain.from_iterable(value.values() if isinstance(value, Mapping) else value for value in values):
+        parts[part.name].append(part)
+    return {name: merge_messages(of_one) for name, of_one in parts.items()}
 
 
-def _merge_configs(configs: Sequence[dict[str, Any]]) -> str:
+def _agreed(values: Sequence[Sequence[Silence]]) -> tuple[Silence, ...]:
+    """Those of which all shards say the same: a side is gone only if no shard hears of it. The shortest of them."""
+    parts: dict[tuple[str, str], list[Silence]] = defaultdict(list)
+    for silence in chain.from_iterable(values):
+        parts[silence.side, silence.table].append(silence)
+    return tuple(min(of_one, key=lambda part: part.age) for of_one in parts.values() if len(of_one) == len(values))
+
+
+def _config(values: Sequence[str]) -> str:
     """The first one, with the bounds of all together."""
+    configs = [json.loads(value) for value in values]
     merged = dict(configs[0])
     bounds = [config["max_bytes"] for config in configs]
     merged["max_size"] = sum(config["max_size"] for config in configs)
@@ -162,19 +127,20 @@ def _merge_configs(configs: Sequence[dict[str, Any]]) -> str:
     return json.dumps(merged)
 
 
-def _waiting(parts: Sequence[pb.Waiting]) -> pb.Waiting:
-    longest = max(parts, key=lambda part: part.seconds)
-    return pb.Waiting(count=sum(part.count for part in parts), reason=longest.reason, seconds=longest.seconds)
-
-
-def _quantiles(parts: Sequence[tuple[int, pb.Quantiles]]) -> pb.Quantiles:
-    if not parts:
-        return pb.Quantiles()
-    total = sum(size for size, _ in parts)
-    means = {
-        name: sum(size * getattr(part, name) for size, part in parts) / total for name in ("p10", "p50", "p90", "mean")
-    }
-    return pb.Quantiles(min=min(part.min for _, part in parts), max=max(part.max for _, part in parts), **means)
+_RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
+    pb.Field.SAME: lambda values: values[0],
+    pb.Field.SUM: sum,
+    pb.Field.BOUND: lambda values: sum(values) if all(values) else 0,
+    pb.Field.MIN: min,
+    pb.Field.MAX: max,
+    pb.Field.EACH: lambda values: ", ".join(sorted({part for value in values for part in value.split(", ")})),
+    pb.Field.CONFIG: _config,
+    pb.Field.FIELDS: _of_known,
+    pb.Field.BY_NAME: _by_name,
+    pb.Field.LOWEST: lowest,
+    pb.Field.AGREED: _agreed,
+}
+"""What makes one value of those of all shards, where the values alone tell it."""
 
 
 # ------------------------------------------------------------------------------------------------------------- pages

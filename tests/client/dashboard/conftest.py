@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from replay_client.dashboard import app
 from replay_client.dashboard.app import PageServer, Settings
+from tests import factories
 from tests.client.dashboard.load import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+until = functools.partial(factories.until, seconds=120.0)
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 
 
@@ -34,15 +37,6 @@ def serving(settings: Settings, port: int = 0) -> Iterator[str]:
         server.should_exit = True
         thread.join(timeout=15)
         listener.close()
-
-
-def until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """The first result that is true."""
-    deadline = time.monotonic() + seconds
-    while not (result := found()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -100,5 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def page_url(run: Run) -> Iterator[str]:
-    with serving(Settings({"address": run.server.address}, runs=Path(run.folder) / "runs")) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(app, "READING", 0.5)  # the tests do not wait for the budget
+        with serving(Settings({"address": run.server.address}, runs=Path(run.folder) / "runs")) as url:
+            yield url

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.dashboard import requests, training
+from replay_client.dashboard import guard as requests
+from replay_client.dashboard import training
 from replay_client.dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.client.dashboard.conftest import serving, until

@@ -15,9 +15,9 @@ import pytest
 
 from replay_client.dashboard.budget import DEAREST, Budget
 from replay_client.dashboard.facts import Facts, FactsStore
+from replay_client.dashboard.group import TokenText
 from replay_client.dashboard.health import signals, verdict
 from replay_client.dashboard.prompts import PromptLog
-from replay_client.dashboard.tokens import TokenText
 from replay_client.dashboard.training import MOST_POINTS, Runs
 from replay_client.diagnosis import Finding, Level
 from replay_client.errors import ServerUnavailableError

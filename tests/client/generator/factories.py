@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.prompts import Prompt
 from replay_client.records import AdmissionInfo, PermitLease, Policy
 from replay_client.rollout import RolloutGroup
@@ -85,6 +86,43 @@ def _restrict(logits_V: torch.Tensor, sampling: SamplingConfig) -> None:
         if sampling.top_p < 1 and reached >= sampling.top_p:
             logits_V[token] = -torch.inf
         reached += probabilities[token]
+
+
+def check_completion(
+    completion: Completion,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    weights: Path | Mapping[int, Path],
+    atol: float = 1e-4,
+) -> None:
+    """Each token has the log-probability that the weights of its version give it after all tokens before it.
+
+    `weights` is one folder, or that of each version.
+    """
+    versions = completion.policy_versions
+    assert versions == sorted(versions)
+    assert len(versions) == len(completion.token_ids)
+    folders = weights if isinstance(weights, Mapping) else dict.fromkeys(versions, weights)
+    by_version = {each: recomputed(folders[each], prompt_ids, completion.token_ids, sampling) for each in {*versions}}
+    expected = [by_version[version][step] for step, version in enumerate(versions)]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=atol)
+
+
+def check_group(
+    group: RolloutGroup, sampling: SamplingConfig, weights: Path | Mapping[int, Path], atol: float = 1e-4
+) -> None:
+    """`check_completion` for all completions of a group."""
+    versions = group.extras.get("policy_versions", np.full(len(group.completion_ids), group.policy_version)).tolist()
+    start = 0
+    for tokens, logprobs in zip(group.completions(), group.completion_logprobs(), strict=True):
+        span = slice(start, start := start + len(tokens))
+        completion = Completion(tokens.tolist(), logprobs.tolist(), "", "stop", versions[span])
+        check_completion(completion, group.prompt_ids.tolist(), sampling, weights, atol)
+
+
+async def check_scores(engine: Engine, weights: Path, token_ids: Sequence[int] = (3, 9, 4, 13, 5)) -> None:
+    """The engine scores tokens as transformers does with these weights."""
+    np.testing.assert_allclose(await engine.score(list(token_ids)), scores(weights, token_ids), atol=1e-4)
 
 
 def make_version(
@@ -263,11 +301,16 @@ class ScriptedEngine:
         drawn = [self.completions[index % len(self.completions)] for index in range(n)]
         return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
 
+    def let_go(self) -> None:
+        """Ends the generations that `hold` keeps, and keeps no other."""
+        assert self.hold is not None
+        self.hold.set()
+
     async def load_weights(self, path: str, version: int) -> None:
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.generating_at_load.append(self.generating)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         self.loaded.append(path)
         self.version = version
 

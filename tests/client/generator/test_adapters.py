@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,11 +17,12 @@ from replay_client.generator.engines.transformers import TransformersEngine
 from replay_client.generator.engines.vllm_http import Weights
 from tests.client.generator.factories import (
     RecordingClient,
+    check_completion,
+    check_scores,
     make_adapter,
     make_model,
     make_prompts,
     make_version,
-    recomputed,
     scores,
 )
 
@@ -36,26 +36,21 @@ async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
     await engine.close()
 
 
-async def check(engine: TransformersEngine, weights: Path) -> None:
-    np.testing.assert_allclose(await engine.score(TOKENS), scores(weights, TOKENS), atol=1e-4)
-
-
 async def test_adapters_replace_each_other_on_the_same_base(
     engine: TransformersEngine, model: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
     assert max(abs(a - b) for a, b in zip(scores(adapters[0], TOKENS), scores(model, TOKENS), strict=True)) > 0.1
     for version, adapter in enumerate([*adapters, adapters[0]], start=1):
         await engine.load_weights(str(adapter), version)
-        await check(engine, adapter)
+        await check_scores(engine, adapter)
         (completion,) = await engine.generate([3, 9], SamplingConfig(max_tokens=8), 1)
-        expected = recomputed(adapter, [3, 9], completion.token_ids, SamplingConfig())
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        check_completion(completion, [3, 9], SamplingConfig(), adapter)
         assert set(completion.policy_versions) == {version}
     # Whole weights take the adapter away, and the next adapter is again one of the base.
     whole = make_version(model, tmp_path / "whole")
     for weights in (whole, adapters[1]):
         await engine.load_weights(str(weights), 9)
-        await check(engine, weights)
+        await check_scores(engine, weights)
 
 
 async def test_a_completion_under_way_goes_on_with_the_new_adapter(
@@ -69,12 +64,7 @@ async def test_a_completion_under_way_goes_on_with_the_new_adapter(
     groups = await asyncio.gather(*tasks)
     for number, completions in enumerate(groups):
         for completion in completions:
-            by_version = {
-                version: recomputed(adapters[version - 1], [3 + number], completion.token_ids, sampling)
-                for version in (1, 2)
-            }
-            expected = [by_version[version][step] for step, version in enumerate(completion.policy_versions)]
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            check_completion(completion, [3 + number], sampling, {1: adapters[0], 2: adapters[1]})
 
 
 async def test_the_generator_checks_an_adapter_with_its_probe(
@@ -120,12 +110,12 @@ async def test_a_folder_that_is_gone_or_no_lora_adapter_leaves_the_engine_as_it_
     (kind / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "task_type": config["task_type"]}))
     with pytest.raises(ValueError, match=r"kind .*IA3"):
         await engine.load_weights(str(kind), 2)
-    await check(engine, adapters[0])
+    await check_scores(engine, adapters[0])
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "peft", None)
         with pytest.raises(ModuleNotFoundError, match=r"peft is not installed: pip install '\.\[lora\]'"):
             await engine.load_weights(str(adapters[1]), 2)
-    await check(engine, adapters[0])
+    await check_scores(engine, adapters[0])
 
 
 async def test_an_adapter_of_a_larger_model_is_refused_by_the_name_of_a_tensor(

@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.continuous_batch import processed_logprobs
 from replay_client.generator.engines.transformers import TransformersEngine
-from tests.client.generator.factories import EOS, make_model, make_version, recomputed, scores
+from tests.client.generator.factories import EOS, check_completion, check_scores, make_model, make_version
 
 
 @pytest.fixture
@@ -34,10 +34,8 @@ async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
 async def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(
     model: Path, engine: TransformersEngine, sampling: SamplingConfig
 ) -> None:
-    prompt_ids = [3, 9, 4]
-    for completion in await engine.generate(prompt_ids, sampling, 6):
-        expected = recomputed(model, prompt_ids, completion.token_ids, sampling)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    for completion in await engine.generate([3, 9, 4], sampling, 6):
+        check_completion(completion, [3, 9, 4], sampling, model, atol=1e-5)
 
 
 async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
@@ -54,8 +52,7 @@ async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
         assert len(completions) == n
         for completion in completions:
             assert 1 <= len(completion.token_ids) <= sampling.max_tokens
-            expected = recomputed(model, prompt_ids, completion.token_ids, sampling)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+            check_completion(completion, prompt_ids, sampling, model, atol=1e-5)
 
 
 async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
@@ -99,11 +96,10 @@ async def test_tokens_come_as_often_as_their_probabilities_say(engine: Transform
 async def test_new_weights_take_over_and_score_as_the_trainer_does(
     model: Path, engine: TransformersEngine, tmp_path: Path
 ) -> None:
-    ids = [3, 9, 4, 13, 7]
-    np.testing.assert_allclose(await engine.score(ids), scores(model, ids), atol=1e-5)
+    await check_scores(engine, model)
     version = make_version(model, tmp_path / "step-1")
     await engine.load_weights(str(version), 1)
-    np.testing.assert_allclose(await engine.score(ids), scores(version, ids), atol=1e-5)
+    await check_scores(engine, version)
     with pytest.raises(FileNotFoundError, match="gone"):
         await engine.load_weights(str(tmp_path / "gone"), 2)
 
@@ -113,13 +109,13 @@ async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
     version = make_version(tied, tmp_path / "step-1")
     engine = TransformersEngine(tied)
     await engine.load_weights(str(version), 1)
-    np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-5)
+    await check_scores(engine, version)
     await engine.close()
 
 
 async def test_a_long_request_does_not_hold_up_a_short_one(engine: TransformersEngine) -> None:
     long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 16))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # the first one is asked for before the second
     await engine.generate([4], SamplingConfig(max_tokens=1), 1)
     assert not long.done()
     await long
@@ -139,20 +135,6 @@ async def finished_while_loading(
     return await asyncio.gather(*tasks)
 
 
-def check_versions(
-    completions: list[Completion], prompt_ids: list[int], sampling: SamplingConfig, weights: dict[int, Path]
-) -> None:
-    """Every token has the log-probability that the weights of its version give it after all tokens before it."""
-    for completion in completions:
-        expected_by_version = {
-            version: recomputed(folder, prompt_ids, completion.token_ids, sampling)
-            for version, folder in weights.items()
-        }
-        expected = [expected_by_version[version][step] for step, version in enumerate(completion.policy_versions)]
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
-        assert completion.policy_versions == sorted(completion.policy_versions)
-
-
 async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(
     model: Path, engine: TransformersEngine, tmp_path: Path
 ) -> None:
@@ -163,7 +145,8 @@ async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_ever
     ]
     answers = await finished_while_loading(engine, version, requests)
     for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
-        check_versions(completions, prompt_ids, sampling, {0: model, 1: version})
+        for completion in completions:
+            check_completion(completion, prompt_ids, sampling, {0: model, 1: version}, atol=1e-5)
     assert {version for completions in answers for each in completions for version in each.policy_versions} == {0, 1}
 
 
@@ -177,7 +160,8 @@ async def test_a_completion_that_is_under_way_goes_on_with_new_weights(
     await engine.load_weights(str(version), 1)
     completions = await task
     assert any(len(set(completion.policy_versions)) == 2 for completion in completions)
-    check_versions(completions, [5, 6], sampling, {0: model, 1: version})
+    for completion in completions:
+        check_completion(completion, [5, 6], sampling, {0: model, 1: version}, atol=1e-5)
 
 
 async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path: Path) -> None:
@@ -194,7 +178,8 @@ async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_pat
     requests = [([3 + size] * size, SamplingConfig(max_tokens=20), 2) for size in range(1, 9)]
     answers = await finished_while_loading(engine, version, requests)
     for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
-        check_versions(completions, prompt_ids, sampling, {0: sliding, 1: version})
+        for completion in completions:
+            check_completion(completion, prompt_ids, sampling, {0: sliding, 1: version}, atol=1e-5)
     await engine.close()
 
 
@@ -219,9 +204,10 @@ async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
     sampling = SamplingConfig(max_tokens=40)
     given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
     kept = asyncio.create_task(engine.generate([6], sampling, 3))
-    await asyncio.sleep(0.03)
+    await engine.generate([7], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
     given_up.cancel()
-    check_versions(await kept, [6], sampling, {0: model})
+    for completion in await kept:
+        check_completion(completion, [6], sampling, model, atol=1e-5)
 
 
 def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -25,13 +24,15 @@ from replay_server import ReplayServer, TableConfig
 from tests.client.generator.factories import (
     EOS,
     RecordingClient,
+    check_completion,
+    check_group,
+    check_scores,
+    make_adapter,
     make_model,
     make_prompts,
     make_version,
-    recomputed,
-    scores,
 )
-from tests.factories import until
+from tests.factories import async_until, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -47,7 +48,7 @@ def version(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loaded_engine(model: Path) -> AsyncIterator[VLLMEngine]:
-    engine = VLLMEngine(model, dtype="float32", seed=0)
+    engine = VLLMEngine(model, dtype="float32", seed=0, enable_lora=True, max_lora_rank=16)
     yield engine
     await engine.close()
     await engine.close()
@@ -69,17 +70,15 @@ async def test_logprobs_equal_transformers_before_and_after_a_reload(
     for weights in (model, version):
         await engine.load_weights(str(weights), 1)
         for completion in await engine.generate(prompt_ids, sampling, 4):
-            expected = recomputed(weights, prompt_ids, completion.token_ids, sampling)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-        np.testing.assert_allclose(await engine.score(prompt_ids), scores(weights, prompt_ids), atol=1e-4)
+            check_completion(completion, prompt_ids, sampling, weights)
+        await check_scores(engine, weights)
 
 
 @on_the_engines_loop
 async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, model: Path) -> None:
     sampling = SamplingConfig(temperature=0.9, top_k=6, top_p=0.8, max_tokens=12)
     for completion in await engine.generate([3, 9], sampling, 4):
-        expected = recomputed(model, [3, 9], completion.token_ids, sampling)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        check_completion(completion, [3, 9], sampling, model)
 
 
 @on_the_engines_loop
@@ -140,14 +139,17 @@ async def under_way(engine: VLLMEngine) -> None:
 
 
 @on_the_engines_loop
+@pytest.mark.parametrize("kind", ["whole weights", "an adapter"])
 async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
-    engine: VLLMEngine, model: Path, version: Path
+    engine: VLLMEngine, model: Path, version: Path, adapters: list[Path], kind: str
 ) -> None:
+    old, new = (model, version) if kind == "whole weights" else adapters
+    await engine.load_weights(str(old), 0)
     sampling = SamplingConfig(temperature=0.7, max_tokens=58)
     prompts = [[3, 9, 4 + number] for number in range(8)]
     tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
     await under_way(engine)
-    await engine.load_weights(str(version), 1)
+    await engine.load_weights(str(new), 1)
     groups = await asyncio.gather(*tasks)
     spanning = [
         (prompt_ids, completion)
@@ -157,12 +159,34 @@ async def test_completions_under_way_go_on_with_new_weights_exact_for_every_toke
     ]
     assert spanning
     for prompt_ids, completion in spanning[:4]:
-        old, new = (recomputed(folder, prompt_ids, completion.token_ids, sampling) for folder in (model, version))
-        expected = [new[step] if v else old[step] for step, v in enumerate(completion.policy_versions)]
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        check_completion(completion, prompt_ids, sampling, {0: old, 1: new})
     (fresh,) = await engine.generate([3, 9, 4], sampling, 1)  # a prompt whose old cache must not be used again
-    np.testing.assert_allclose(fresh.logprobs, recomputed(version, [3, 9, 4], fresh.token_ids, sampling), atol=1e-4)
     assert set(fresh.policy_versions) == {1}
+    check_completion(fresh, [3, 9, 4], sampling, new)
+
+
+@on_the_engines_loop
+async def test_the_first_adapter_waits_for_requests_that_began_without_one(
+    engine: VLLMEngine, adapters: list[Path]
+) -> None:
+    early = asyncio.create_task(engine.generate([3, 9, 4], SamplingConfig(max_tokens=40, seed=3), 8))
+    await under_way(engine)
+    await engine.load_weights(str(adapters[0]), 1)
+    assert {version for completion in await early for version in completion.policy_versions} == {0}
+    await check_scores(engine, adapters[0])
+
+
+@on_the_engines_loop
+async def test_an_adapter_that_is_gone_or_too_large_is_an_error_and_whole_weights_take_it_away(
+    engine: VLLMEngine, model: Path, adapters: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        await engine.load_weights(str(tmp_path / "gone"), 3)
+    with pytest.raises(Exception, match="rank"):
+        await engine.load_weights(str(make_adapter(model, tmp_path / "large", rank=32)), 3)
+    for version, weights in enumerate((adapters[0], model), start=4):
+        await engine.load_weights(str(weights), version)
+        await check_scores(engine, weights)
 
 
 @on_the_engines_loop
@@ -171,28 +195,18 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
 ) -> None:
     task = asyncio.create_task(engine.generate([3, 9], SamplingConfig(max_tokens=60, seed=2), 32))
     await under_way(engine)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        await engine.load_weights(str(tmp_path / "gone"), 1)
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(Exception, match="collective_rpc"):
         await engine.load_weights(str(tmp_path), 1)
     later = asyncio.create_task(engine.generate([4], SamplingConfig(max_tokens=2), 1))
-    await asyncio.sleep(0.3)
-    assert not task.done()
-    assert not later.done()
+    await asyncio.sleep(0)  # it is asked for before the reload
     await engine.load_weights(str(version), 2)
-    assert {v for completion in [*await task, *await later] for v in completion.policy_versions} == {0, 2}
-
-
-@on_the_engines_loop
-async def test_a_reload_that_fails_half_way_is_mended_by_the_next(
-    engine: VLLMEngine, version: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(FileNotFoundError, match="gone"):
-        await engine.load_weights(str(tmp_path / "gone"), 2)
-    (tmp_path / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(Exception, match="collective_rpc"):
-        await engine.load_weights(str(tmp_path), 2)
-    await engine.load_weights(str(version), 1)
-    np.testing.assert_allclose(await engine.score([3, 9, 4]), scores(version, [3, 9, 4]), atol=1e-4)
+    # Nothing went on with what the failed reload left: the versions would say so.
+    assert {v for completion in await task for v in completion.policy_versions} == {0, 2}
+    assert {v for completion in await later for v in completion.policy_versions} == {2}
+    await check_scores(engine, version)
 
 
 @on_the_engines_loop
@@ -213,19 +227,12 @@ async def test_the_generator_inserts_exact_groups_of_each_version(
     task = asyncio.create_task(generator.run())
     await client.inserted(6)
     await client.publish(1, version)
-    async with asyncio.timeout(30):
-        while not (client.inserts and client.inserts[-1][0].policy_version == 1):
-            await asyncio.sleep(0.01)
+    await async_until(lambda: client.inserts[-1][0].policy_version == 1)
     generator.stop()
     await task
     assert generator.stats["probe_max_difference"] < 1e-4
     for weights, (group, _) in ((model, client.inserts[0]), (version, client.inserts[-1])):
-        expected = [
-            logprob
-            for completion in group.completions()
-            for logprob in recomputed(weights, group.prompt_ids.tolist(), completion.tolist(), sampling)
-        ]
-        np.testing.assert_allclose(group.rollout_logprobs, expected, atol=1e-4)
+        check_group(group, sampling, weights)
 
 
 @pytest.mark.long

@@ -29,11 +29,13 @@ from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.client.generator.factories import (
     RecordingClient,
+    check_completion,
+    check_group,
+    check_scores,
     make_model,
     make_prompts,
     make_version,
     recomputed,
-    scores,
 )
 from tests.client.generator.vllm_servers import VLLMProcess
 from tests.docs.blocks import ROOT, blocks
@@ -101,7 +103,7 @@ def make_engine(model: Path, servers: list[VLLMProcess], **options: Any) -> VLLM
 class TestRealServers:
     """Two servers serve all of these; the last one is killed."""
 
-    pytestmark: ClassVar = needs_vllm
+    pytestmark: ClassVar = [*needs_vllm, pytest.mark.long]
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
@@ -115,10 +117,8 @@ class TestRealServers:
             completions = await engine.generate(PROMPT, sampling, 4)
             assert len(completions) == 4
             for completion in completions:
-                expected = recomputed(weights, PROMPT, completion.token_ids, sampling)
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-                assert completion.policy_versions == [version] * len(completion.token_ids)
-            np.testing.assert_allclose(await engine.score(PROMPT), scores(weights, PROMPT), atol=1e-4)
+                check_completion(completion, PROMPT, sampling, {version: weights})
+            await check_scores(engine, weights)
         await engine.close()
 
     async def test_completions_go_on_with_new_weights_and_each_token_has_the_log_probability_of_its_own(
@@ -164,8 +164,7 @@ class TestRealServers:
         assert all(asked[f"{server.url}/v1/completions"] >= 2 for server in fresh)
         completions = [completion for group in groups for completion in group]
         for completion in completions:
-            expected = recomputed(versions[0], PROMPT, completion.token_ids, sampling)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            check_completion(completion, PROMPT, sampling, versions[0])
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
         await engine.close()
 
@@ -195,7 +194,7 @@ class TestRealServers:
         await asyncio.gather(*(engine.load_weights(str(versions[2]), 3) for engine in engines))
         assert loads == [str(versions[2])]
         for engine in engines:
-            np.testing.assert_allclose(await engine.score(PROMPT), scores(versions[2], PROMPT), atol=1e-4)
+            await check_scores(engine, versions[2])
             await engine.close()
 
     async def test_a_generator_that_is_late_takes_the_newer_version_that_another_one_loaded(
@@ -208,7 +207,7 @@ class TestRealServers:
             await late.score(PROMPT)
         # The other way round: an older version that came after ours gives way to ours.
         await late.load_weights(str(versions[0]), 1)
-        np.testing.assert_allclose(await early.score(PROMPT), scores(versions[1], PROMPT), atol=1e-4)
+        await check_scores(early, versions[1])
         for engine in (late, early):
             await engine.close()
 
@@ -238,7 +237,7 @@ class TestRealServers:
             assert f"{fresh[1].url}: it left 2 questions about its health unanswered" in caplog.text
             # Longer than patience: it is asked for ever while the other one works.
             await engine.load_weights(str(versions[0]), 1)
-            np.testing.assert_allclose(await engine.score(PROMPT), scores(versions[0], PROMPT), atol=1e-4)
+            await check_scores(engine, versions[0])
             (completion,) = await engine.generate(PROMPT, sampling, 1)
             assert {*completion.policy_versions} == {1}
             assert engine.servers_away == 1
@@ -250,29 +249,14 @@ class TestRealServers:
         assert engine.servers_lost == 1
         await engine.close()
 
-    def test_the_self_test_restores_the_weights(self, fresh: list[VLLMProcess], model: Path) -> None:
-        engine = make_engine(model, fresh[:1], self_test=True)
-
-        async def score() -> list[float]:
-            try:
-                return await engine.score(PROMPT)
-            finally:
-                await engine.close()
-
-        np.testing.assert_allclose(asyncio.run(score()), scores(model, PROMPT), atol=1e-4)
-
-    @pytest.mark.long
-    def test_a_server_that_a_killed_generator_left_paused_goes_on(self, fresh: list[VLLMProcess], model: Path) -> None:
+    async def test_the_self_test_restores_the_weights_and_a_server_that_a_killed_generator_left_paused_goes_on(
+        self, fresh: list[VLLMProcess], model: Path
+    ) -> None:
         post(f"{fresh[0].url}/pause?mode=keep")
-        engine = make_engine(model, fresh[:1], self_test=True)
-
-        async def generate() -> int:
-            try:
-                return len(await engine.generate(PROMPT, SamplingConfig(max_tokens=3), 2))
-            finally:
-                await engine.close()
-
-        assert asyncio.run(generate()) == 2
+        engine = await asyncio.to_thread(make_engine, model, fresh[:1], self_test=True)
+        assert len(await engine.generate(PROMPT, SamplingConfig(max_tokens=3), 2)) == 2
+        await check_scores(engine, model)
+        await engine.close()
 
     async def test_weights_that_are_gone_and_weights_that_the_server_cannot_read(
         self, fresh: list[VLLMProcess], model: Path, tmp_path: Path
@@ -301,12 +285,8 @@ class TestRealServers:
             )
             samples = client.sample("rollouts", 3, timeout=5.0)
         for sample in samples:
-            told = iter(sample.group.rollout_logprobs.tolist())
-            for completion in sample.group.completions():
-                expected = recomputed(model, sample.group.prompt_ids.tolist(), completion.tolist(), SamplingConfig())
-                assert [next(told) for _ in expected] == pytest.approx(expected, abs=1e-4)
+            check_group(sample.group, SamplingConfig(), model)
 
-    @pytest.mark.long
     def test_the_command_uses_the_servers(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
         with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
@@ -322,7 +302,6 @@ class TestRealServers:
             assert done.returncode == 0, done.stderr
             assert client.server_info().tables["rollouts"].size == 2
 
-    @pytest.mark.long
     async def test_a_generator_follows_versions_and_survives_the_server(
         self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path
     ) -> None:
@@ -356,13 +335,7 @@ class TestRealServers:
             again.kill()
         weights = [model, *versions]
         for group, _ in client.inserts:
-            start = 0
-            for completion in group.completions():
-                logprobs = group.rollout_logprobs[start : (start := start + len(completion))]
-                expected = recomputed(
-                    weights[group.policy_version], group.prompt_ids.tolist(), completion.tolist(), sampling
-                )
-                np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+            check_group(group, sampling, weights[group.policy_version])
         told = [group.policy_version for group, _ in client.inserts]
         assert told == sorted(told)
         assert {*told} == {0, 1, 2}

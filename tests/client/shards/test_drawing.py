@@ -10,9 +10,7 @@ import pytest
 from replay_client.shards.drawing import expected_rest, share_out
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
-from replay_server.tables.batches import SampleRequest
-from replay_server.tables.table import Table
-from replay_server.tables.weights import weigh
+from replay_server.tables.table import SampleRequest, Table
 
 SHARDS, ITEMS = 4, 60
 
@@ -27,7 +25,7 @@ def make_table(sampler: str, seed: int, priorities: dict[int, float], **options)
 
 
 def message(table: Table, request: SampleRequest) -> pb.Weight:
-    return pb.Weight(**vars(weigh(table, request)))
+    return pb.Weight(**vars(table.weigh(request)))
 
 
 class Merged:
@@ -106,12 +104,12 @@ def test_what_is_left_is_exact_for_equal_weights_and_0_when_all_is_drawn():
 
 def test_weights_leave_out_what_the_request_leaves_out_and_say_what_may_be_drawn():
     table = make_table("prioritized", 0, {1: 1.0, 2: 2.0, 3: 0.0}, rate_limiter={"type": "min_size", "min_size": 2})
-    assert weigh(table, SampleRequest(1, 1, exclude=frozenset([2]))).total == pytest.approx(1.0)
-    found = weigh(table, SampleRequest(1, 1))
+    assert table.weigh(SampleRequest(1, 1, exclude=frozenset([2]))).total == pytest.approx(1.0)
+    found = table.weigh(SampleRequest(1, 1))
     assert (found.total, found.squares, found.items, found.size) == (pytest.approx(3.0), pytest.approx(5.0), 2, 3)
     assert found.samples > 100
     assert not found.reason
-    empty = weigh(make_table("fifo", 0, {}), SampleRequest(1, 1))
+    empty = make_table("fifo", 0, {}).weigh(SampleRequest(1, 1))
     assert (empty.total, empty.items, empty.ordered) == (0.0, 0, True)
     assert empty.reason
 
@@ -125,7 +123,7 @@ def test_aged_weights_of_two_tables_compare_whatever_their_newest_items_are():
         keys, ones = list(range(1, len(versions) + 1)), np.ones(len(versions))
         table.insert(keys, ones, np.array(versions), np.ones(len(versions), dtype=np.int64))
         tables.append(table)
-    old, both = (weigh(table, SampleRequest(1, 1)) for table in tables)
+    old, both = (table.weigh(SampleRequest(1, 1)) for table in tables)
     assert old.total == pytest.approx(2.0**-48)
     assert both.total == pytest.approx(1.0)
 

@@ -266,23 +266,3 @@ def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_pa
     assert "waiting for the server for" in said
     assert "no replay server answers at 127.0.0.1:1" in said
     assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
-
-
-def test_an_interrupt_that_python_drops_comes_again(tmp_path):
-    code = (
-        "import os, signal, time\n"
-        "from replay_server.cli.signals import Interrupts\n"
-        "interrupts = Interrupts()\n"
-        "class Last:\n"
-        "    def __del__(self):\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        time.sleep(0.01)\n"
-        "last = Last()\n"
-        "try:\n"
-        "    del last\n"
-        "    while True: time.sleep(100)\n"
-        "except KeyboardInterrupt:\n"
-        "    print(interrupts.status)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("143\n", "")

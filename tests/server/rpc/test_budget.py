@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_server.errors import Code, Refused
-from replay_server.rpc.budget import Budget
+from replay_server.rpc.backend import Budget
 
 
 @settings(deadline=None)

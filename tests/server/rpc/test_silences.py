@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from replay_server.limits import MAX_CLIENTS, MAX_NAME
-from replay_server.rpc.clients import Clients, Role
-from replay_server.rpc.silences import FIRST_STEPS, LONG_WAIT, long_wait, silences
-from replay_server.tables.batches import InsertBatch, SampleRequest
+from replay_server.rpc.clients import FIRST_STEPS, LONG_WAIT, Clients, Side, long_wait, silences
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
 
 
 def context(name: str) -> SimpleNamespace:
@@ -32,7 +32,7 @@ class Run:
 
     def insert(self, table="rollouts", name=None):
         self.key += 1
-        with self.clients.calling(context(self.generator if name is None else name), Role.GENERATOR):
+        with self.clients.calling(context(self.generator if name is None else name), Side.GENERATOR):
             batch = InsertBatch(
                 keys=[self.key],
                 payloads=[b"x"],
@@ -43,13 +43,13 @@ class Run:
             self.buffer.insert(batch)
 
     def sample(self, table="rollouts"):
-        with self.clients.calling(context(self.trainer), Role.TRAINER):
+        with self.clients.calling(context(self.trainer), Side.TRAINER):
             pending = self.buffer.sample(table, SampleRequest(1, 1))
             self.buffer.take(pending.result()[0])
 
     def publish(self):
         self.version += 1
-        with self.clients.calling(context(self.trainer), Role.TRAINER):
+        with self.clients.calling(context(self.trainer), Side.TRAINER):
             self.buffer.set_policy_version(self.version, "")
 
     def step(self, seconds=30.0, publish=True):
@@ -189,7 +189,7 @@ def test_a_client_without_a_name_is_never_missed():
 
 
 @pytest.mark.parametrize(
-    ("here", "seconds"), [((), LONG_WAIT), ((Role.TRAINER,), LONG_WAIT), (tuple(Role), FIRST_STEPS)]
+    ("here", "seconds"), [((), LONG_WAIT), ((Side.TRAINER,), LONG_WAIT), (tuple(Side), FIRST_STEPS)]
 )
 def test_before_the_rhythm_is_known_a_wait_is_long_sooner_if_the_other_side_never_came(here, seconds):
     run = Run()
@@ -202,9 +202,9 @@ def test_before_the_rhythm_is_known_a_wait_is_long_sooner_if_the_other_side_neve
 def test_names_and_their_number_are_bounded_and_the_one_seen_longest_ago_goes_first():
     clients = Clients(lambda: 0.0)
     for number in range(MAX_CLIENTS + 2):
-        with clients.calling(context(f"first{'x' * 1000}" if number == MAX_CLIENTS else f"n{number}"), Role.TRAINER):
+        with clients.calling(context(f"first{'x' * 1000}" if number == MAX_CLIENTS else f"n{number}"), Side.TRAINER):
             pass
-        with clients.calling(context("n0"), Role.TRAINER):
+        with clients.calling(context("n0"), Side.TRAINER):
             pass
     names = [client.name for client in clients]
     assert len(names) == MAX_CLIENTS

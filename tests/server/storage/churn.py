@@ -47,7 +47,7 @@ def churn(
                     gone = max(sizes, key=sizes.__getitem__)
             storage.delete([gone], [sizes[gone]])
             total -= sizes.pop(gone)
-        storage.commit(Delta([], [], [], []), *storage.begin_commit())
+        storage.commit(Delta(), *storage.begin_commit())
         storage.end_commit(None)
         if written >= (len(ratios) + 1) * turnovers * live / 10:
             ratios.append(storage.facts().disk_bytes / highest)

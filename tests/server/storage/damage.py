@@ -24,15 +24,13 @@ from pathlib import Path
 import numpy as np
 from lmdb.verify import VerifyError, verify
 
-from replay_server.storage import chunks
-from replay_server.storage.collector import ChangeCollector
+from replay_server.storage import lmdb
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
-from replay_server.tables.batches import InsertBatch
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.payloads import DamagedPayloads
+from replay_server.tables.items import DamagedPayloads, InsertBatch
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
 
@@ -159,7 +157,7 @@ def in_child(outcome: Callable[[], str]) -> str:
 
 def main(directory: Path, seconds: float) -> None:
     logging.disable()
-    chunks.CHUNK_BYTES = 8000  # so that large payloads do not make a large file, in which little else would be hit
+    lmdb.CHUNK_BYTES = 8000  # so that large payloads do not make a large file, in which little else would be hit
     whole, copy = directory / "whole", directory / "copy"
     expected = fill(whole)
     data = (whole / "data.mdb").read_bytes()

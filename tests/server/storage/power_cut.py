@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replay_server.storage import chunks, lmdb, records
+from replay_server.storage import lmdb, records
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from tests.server.storage.damage import commit, in_child, insert, open_buffer, payload_of
@@ -56,7 +56,7 @@ class Recording:
 def dump(storage: LmdbStorage) -> object:
     """All records of the file, and the names of the chunks."""
     with storage._env.begin() as txn:
-        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces, storage._seen)]
+        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces)]
         return [*tables, [bytes(name) for name, _ in txn.cursor(storage._payloads)]]
 
 
@@ -193,7 +193,7 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
 
 def main(directory: Path, seconds: float, seed: int) -> None:
     logging.disable()
-    chunks.CHUNK_BYTES = 8000  # large payloads would make a large file, in which little else changes
+    lmdb.CHUNK_BYTES = 8000  # large payloads would make a large file, in which little else changes
     rng = random.Random(seed)
     recordings: list[tuple[Recording, Path]] = []
     for mode, fsync in MODES.items():

@@ -14,10 +14,9 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
-from replay_server.rpc.open_calls import OpenCalls
+from replay_server.rpc.backend import OpenCalls
 from replay_server.storage import checkpointer, checkpoints
-from replay_server.storage.checkpoint_file import DamagedCheckpoint, read_contents
-from replay_server.storage.checkpoints import CheckpointDirectory
+from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, read_contents
 from tests.factories import until
 from tests.system.ledger import payload_of
 

@@ -13,7 +13,7 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
 from replay_server.rpc import administration
-from replay_server.storage import checkpointer, collector, data_dir, records
+from replay_server.storage import checkpointer, data_dir, records, state
 
 HOURS = 5 * 3600.0
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}), TableConfig(name="pool")]
@@ -31,7 +31,7 @@ class Wall:
         clock = SimpleNamespace(**vars(time))
         clock.time = lambda: time.time() + self.ahead
         clock.time_ns = lambda: time.time_ns() + int(self.ahead * 1e9)
-        for module in (administration, checkpointer, collector, data_dir, records):
+        for module in (administration, checkpointer, data_dir, records, state):
             monkeypatch.setattr(module, "time", clock)
 
 
@@ -41,7 +41,7 @@ def test_no_other_module_of_the_server_reads_the_wall_clock():
         for path in Path(replay_server.__file__).parent.rglob("*.py")
         if re.search(r"time\.time(_ns)?\(|datetime", path.read_text()) and path.parent.name != "cli"
     }
-    assert readers == {"administration", "checkpointer", "collector", "data_dir", "records"}
+    assert readers == {"administration", "checkpointer", "data_dir", "records", "state"}
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_p
 
 
 def test_scopes_keep_their_order_when_the_clock_is_set_back_between_two_starts(wall, tmp_path, monkeypatch):
-    monkeypatch.setattr("replay_server.tables.scopes.MAX_SCOPES", 2)
+    monkeypatch.setattr("replay_server.tables.table.MAX_SCOPES", 2)
     with serving(tmp_path) as client:
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})

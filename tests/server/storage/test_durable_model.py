@@ -18,12 +18,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from replay_server.storage import chunks, lmdb, records
+from replay_server.storage import lmdb, records
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
-from replay_server.storage.collector import ChangeCollector
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.restore import restore
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from tests.server.tables import test_model
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture(autouse=True)
 def many_small_pieces(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(lmdb, "CHUNK_BYTES", 7)
     monkeypatch.setattr(lmdb, "RESERVE", 0)
     monkeypatch.setattr(records, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
 
@@ -89,8 +88,7 @@ class DurableMachine(test_model.ModelMachine):
 
         def begin():
             checkpoint.load(self.buffer, self.storage.write_payloads)
-            self.collector.changed(self.buffer.items)
-            self.collector.inserted(checkpoint.contents.state.known_keys)
+            self.collector.all_changed()
 
         self.start_again(begin)
 

@@ -135,7 +135,7 @@ def test_a_kill_in_the_middle_of_a_large_commit_costs_nothing_but_that_commit(tm
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_write_records", die)
         with pytest.raises(KeyboardInterrupt):
-            storage.commit(Delta([], [], [], []), *storage.begin_commit())
+            storage.commit(Delta(), *storage.begin_commit())
     storage.close()
     with serving(tmp_path) as client:
         assert keys_in(client, "pool") == [first]

@@ -11,7 +11,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from replay_server.storage.data_dir import DamagedDirectory
-from replay_server.storage.lmdb_load import MAP_SIZE, Databases
+from replay_server.storage.lmdb import MAP_SIZE
 from replay_server.storage.records import boot_id
 from tests.server.storage.power_cut import MODES, PAGE
 
@@ -51,7 +51,7 @@ def items_after_a_start(data_dir, **options):
 def test_a_damaged_item_is_left_out_and_the_starts_after_it_find_everything_whole(tmp_path, at):
     insert_three(tmp_path)
     with lmdb.open(str(tmp_path), map_size=MAP_SIZE, max_dbs=8, readonly=True, lock=False) as env:
-        items = Databases.of(env, create=False).items
+        items = env.open_db(b"items", create=False)
         with env.begin() as txn:
             _, record = next(iter(txn.cursor(items)))
     damaged = record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replay_server.errors import Code
-from replay_server.tables.batches import SampleBatch, SampleRequest
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.table import SampleBatch, SampleRequest
 
 
 @dataclass(eq=False)

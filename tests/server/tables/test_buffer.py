@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from replay_server.errors import Code, Refused
-from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
 
 
 class Bench:

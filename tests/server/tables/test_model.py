@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replay_server.errors import Code, Refused
-from replay_server.tables.batches import InsertBatch, SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
 from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
 
 EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))

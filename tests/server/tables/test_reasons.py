@@ -8,8 +8,8 @@ import pytest
 
 from replay_server import AdmissionConfig, Config, TableConfig
 from replay_server.errors import FEW_TABLES, Refused
-from replay_server.tables.batches import SampleRequest
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.table import SampleRequest
 
 
 class Clock:

@@ -26,8 +26,7 @@ RUN = """
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.prompts import Prompt
     from replay_server import ReplayServer, SecuritySection, TableConfig
-    from replay_trainer.callbacks import StepReport
-    from replay_trainer.tracing import StepSpans
+    from replay_trainer import StepReport, StepSpans
     from tests.client.generator.factories import ScriptedEngine
 
     tokens = sys.argv[1]

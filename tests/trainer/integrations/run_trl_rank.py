@@ -1,4 +1,4 @@
-"""One rank of a TRL run, for tests that start two: `run_trl_rank.py FOLDER` writes rank-N.json there.
+"""One rank of a TRL run, for tests that start two: `main(FOLDER)` writes rank-N.json there.
 
 `options.json` in the folder may have `settings` of the trainer, and a process that rank 0 kills after a step.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ class Kill(TrainerCallback):  # type: ignore[misc]
 
 
 def main(folder: Path) -> None:
-    options = folder / "options.json"
-    given = json.loads(options.read_text()) if options.exists() else {}
+    given = json.loads((folder / "options.json").read_text())
     callbacks = [Kill(**given["kill"])] if "kill" in given else []
     settings = {"per_device_train_batch_size": 8, "max_steps": 6} | given.get("settings", {})
     trainer = make_trainer(folder / "out", callbacks=callbacks, **settings)
@@ -56,7 +54,3 @@ def main(folder: Path) -> None:
         "weights": weights,
     }
     (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
 from tests.factories import make_group, server_process
 from tests.trainer.integrations import slime_types
 
@@ -29,14 +28,6 @@ from slime.utils.types import Sample
 
 from replay_trainer.integrations import slime
 from replay_trainer.integrations.slime import generate_rollout
-
-POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64)
-
-
-@pytest.fixture
-def server() -> Iterator[ReplayServer]:
-    with ReplayServer([POOL], port=0) as server:
-        yield server
 
 
 def make_samples(group_index: int, rewards: list[float], *, key: str | None = None, **fields: object) -> list[Sample]:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
-import os
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +17,6 @@ from transformers import TrainerCallback
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, TableNotFoundError
 from replay_client.scoring import is_zero_variance
-from replay_server import ReplayServer, TableConfig
 from tests.factories import make_group, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]'")
@@ -30,7 +24,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 import trl
 
 from replay_trainer.demo.task import make_tokenizer
-from replay_trainer.integrations import trl_hooks
+from replay_trainer.integrations import trl as adapter
 from replay_trainer.integrations.trl import (
     GRPOWithReplayBufferConfig,
     GRPOWithReplayBufferTrainer,
@@ -51,13 +45,6 @@ from tests.trainer.integrations.trl_factories import (
 )
 
 ROOT = Path(__file__).parents[3]
-POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=256)
-
-
-@pytest.fixture
-def server():
-    with ReplayServer([POOL], port=0) as server:
-        yield server
 
 
 def stored_group(trainer, sample):
@@ -460,37 +447,6 @@ def test_two_trainers_share_a_pool(tmp_path, server):
     assert [step.version for step, _, _ in trainers[1].steps] == list(range(5, 11))
 
 
-@pytest.mark.long
-def test_two_ranks_share_the_server_of_the_first_and_train_on_different_groups(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.integrations.run_trl_rank", str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=250)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert ranks[0]["weights"] == ranks[1]["weights"]
-    assert ranks[0]["address"] == ranks[1]["address"]
-    for first, second in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True):
-        assert not {*first} & {*second}
-    assert all(any(keys for keys in rank["keys"]) for rank in ranks)
-    replaced = [float(len(a) + len(b)) for a, b in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True)]
-    assert ranks[0]["replaced"] == replaced
-    assert ranks[0]["zero_std"][-1] == 0.0
-    assert ranks[0]["versions"] == ranks[1]["versions"] == [*range(6)]
-
-
 def test_the_names_that_trl_removed_are_here(tmp_path):
     trainer = make_trainer(
         tmp_path,
@@ -574,15 +530,15 @@ class Renamed:
 
 
 def test_a_trl_with_other_hooks_is_refused_with_the_difference():
-    trl_hooks.check_methods(trl.GRPOTrainer)
+    adapter.check_methods(trl.GRPOTrainer)
     with pytest.raises(
         ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not .*trl==1.16"
     ):
-        trl_hooks.check_methods(Renamed)
+        adapter.check_methods(Renamed)
     with pytest.raises(ImportError, match="has no method _generate"):
-        trl_hooks.check_methods(SimpleNamespace)
+        adapter.check_methods(SimpleNamespace)
     with pytest.raises(ImportError, match="has no attribute accelerator"):
-        trl_hooks.check_attributes(SimpleNamespace())
+        adapter.check_attributes(SimpleNamespace())
 
 
 def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):

@@ -32,8 +32,7 @@ from replay_client.scoring import group_priority
 from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
-from replay_trainer.output_lock import OutputLock
-from replay_trainer.weights import published
+from replay_trainer.weights import OutputLock, published
 from tests.factories import ServerProcess, make_group, server_process, until
 from tests.trainer.factories import make_model
 from tests.trainer.integrations.async_grpo_on_cpu import OPTIONS

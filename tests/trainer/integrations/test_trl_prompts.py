@@ -9,14 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from replay_server import ReplayServer, TableConfig
-
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
 from replay_trainer.demo.task import make_tokenizer
 from tests.trainer.integrations.trl_factories import GROUP_SIZE, logprobs_of, make_trainer, rows_of
 
-POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=256)
 CHAT = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }} {{ call['function']['arguments'] }}"
@@ -82,48 +79,47 @@ def make(kind: str, folder: Any, address: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["rollout_func", "environment_factory", "no common beginning"])
-def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_path: Any, kind: str) -> None:
-    with ReplayServer([POOL], port=0) as server:
-        trainer = make(kind, tmp_path, server.address)
-        trainer.train()
-        client = trainer.pool.client
-        items = client.list_items("replay", limit=100, order_by="age", descending=True).items
-        stored = [item.group for item in client.get([item.key for item in items])]
-        generated = {}
-        for step, _, _ in trainer.steps:
-            fresh = step.fresh
-            assert len({tuple(prompt) for prompt in fresh.prompt_ids[:GROUP_SIZE]}) > 1
-            for first in range(0, len(fresh.prompt_ids), GROUP_SIZE):
-                rows = slice(first, first + GROUP_SIZE)
-                given = [None] * GROUP_SIZE if fresh.logprobs is None else fresh.logprobs[rows]
-                key = step.version, tuple(map(tuple, fresh.completion_ids[rows]))
-                generated[key] = list(zip(fresh.prompt_ids[rows], fresh.completion_ids[rows], given, strict=True))
-        assert stored
-        for group in stored:
-            spans = group.sampled_spans()
-            completions = tuple(tuple(group.completion_ids[span].tolist()) for span in spans)
-            rows = generated[group.policy_version, completions]
-            for (prompt, completion, logprobs), found, span in zip(rows, group.prompts(), spans, strict=True):
-                assert found.tolist() == prompt
-                known = group.rollout_logprobs[span].tolist()
-                assert len(known) == len(completion)
-                if logprobs is not None:
-                    assert [None if x != x else pytest.approx(x) for x in known] == logprobs
-        replaced = 0
-        for step, output, model in trainer.steps:
-            for g, sample in step.replaced.items():
-                group = sample.group
-                for k, (prompt, span) in enumerate(zip(group.prompts(), group.sampled_spans(), strict=True)):
-                    row = g * GROUP_SIZE + k
-                    completion = group.completion_ids[span].tolist()
-                    assert rows_of(output, row) == (prompt.tolist(), completion)
-                    with torch.no_grad():
-                        ratio = logprobs_of(model, prompt.tolist(), completion)
-                    ratio = (ratio - torch.tensor(group.rollout_logprobs[span].copy())).exp().clamp(max=2.0)
-                    expected = float(group.advantages[k]) * ratio.nan_to_num(nan=1.0)
-                    found = output["advantages"][row][: len(completion)]
-                    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
-                    replaced += 1
-        assert replaced >= GROUP_SIZE
-        for lists, before in trainer.given:  # rollout_func may keep its lists
-            assert lists == before
+def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_path: Any, server: Any, kind: str) -> None:
+    trainer = make(kind, tmp_path, server.address)
+    trainer.train()
+    client = trainer.pool.client
+    items = client.list_items("replay", limit=100, order_by="age", descending=True).items
+    stored = [item.group for item in client.get([item.key for item in items])]
+    generated = {}
+    for step, _, _ in trainer.steps:
+        fresh = step.fresh
+        assert len({tuple(prompt) for prompt in fresh.prompt_ids[:GROUP_SIZE]}) > 1
+        for first in range(0, len(fresh.prompt_ids), GROUP_SIZE):
+            rows = slice(first, first + GROUP_SIZE)
+            given = [None] * GROUP_SIZE if fresh.logprobs is None else fresh.logprobs[rows]
+            key = step.version, tuple(map(tuple, fresh.completion_ids[rows]))
+            generated[key] = list(zip(fresh.prompt_ids[rows], fresh.completion_ids[rows], given, strict=True))
+    assert stored
+    for group in stored:
+        spans = group.sampled_spans()
+        completions = tuple(tuple(group.completion_ids[span].tolist()) for span in spans)
+        rows = generated[group.policy_version, completions]
+        for (prompt, completion, logprobs), found, span in zip(rows, group.prompts(), spans, strict=True):
+            assert found.tolist() == prompt
+            known = group.rollout_logprobs[span].tolist()
+            assert len(known) == len(completion)
+            if logprobs is not None:
+                assert [None if x != x else pytest.approx(x) for x in known] == logprobs
+    replaced = 0
+    for step, output, model in trainer.steps:
+        for g, sample in step.replaced.items():
+            group = sample.group
+            for k, (prompt, span) in enumerate(zip(group.prompts(), group.sampled_spans(), strict=True)):
+                row = g * GROUP_SIZE + k
+                completion = group.completion_ids[span].tolist()
+                assert rows_of(output, row) == (prompt.tolist(), completion)
+                with torch.no_grad():
+                    ratio = logprobs_of(model, prompt.tolist(), completion)
+                ratio = (ratio - torch.tensor(group.rollout_logprobs[span].copy())).exp().clamp(max=2.0)
+                expected = float(group.advantages[k]) * ratio.nan_to_num(nan=1.0)
+                found = output["advantages"][row][: len(completion)]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+                replaced += 1
+    assert replaced >= GROUP_SIZE
+    for lists, before in trainer.given:  # rollout_func may keep its lists
+        assert lists == before

@@ -5,10 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,12 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.errors import ServerUnavailableError
-from replay_server import ReplayServer, TableConfig
-from tests.factories import server_process
+from tests.factories import run_ranks, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
-from replay_trainer.integrations.trl_rewards import fingerprint
+from replay_trainer.integrations.trl_rows import fingerprint
+from tests.trainer.integrations import run_trl_rank
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,
     At,
@@ -32,43 +28,18 @@ from tests.trainer.integrations.trl_factories import (
     short_is_good,
 )
 
-ROOT = Path(__file__).parents[3]
-POOL = TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=256)
 
-
-@pytest.fixture
-def server():
-    with ReplayServer([POOL], port=0) as server:
-        yield server
-
-
-def start_ranks(folder: Path, **options: Any) -> list[tuple[int, str]]:
-    """The exit status and the errors of two ranks."""
+def start_ranks(folder: Path, **options: Any) -> list[str]:
+    """The errors of two ranks."""
     (folder / "options.json").write_text(json.dumps(options))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.integrations.run_trl_rank", str(folder)],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=250)[1] for process in processes]
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    return run_ranks(2, run_trl_rank.main, folder)
 
 
-def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """The reports of two ranks."""
-    ended = start_ranks(folder, **options)
-    assert [status for status, _ in ended] == [0, 0], ended
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+def reports_of(folder: Path) -> list[dict[str, Any]]:
+    """The reports of two ranks, which agree on the weights."""
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    return ranks
 
 
 # ------------------------------------------------------------------------------------------------- between ranks
@@ -76,8 +47,9 @@ def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 def test_groups_that_span_two_ranks_are_stored_and_replaced_as_a_whole(tmp_path, server):
     settings = {"per_device_train_batch_size": 6, "max_steps": 12, "replay": server.address}
-    ranks = run_ranks(tmp_path, settings=settings)  # 12 rows a step: the second of three groups has rows on both
-    assert ranks[0]["weights"] == ranks[1]["weights"]
+    # 12 rows a step: the second of three groups has rows on both.
+    assert start_ranks(tmp_path, settings=settings) == ["", ""]
+    ranks = reports_of(tmp_path)
     with ReplayClient(server.address) as client:
         keys = [item.key for item in client.list_items("replay", limit=200).items]
         stored = {item.key: rows_of_group(item.group) for item in client.get(keys)}
@@ -104,6 +76,20 @@ def test_groups_that_span_two_ranks_are_stored_and_replaced_as_a_whole(tmp_path,
     assert any(rows == fresh for rows in stored.values() for fresh in generated[1::3])
 
 
+@pytest.mark.long
+def test_two_ranks_share_the_server_of_the_first_and_train_on_different_groups(tmp_path):
+    assert start_ranks(tmp_path) == ["", ""]
+    ranks = reports_of(tmp_path)
+    assert ranks[0]["address"] == ranks[1]["address"]
+    for first, second in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True):
+        assert not {*first} & {*second}
+    assert all(any(keys for keys in rank["keys"]) for rank in ranks)
+    replaced = [float(len(a) + len(b)) for a, b in zip(ranks[0]["keys"], ranks[1]["keys"], strict=True)]
+    assert ranks[0]["replaced"] == replaced
+    assert ranks[0]["zero_std"][-1] == 0.0
+    assert ranks[0]["versions"] == ranks[1]["versions"] == [*range(6)]
+
+
 def rows_of_group(group: Any) -> list[list[list[int]]]:
     completions = [group.completion_ids[span].tolist() for span in group.sampled_spans()]
     return [[prompt.tolist(), ids] for prompt, ids in zip(group.prompts(), completions, strict=True)]
@@ -113,18 +99,16 @@ def rows_of_group(group: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize("choice", ["continue", "raise"])
 def test_ranks_agree_on_what_to_do_without_the_server(tmp_path, choice):
     with server_process(tmp_path) as server:
-        ended = start_ranks(
+        errors = start_ranks(
             tmp_path,
             settings={"replay": server.address, "replay_timeout": 1.0, "replay_on_unavailable": choice},
             kill={"process": server.process.pid, "step": 3},
         )
     if choice == "raise":
-        assert all(status for status, _ in ended)
-        assert all("ServerUnavailableError: the replay server is away" in error for _, error in ended)
+        assert all("ServerUnavailableError: the replay server is away" in error for error in errors)
         return
-    assert [status for status, _ in ended] == [0, 0], ended
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert errors == ["", ""]
+    ranks = reports_of(tmp_path)
     assert ranks[0]["unavailable"] == ranks[1]["unavailable"]
     assert ranks[0]["unavailable"][0] == 0.0
     assert ranks[0]["unavailable"][-2:] == [1.0, 1.0]

@@ -24,9 +24,8 @@ Sources: truncation, Yao et al. 2025 (TIS) and TRL; masking, IcePop; rejection, 
 correction; off-policy mask, DeepSeek-V3.2 (arXiv 2512.02556), TRL and slime; DPPO mask, prime-rl.
 """
 
-from replay_trainer.correction.apply import Correction, correct
 from replay_trainer.correction.config import CorrectionConfig, Rejection
-from replay_trainer.correction.metrics import Moments
+from replay_trainer.correction.correction import Correction, Moments, correct
 from replay_trainer.correction.presets import PRESETS
 
 __all__ = ["PRESETS", "Correction", "CorrectionConfig", "Moments", "Rejection", "correct"]

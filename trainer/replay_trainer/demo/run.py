@@ -26,8 +26,66 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from replay_trainer.demo.picture import draw
-from replay_trainer.summary import read_metrics, summary
+from replay_trainer.metrics import read_metrics, summary
+
+PANELS = {
+    "Fresh reward": ("fresh/reward_mean", "mean reward of the groups generated for the step"),
+    "Replaced groups": ("replay/groups_replaced", "groups without variance, replaced from the pool"),
+    "Staleness": ("fresh/staleness_mean", "policy versions between generation and training"),
+    "Importance ratio": ("correction/ratio_mean", "trainer / sampler, mean over tokens before truncation"),
+}
+"""Title of each panel: the metric, and what it is."""
+SMOOTH = 10
+"""Steps in the mean that is drawn over the values."""
+
+
+def draw(metrics: list[dict[str, Any]], path: Path) -> None:
+    """Writes a PNG with a panel for each of PANELS."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
+    for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
+        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
+        axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
+        axis.set_title(f"{title}\n{meaning}", fontsize=9)
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("training step")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_comparison(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
+    """Writes a PNG with the fresh reward of each variant by generated tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.5))
+    for name, (tokens, rewards) in curves.items():
+        axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
+    axis.set_xlabel("thousand generated tokens")
+    axis.set_ylabel("mean reward of the groups generated now")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """The mean of the last `width` values at each place."""
+    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+
 
 STEPS = 150
 GROUPS_PER_STEP = 16
@@ -407,3 +465,63 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+RARE = 0.08
+"""Solve rate at which the warm-up ends."""
+COMPARED_STEPS = 60
+"""Steps of the run without the pool. More would show more, and take longer than people wait: the other run has four
+times as many, and trains on twice as many groups in all."""
+VARIANTS: dict[str, Variant] = {"without": WITHOUT_POOL, "with": SHARING}
+"""without: 16 fresh groups a step, and no pool. with: 4 fresh groups a step, and up to 4 of the pool, with the loss
+that docs/learning.md recommends. Success is rare at the start, which is where the pool matters."""
+SMOOTHED_GROUPS = 320
+"""Fresh groups in each running mean of the reward."""
+
+
+def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float = RARE) -> None:
+    """Runs both variants for as many fresh groups as `steps` steps have without the pool. Raises DemoError."""
+    check_folder(out)
+    for name in VARIANTS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    curves = {}
+    first: Path | None = None
+    for name, variant in VARIANTS.items():
+        Console().print(f"\n{name} the pool:", highlight=False)
+        run(out / name, steps * GROUPS_PER_STEP // variant.fresh, seed, engine, target_solve_rate, variant, warm=first)
+        first = first or out / name
+        curves[name] = curve(read_metrics(out / name / "metrics.jsonl"), variant)
+    if not all(rewards for _, rewards in curves.values()):
+        raise DemoError("a run has no steps to compare")
+    draw_comparison(curves, out / "compare.png")
+    for line in compared(curves):
+        Console().print(line, highlight=False, soft_wrap=True)
+    Console().print(f"picture: {out / 'compare.png'}", highlight=False, soft_wrap=True)
+
+
+def curve(metrics: list[dict[str, Any]], variant: Variant) -> tuple[list[float], list[float]]:
+    """Of each step: the tokens of all fresh groups so far, and the running mean of their reward."""
+    tokens, total = [], 0.0
+    for line in metrics:
+        total += line["fresh/groups"] * GROUP_SIZE * line["fresh/completion_length_mean"]
+        tokens.append(total)
+    return tokens, running_mean([line["fresh/reward_mean"] for line in metrics], SMOOTHED_GROUPS // variant.fresh)
+
+
+def compared(curves: dict[str, tuple[list[float], list[float]]]) -> Iterator[str]:
+    """Where each curve ended, and when the pool's reached the end of the other."""
+    yield ""
+    for name, (tokens, rewards) in curves.items():
+        yield f"{name:<8} the pool: fresh reward {rewards[-1]:.3f} after {tokens[-1]:.0f} generated tokens"
+    level = max(curves["without"][1])
+    reached_at = {
+        name: next((at for at, reward in zip(*curve, strict=True) if reward >= level), None)
+        for name, curve in curves.items()
+    }
+    if reached_at["with"] is None:
+        yield f"with the pool, the reward never reached {level:.3f}: one seed proves little, see docs/learning.md"
+    else:
+        yield (
+            f"a fresh reward of {level:.3f} took {reached_at['without']:.0f} tokens without the pool, and "
+            f"{reached_at['with']:.0f} with it"
+        )

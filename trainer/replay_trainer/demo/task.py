@@ -11,12 +11,14 @@ others never.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -27,12 +29,16 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 Row = dict[str, str]
-Progress = Callable[[dict[str, float]], None]
 
 CHARACTERS = "0123456789+-=*? abcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-MAX_NEW_TOKENS = 9
-"""The longest answer of any kind of problem, with its end-of-sequence token."""
+PAD_ID, EOS_ID = 0, 1
+_IDS = {character: index + 3 for index, character in enumerate(CHARACTERS)}
+_WARM_UP_BATCH = 64
+_RAMP_STEPS = 20
+"""Steps of the warm-up in which the learning rate rises."""
+_WARM_UP_SECONDS = 120.0
+"""A warm-up that has not reached its solve rate then has failed."""
 
 # (digits of the first operand, digits of the second) -> share of the problems.  A second operand of
 # one digit is learnt first; 2+2 digits stays hard and keeps some groups all wrong for long.
@@ -66,8 +72,8 @@ def make_model(seed: int) -> Qwen2ForCausalLM:
         max_position_embeddings=64,
         initializer_range=0.08,
         tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
         bos_token_id=None,
     )
     return Qwen2ForCausalLM(config)
@@ -102,63 +108,17 @@ def problems(seed: int, count: int, kind: str = "sums") -> list[Row]:
     return [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
 
 
-@torch.no_grad()
-def sample(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One completion per prompt at temperature 1.
-
-    Returns the left-padded prompts (ids, mask) and the completions, padded after their eos.
-    """
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    prompt_mask, step, cache, tokens = mask, ids, None, []
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    alive = torch.ones(len(prompts), dtype=torch.bool)
-    for _ in range(MAX_NEW_TOKENS):
-        out = model(
-            input_ids=step,
-            attention_mask=mask,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache, logits = out.past_key_values, out.logits[:, -1]
-        chosen = torch.multinomial(logits.float().softmax(-1), 1)[:, 0]
-        tokens.append(torch.where(alive, chosen, pad))
-        alive = alive & (chosen != eos)
-        if not alive.any():
-            break
-        step, position = chosen[:, None], position[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    return ids, prompt_mask, torch.stack(tokens, dim=1)
+def encode(text: str) -> list[int]:
+    """The tokens that `make_tokenizer` gives for a text of CHARACTERS."""
+    return [_IDS[character] for character in text]
 
 
-def is_right(tokenizer: PreTrainedTokenizerFast, completion: Sequence[int], answer: str) -> bool:
-    """Whether the text before the first eos is the answer; without an eos it is not."""
-    tokens = list(completion)
-    if tokenizer.eos_token_id not in tokens:
-        return False
-    return bool(tokenizer.decode(tokens[: tokens.index(tokenizer.eos_token_id)]) == answer)
-
-
-def solve_rate(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> float:
-    """Share of the rows solved by one completion each, sampled at temperature 1."""
-    completions = sample(model, tokenizer, [row["prompt"] for row in rows])[2].tolist()
-    right = [is_right(tokenizer, completion, row["answer"]) for completion, row in zip(completions, rows, strict=True)]
-    return sum(right) / len(right)
-
-
-def _supervised_batch(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels; only the answer and its eos carry a label."""
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    prompts = [tokenizer(r["prompt"])["input_ids"] for r in rows]
-    answers = [[*tokenizer(r["answer"])["input_ids"], eos] for r in rows]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(rows), width), pad)
-    labels = torch.full((len(rows), width), -100)
+def supervised_batch(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Right-padded ids (R, S), and labels (R, S) that are -100 outside of the answers and their eos."""
+    prompts = [encode(row["prompt"]) for row in rows]
+    answers = [[*encode(row["answer"]), EOS_ID] for row in rows]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids, labels = torch.full((len(rows), width), PAD_ID), torch.full((len(rows), width), -100)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[i, :end] = torch.tensor(prompt + answer)
@@ -166,58 +126,41 @@ def _supervised_batch(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -
     return ids, labels
 
 
-def warm_up(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: Sequence[Row],
-    *,
-    target_solve_rate: float = 0.40,
-    seed: int = 0,
-    max_seconds: float = 120.0,
-    progress: Progress | None = None,
-    learning_rate: float = 1.5e-3,
-    batch_size: int = 64,
-    ramp_steps: int = 20,
-    check_every: int = 5,
-    check_rows: int = 256,
-) -> dict[str, float]:
-    """Train on the answers until the sampled solve rate reaches its target, or time is up.
+@torch.no_grad()
+def solve_rate(model: Any, ids: Tensor, labels: Tensor) -> float:
+    """The mean probability, at temperature 1, of sampling exactly the labelled answers (R, S)."""
+    logprobs = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    wanted = labels[:, 1:]
+    chosen = logprobs.gather(-1, wanted.clamp_min(0)[..., None])[..., 0]
+    return float(torch.where(wanted >= 0, chosen, 0.0).sum(1).exp().mean())
 
-    The number of steps needed differs by seed, so the solve rate at temperature 1 ends the
-    training.  Returns (and hands to `progress`) steps, seconds, loss and solve_rate.
+
+def warm_up(
+    model: Any, rows: Sequence[Row], checked: Sequence[Row], *, seed: int, learning_rate: float, check_every: int
+) -> Iterator[dict[str, float]]:
+    """Trains on the answers of `rows`, without end. Yields `steps`, `loss` and `solve_rate`, that of `checked`.
+
+    It yields every `check_every` steps. The number of steps that a model needs differs by seed, so the caller ends the
+    training by the solve rate.
     """
-    start = time.perf_counter()
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    checked = rng.sample(rows, min(check_rows, len(rows)))
-    all_ids, all_labels = _supervised_batch(tokenizer, rows)
+    (ids, labels), held_out = supervised_batch(rows), supervised_batch(checked)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
-    stats: dict[str, float] = {"steps": 0, "seconds": 0.0, "loss": float("nan"), "solve_rate": 0.0}
-    model.train()
-    while time.perf_counter() - start < max_seconds:
-        step = int(stats["steps"]) + 1
+    for step in itertools.count(1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, step / ramp_steps)
-        index = torch.tensor(rng.sample(range(len(rows)), min(batch_size, len(rows))))
-        ids, labels = all_ids[index], all_labels[index]
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+            group["lr"] = learning_rate * min(1.0, step / _RAMP_STEPS)
+        index = torch.tensor(rng.sample(range(len(ids)), _WARM_UP_BATCH))
+        logits = model(input_ids=ids[index], use_cache=False).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[index, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        stats |= {"steps": step, "seconds": time.perf_counter() - start, "loss": loss.item()}
         if step % check_every == 0:
-            stats["solve_rate"] = solve_rate(model, tokenizer, checked)
-            stats["seconds"] = time.perf_counter() - start
-            if progress is not None:
-                progress(dict(stats))
-            if stats["solve_rate"] >= target_solve_rate:
-                break
-    model.eval()
-    return stats
+            yield {"steps": step, "loss": loss.item(), "solve_rate": solve_rate(model, *held_out)}
 
 
 def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: str = "sums") -> None:
@@ -231,20 +174,16 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
         return
     # One thread: with two, a second busy process on two cores makes this five times slower.
     torch.set_num_threads(1)
-    model = make_model(seed)
-    stats = warm_up(
-        model,
-        tokenizer,
-        rows,
-        seed=seed,
-        target_solve_rate=target_solve_rate,
-        progress=lambda stats: print(json.dumps(stats), flush=True),
-    )
-    if stats["solve_rate"] < target_solve_rate:
-        sys.exit(
-            f"the warm-up reached a solve rate of {stats['solve_rate']:.2f} in {stats['seconds']:.0f} s, not "
-            f"{target_solve_rate}: try another --seed"
-        )
+    model, end = make_model(seed), time.monotonic() + _WARM_UP_SECONDS
+    for stats in warm_up(model, rows, rows[:256], seed=seed, learning_rate=1.5e-3, check_every=5):
+        print(json.dumps(stats), flush=True)
+        if stats["solve_rate"] >= target_solve_rate:
+            break
+        if time.monotonic() > end:
+            sys.exit(
+                f"the warm-up reached a solve rate of {stats['solve_rate']:.2f} in {_WARM_UP_SECONDS:.0f} s, not "
+                f"{target_solve_rate}: try another --seed"
+            )
     model.save_pretrained(folder / "warm")
     tokenizer.save_pretrained(folder / "warm")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -27,9 +27,10 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.scoring import carries_gradient, group_priority
-from replay_trainer.replacement import OnEmpty
+from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
+K = TypeVar("K")
 T = TypeVar("T")
 
 OnUnavailable = Literal["continue", "raise"]
@@ -105,6 +106,30 @@ class GroupPool:
 
     def _policy(self) -> Policy | None:
         return self._call(lambda: self.client.policy(timeout=self._limit()), DeadlineExceededError)
+
+    def replace(
+        self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
+    ) -> tuple[dict[K, Sample], dict[str, float]]:
+        """What the table has for the places of zero-variance groups, by place, and metrics `replay/*`.
+
+        `groups`: those of a step, by place; the others of them are stored. Groups in which a rollout failed are smaller
+        than the rest, and stay. `scope` and `accept` are as in `draw`.
+        """
+        zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
+        size = max((group.group_size for group in groups.values()), default=0)
+        places = [place for place in zero_variance if groups[place].group_size == size]
+        drawn = self.draw(len(places), scope, lambda group: group.group_size == size and accept(group))
+        self.insert(group for place, group in groups.items() if place not in zero_variance)
+        rewards = [float(group.rewards.mean()) for group in groups.values()]
+        staleness = [sample.info.staleness for sample in drawn]
+        return dict(zip(places, drawn, strict=False)), {
+            "replay/fresh_reward": sum(rewards) / max(1, len(rewards)),
+            "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
+            "replay/groups_replaced": len(drawn),
+            "replay/groups_missing": len(zero_variance) - len(drawn),
+            "replay/staleness": sum(staleness) / max(1, len(staleness)),
+            "replay/unavailable": float(self.problem is not None),
+        }
 
     def draw(self, count: int, scope: str, accept: Callable[[RolloutGroup], bool]) -> list[Sample]:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.

@@ -19,7 +19,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.utils.types import Sample
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
-from replay_client.scoring import carries_gradient, group_advantages
+from replay_client.scoring import group_advantages
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 
 NOT_STORED = ("rollout_top_p_token_ids", "rollout_routed_experts", "teacher_log_probs")
@@ -70,29 +70,13 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
     version = pool.advance(rollout_id)
     whole = {place: samples for place, each in enumerate(output.samples) if (samples := _whole(each, reward_key))}
     groups = {place: _stored(samples, version, reward_key) for place, samples in whole.items()}
-    zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
-    size = max((group.group_size for group in groups.values()), default=0)
-    places = [place for place in zero_variance if groups[place].group_size == size]
-    drawn = pool.draw(
-        len(places), f"{_RUN}/{rollout_id}", lambda group: group.group_size == size and _kept_of(group) is not None
-    )
+    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: _kept_of(group) is not None)
     samples = list(output.samples)
-    for place, sample in zip(places, drawn, strict=False):
+    for place, sample in drawn.items():
         restored = _restored(whole[place], sample.group)
         nested = isinstance(samples[place][0], list)
         samples[place] = [[each] for each in restored] if nested else restored
-    pool.insert(group for place, group in groups.items() if place not in zero_variance)
-    rewards = [float(group.rewards.mean()) for group in groups.values()]
-    staleness = [sample.info.staleness for sample in drawn]
-    metrics = {
-        "replay/fresh_reward": float(np.mean(rewards)) if rewards else 0.0,
-        "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
-        "replay/groups_replaced": len(drawn),
-        "replay/groups_missing": len(zero_variance) - len(drawn),
-        "replay/groups_left_alone": len(output.samples) - len(groups),
-        "replay/staleness": float(np.mean(staleness)) if staleness else 0.0,
-        "replay/unavailable": float(pool.problem is not None),
-    }
+    metrics["replay/groups_left_alone"] = len(output.samples) - len(groups)
     return RolloutFnTrainOutput(samples=samples, metrics=(output.metrics or {}) | metrics)
 
 

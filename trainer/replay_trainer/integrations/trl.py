@@ -12,15 +12,16 @@ The rows change before TRL computes anything from them, so all that it computes 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +35,131 @@ from trl.models.utils import disable_gradient_checkpointing
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
 from replay_client.scoring import carries_gradient, group_advantages, group_priority
+from replay_server import ReplayServer, TableConfig
+from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct
-from replay_trainer.integrations.pool import GroupPool
-from replay_trainer.integrations.trl_config import ReplayGRPOConfig
-from replay_trainer.integrations.trl_hooks import GENERATED, check_attributes, check_methods, mismatch
-from replay_trainer.integrations.trl_rewards import fingerprint
-from replay_trainer.integrations.trl_rows import FreshRow, GenerationStep, Rows
+from replay_trainer.integrations.pool import GroupPool, OnUnavailable
+from replay_trainer.integrations.trl_rows import FreshRow, GenerationStep, Rows, fingerprint
+
+
+@dataclass
+class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types that mypy reads
+    """TRL's GRPOConfig and the settings of replay. Raises ValueError for a value out of range."""
+
+    replay: str | None = None
+    """Address of a replay server, host:port; token and TLS come from the environment (REPLAY_TOKEN, REPLAY_TLS_CA).
+    None: a server inside this process, which ends with it."""
+    replay_table: str = "replay"
+    """Table of the server that holds the pool."""
+    replay_buffer_size: int = 64
+    """Groups in the pool of the server inside this process; a server at an address has its own max_size.
+    0 turns replay off."""
+    replay_share: float = 0.0
+    """Least share of the groups of a step that come from the pool, from 0 to 0.9. 0: only groups whose rewards are all
+    equal are replaced. Otherwise the fresh groups of the lowest priority are replaced too; they go into the pool."""
+    replay_max_staleness: int | None = None
+    """A stored group that is more optimizer steps old than this is not used. None: only the table's limit holds."""
+    replay_on_empty: OnEmpty = "keep"
+    """What happens to a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
+    out. wait: wait up to replay_timeout for another trainer to fill the pool."""
+    replay_on_unavailable: OnUnavailable = "continue"
+    """What happens when the server goes away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
+    again at every generation. raise: ServerUnavailableError ends the run on all ranks."""
+    replay_timeout: float = 60.0
+    """Seconds that a generation waits for a server that restarts, and that replay_on_empty="wait" waits before
+    DeadlineExceededError ends the run."""
+    replay_same_rewards: bool = False
+    """Leave stored groups out that other reward functions scored. False: they are used, with a warning."""
+    replay_clip_max: float = 2.0
+    """Upper bound of the importance ratio of a replayed token. Where TRL corrects (vLLM), its own settings apply."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.replay_share <= 0.9:
+            raise ValueError(f"replay_share must be from 0 to 0.9, not {self.replay_share}")
+        if self.replay_buffer_size < 0:
+            raise ValueError(f"replay_buffer_size must be at least 0, not {self.replay_buffer_size}")
+        if self.replay_on_empty not in get_args(OnEmpty):
+            raise ValueError(
+                f"replay_on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.replay_on_empty!r}"
+            )
+        if self.replay_on_unavailable not in get_args(OnUnavailable):
+            raise ValueError(
+                f"replay_on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, "
+                f"not {self.replay_on_unavailable!r}"
+            )
+        if not self.replay_clip_max > 0:
+            raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
+
+
+TESTED_VERSION = "1.16"
+
+HOOKS = {
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_get_per_token_logps_and_entropies": (
+        *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
+        *("compute_entropy", "compute_aux_loss"),
+    ),
+}
+"""The methods that are replaced or called, with their first parameters after self."""
+
+OPTIONAL_AFTER = {"_get_per_token_logps_and_entropies"}
+"""Methods that may have more parameters: those of images, which replayed rows do not have."""
+
+ATTRIBUTES = (
+    *("accelerator", "num_generations", "reward_weights", "reward_func_names", "temperature", "max_completion_length"),
+    *("use_vllm", "vllm_importance_sampling_correction", "off_policy_mask_threshold", "multi_objective_aggregation"),
+    *("scale_rewards", "tools", "_is_vlm", "_metrics", "_tokenizer", "_step", "_pending_extra_logs"),
+)
+"""Read from a trainer that has been constructed."""
+
+GENERATED = 8
+"""Values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images,
+tool_images."""
+
+
+def check_methods(trainer_class: type) -> None:
+    """Raises ImportError, with the difference and the remedy, if the methods of TRL's trainer have changed."""
+    for name, expected in HOOKS.items():
+        method = getattr(trainer_class, name, None)
+        if method is None:
+            raise ImportError(mismatch(f"GRPOTrainer has no method {name}"))
+        found = tuple(inspect.signature(method).parameters)[1:]
+        if (found[: len(expected)] if name in OPTIONAL_AFTER else found) != expected:
+            raise ImportError(mismatch(f"GRPOTrainer.{name} takes ({', '.join(found)}), not ({', '.join(expected)})"))
+
+
+def check_attributes(trainer: Any) -> None:
+    """Raises ImportError if a constructed trainer lacks what the adapter reads."""
+    missing = [name for name in ATTRIBUTES if not hasattr(trainer, name)]
+    if missing:
+        raise ImportError(mismatch(f"a GRPOTrainer has no attribute {', '.join(missing)}"))
+
+
+def mismatch(difference: str) -> str:
+    """The sentence of every such error."""
+    import trl
+
+    return (
+        f"ReplayGRPOTrainer was tested with TRL {TESTED_VERSION}, and the installed TRL {trl.__version__} differs: "
+        f"{difference}. Install trl=={TESTED_VERSION}.*, or a newer replay-server"
+    )
+
+
+def start_embedded(table: str, max_size: int, max_staleness: int | None) -> ReplayServer:
+    """A running server on the loopback address, with one table: a pool in memory that keeps the best `max_size` groups.
+
+    The caller stops it.
+    """
+    config = TableConfig(
+        name=table, sampler="prioritized", remover="min_heap", max_size=max_size, max_staleness=max_staleness
+    )
+    server = ReplayServer(tables=[config], port=0)
+    server.start()
+    return server
+
 
 logger = logging.getLogger(__name__)
 check_methods(GRPOTrainer)
@@ -76,7 +196,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         settings, server = self._replay, None
         address = settings.replay
         if address is None and self.accelerator.is_main_process:
-            from replay_trainer.integrations.embedded import start_embedded
+            from replay_trainer.integrations.trl import start_embedded
 
             server = start_embedded(settings.replay_table, settings.replay_buffer_size, settings.replay_max_staleness)
             address = server.address
@@ -290,7 +410,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
             return None
         old_BT: Tensor | None = output.get("old_per_token_logps")
-        if old_BT is None:  # computed on every rank, replaced rows or not: a sharded model needs all ranks
+        if old_BT is None:  # computed on every rank, replaced rows or not: a partitioned model needs all ranks
             names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
             old_BT = self._logprobs(*(output[name] for name in names))
         stored_BT = old_BT.clone()

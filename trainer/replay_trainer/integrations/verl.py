@@ -24,7 +24,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
-from replay_client.scoring import carries_gradient, group_advantages
+from replay_client.scoring import group_advantages
 from replay_trainer.integrations.pool import GroupPool
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
@@ -66,25 +66,10 @@ class _WithPool:
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
         keys, groups = self._read(batch, version)
-        zero_variance = [name for name, group in groups.items() if not carries_gradient(group)]
-        # Groups in which a session failed are smaller, and stay.
-        size = max((group.group_size for group in groups.values()), default=0)
-        places = [name for name in zero_variance if groups[name].group_size == size]
-        drawn = self.pool.draw(len(places), f"{self._run}/{global_steps}", lambda group: self._fits(group, size))
-        replaced = dict(zip(places, drawn, strict=False))
+        replaced, ours = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
         for name, sample in replaced.items():
             self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
-        self.pool.insert(group for name, group in groups.items() if name not in zero_variance)
-        rewards = [float(group.rewards.mean()) for group in groups.values()]
-        staleness = [sample.info.staleness for sample in replaced.values()]
-        return batch, metrics | {
-            "replay/fresh_reward": float(np.mean(rewards)) if rewards else 0.0,
-            "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
-            "replay/groups_replaced": len(replaced),
-            "replay/groups_missing": len(zero_variance) - len(replaced),
-            "replay/staleness": float(np.mean(staleness)) if staleness else 0.0,
-            "replay/unavailable": float(self.pool.problem is not None),
-        }
+        return batch, metrics | ours
 
     def _check_columns(self, batch: Any) -> None:
         """Raises ValueError if a row lacks what a group is made of, or has columns of tokens that no group has."""
@@ -133,13 +118,12 @@ class _WithPool:
             )
         return keys, groups
 
-    def _fits(self, group: RolloutGroup, size: int) -> bool:
-        """Whether a stored group can stand where one of `size` rows stood."""
+    def _fits(self, group: RolloutGroup) -> bool:
+        """Whether a stored group can stand in verl's batch."""
         lengths = (int(group.prompt_lengths.max()), int(group.sampled_lengths.max()))
         known = [np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()]
         return (
-            group.group_size == size
-            and group.sampled_lengths.min() > 0
+            group.sampled_lengths.min() > 0
             and bool(group.prompt_lengths.all())
             and all(known)  # verl does not bear a NaN
             and all(

@@ -30,9 +30,9 @@ class SamplingConfig:
     temperature: float = 1.0
     """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
     top_p: float = 1.0
-    """Keeps the smallest set of most likely tokens whose probabilities reach this sum. 1: all."""
+    """Keeps the smallest set of most likely tokens whose probabilities reach this sum; 1: all."""
     top_k: int = 0
-    """Keeps this many of the most likely tokens. 0: all."""
+    """Keeps this many of the most likely tokens; 0: all."""
     max_tokens: int = 256
     """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
     seed: int | None = None

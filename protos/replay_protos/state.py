@@ -1,0 +1,51 @@
+"""What replay.proto declares about the fields of ServerInfo, and the document that `--json` prints of them.
+
+A field of ServerInfo, or of a message in it, has the option `field`: how shards are merged, its metric, and whether 0
+means unknown. Whoever passes the state of a server on reads the options here and keeps no list of the fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from replay_protos import replay_pb2 as pb
+
+Document = dict[str, Any]
+
+
+@cache
+def declared(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
+    """Each field of a message, with what replay.proto declares about it."""
+    return tuple((field, field.GetOptions().Extensions[pb.field]) for field in message.fields)
+
+
+def document(record: Message | Any, message: Descriptor | None = None) -> Document:
+    """A message, or a record with the fields of `message`, as values of JSON by the names of the fields.
+
+    A key of an item and the id of a server are strings: they have 64 bits, and many readers of JSON keep only 53. What
+    is 0 because it is unknown is None.
+    """
+    return {
+        field.name: _value(getattr(record, field.name), field, option)
+        for field, option in declared(message or record.DESCRIPTOR)
+    }
+
+
+def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
+    if value is None or (option.zero_is_unknown and not value):
+        return None
+    if isinstance(value, Mapping):  # a record has the tables by their names
+        return {name: document(each, field.message_type) for name, each in value.items()}
+    if field.is_repeated:
+        return [document(each, field.message_type) for each in value]
+    if field.message_type is not None:
+        return document(value, field.message_type)
+    if option.json:
+        return json.loads(value)
+    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value

@@ -1,0 +1,189 @@
+"""`replay update`, `reset` and `policy`: change a server while it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, document
+from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect
+from replay_server.cli.options import with_access
+from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
+
+if TYPE_CHECKING:
+    from replay_client.records import Policy, TableInfo
+
+policy = typer.Typer(help="Show or set the trainer's current policy version.", rich_markup_mode=None)
+
+
+@with_access
+def update(
+    access: dict[str, Any],
+    table: TableName,
+    changes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE...", help="Fields of the table, as in the file: max_size=8192, sampler=fifo."
+        ),
+    ],
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Change the configuration of a table until the server ends. Items and counters stay.
+
+    A value is JSON or a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size": 8}'.
+    Asks before a change that takes items out of the table.
+    """
+    wanted = dict(_change(change) for change in changes)
+    with connect(access, timeout) as client:
+        info = ask(lambda: client.server_info(tables=[table]).tables[table])
+        _check(table, wanted)
+        if loss := _losses(info, wanted):
+            confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
+        after = ask(lambda: client.update_table(table, **wanted))
+    if as_json:
+        print_json(document(after))
+        return
+    old, new = json.loads(info.config), json.loads(after.config)
+    for name in new:
+        if old[name] != new[name]:
+            say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
+    if old == new:
+        say(f"{table}: nothing changed")
+
+
+@with_access
+def reset(
+    access: dict[str, Any],
+    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
+    all_tables: Annotated[bool, typer.Option("--all", help="Empty all tables.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Empty a table, or all tables, and set the counters to 0."""
+    from replay_client.units import counted
+
+    if bool(table) == all_tables:
+        misuse("name the table to empty, or say --all")
+    confirm(f"Remove every item of {table or 'all tables'}?", yes)
+    with connect(access, timeout) as client:
+        removed = ask(lambda: client.reset(table))
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        say(f"{counted(removed, 'item')} removed from {table or 'all tables'}")
+
+
+def _change(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    from replay_server.tables.config import TableConfig
+
+    if not equals:
+        misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
+    if name not in TableConfig.model_fields:
+        misuse(f"a table has no field {name!r}; fields: {', '.join(TableConfig.model_fields)}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _check(table: str, wanted: Document) -> None:
+    """Ends the command if the server will refuse a value, before anybody is asked to accept a loss.
+
+    Only what is wrong with a single field: whether it fits the other fields, the server knows.
+    """
+    from pydantic import ValidationError
+
+    from replay_server.tables.config import TableConfig, explain
+
+    try:
+        TableConfig.model_validate({"name": table} | wanted)
+    except ValidationError as error:
+        if any(problem["loc"] for problem in error.errors()):
+            fail(f"table {table!r}: {explain(error)}")
+
+
+def _losses(info: TableInfo, wanted: Document) -> str:
+    """In words, what the table holds beyond a new bound; empty: nothing."""
+    amounts = {
+        "max_size": (info.size, "items"),
+        "max_bytes": (info.bytes, "bytes"),
+        "max_staleness": (info.staleness.max if info.size else 0, "versions of staleness"),
+    }
+    for name, (amount, unit) in amounts.items():
+        limit = _number(wanted.get(name))
+        if limit is not None and limit < amount:
+            return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
+    uses = _number(wanted.get("max_times_sampled"))
+    before = json.loads(info.config)["max_times_sampled"]
+    if uses and info.size and (not before or uses < before):
+        return f"may hold items that were sampled {uses:.0f} times"
+    return ""
+
+
+def _number(value: object) -> float | None:
+    """A count or a size as a number. None if it is neither; the server refuses it."""
+    from replay_server.tables.config import parse_bytes
+
+    try:
+        number = parse_bytes(value)
+    except ValueError:
+        return None
+    return number if isinstance(number, int | float) else None
+
+
+@policy.callback(invoke_without_command=True)
+@with_access
+def _show_by_default(
+    access: dict[str, Any], context: typer.Context, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    if context.invoked_subcommand is None:
+        _show(access, as_json, timeout)
+
+
+@policy.command("show")
+@with_access
+def _show_policy(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+    """Show the current version, the location of its weights, and its age."""
+    _show(access, as_json, timeout)
+
+
+@policy.command("set")
+@with_access
+def _set_policy(
+    access: dict[str, Any],
+    version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
+    weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
+    if rollback:
+        confirm(f"Go back to version {version}, and count permits anew?", yes)
+    with connect(access, timeout) as client:
+        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback)), as_json)
+
+
+def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
+    with connect(access, timeout) as client:
+        _print(ask(client.policy), as_json)
+
+
+def _print(current: Policy, as_json: bool) -> None:
+    if as_json:
+        print_json(document(current, pb.Policy.DESCRIPTOR))
+        return
+    from replay_client.units import duration
+
+    weights = current.weights or "no weights published"
+    say(f"version {current.version}, {weights}, set {duration(current.age)} ago")

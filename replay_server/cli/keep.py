@@ -1,0 +1,383 @@
+"""`replay checkpoint`, `checkpoints`, `export` and `import`: copies of a whole server, and of the items of a table.
+
+A file of items is JSON lines or, with the package pyarrow, parquet. A row is one item as plain columns, for a notebook,
+and back again for another server.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_protos.state import document
+from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
+from replay_server.cli.items import item_document, load_tokenizer
+from replay_server.cli.options import with_access
+from replay_server.cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient, RolloutGroup
+    from replay_client.records import StoredItem
+
+FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
+
+
+@with_access
+def checkpoint(
+    access: dict[str, Any],
+    name: Annotated[
+        str, typer.Argument(help="Its name. Checkpoints without one are removed after some newer ones.")
+    ] = "",
+    as_json: AsJson = False,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile."""
+    with connect(access, timeout) as client:
+        reach(client, timeout)
+        written = ask(lambda: client.checkpoint(name))
+    if as_json:
+        print_json({"name": written})
+    else:
+        say(written)
+
+
+@with_access
+def checkpoints(
+    access: dict[str, Any],
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 600.0,
+) -> None:
+    """List the server's checkpoints, the newest first. Status 1 if one is damaged."""
+    with connect(access, timeout) as client:
+        reach(client, timeout)
+        found = ask(lambda: client.checkpoints(verify=verify))
+    if as_json:
+        print_json([document(entry) for entry in found])
+    else:
+        from replay_client.units import byte_size
+
+        rows = []
+        for entry in found:
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+            facts = (
+                (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            )
+            state = ("verified" if verify else "complete") if entry.intact else f"damaged: {entry.problem}"
+            rows.append((entry.name, made, *facts, state))
+        columns = ("checkpoint", "made", "items", "bytes", "policy", "state")
+        console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))
+    if not all(entry.intact for entry in found):
+        raise typer.Exit(1)
+
+
+@with_access
+def export(
+    access: dict[str, Any],
+    table: TableName,
+    file: FileName,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the model or tokenizer: adds prompt and completions as text.")
+    ] = None,
+    payloads: Annotated[
+        bool, typer.Option("--payloads/--no-payloads", help="Write the bytes of the items, which `import` needs.")
+    ] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many items, the oldest first. [all]")] = None,
+    as_json: AsJson = False,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Write the items of a table into a file, a row for each. They stay in the table, and do not count as sampled."""
+    from replay_client.units import counted
+
+    format_of(file)
+    decoder = None if tokenizer is None else load_tokenizer(tokenizer)
+    with connect(access, timeout) as client:
+        rows = _rows(client, table, limit, decoder, payloads)
+        columns = _columns(decoder is not None, payloads)
+        try:
+            count = ask(lambda: _write(file, columns, rows))
+        except OSError as error:
+            fail(error)
+    if as_json:
+        print_json({"table": table, "file": str(file), "items": count})
+    else:
+        say(f"{counted(count, 'item')} of {table} written to {file}")
+
+
+@with_access
+def import_items(
+    access: dict[str, Any],
+    file: FileName,
+    table: Annotated[
+        str | None,
+        typer.Option(help="Insert into this table. [the table that each row names]", autocompletion=complete_table),
+    ] = None,
+    as_json: AsJson = False,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Insert the items of a file that `replay export` wrote, under their keys. Items that are there stay."""
+    from replay_client.units import counted
+
+    with connect(access, timeout) as client:
+        try:
+            count = ask(lambda: _insert_all(client, file, table))
+        except OSError as error:
+            fail(error)
+    if as_json:
+        print_json({"file": str(file), "items": count})
+    else:
+        say(f"{counted(count, 'item')} of {file} inserted")
+
+
+def _insert_all(client: ReplayClient, file: Path, table: str | None) -> int:
+    count = 0
+    for row in _read(file):
+        try:
+            _insert(client, row, table)
+        except ValueError as error:
+            raise ValueError(f"{file}, row {count + 1}: {error}") from None
+        count += 1
+    return count
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+Row = dict[str, Any]
+
+_ITEMS_PER_PAGE = 1000
+_PAYLOADS_PER_CALL = 32
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the file."""
+
+    name: str
+    kind: str
+    """Type of its values: int, float, str, bytes, or list of one of them."""
+    of: Callable[[RolloutGroup], Any]
+
+
+_GROUP_COLUMNS = (
+    Column("prompt_id", "str", lambda group: group.prompt_id),
+    Column("group_size", "int", lambda group: group.group_size),
+    Column("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
+    Column("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
+    Column("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
+    Column("rewards", "list of float", lambda group: group.rewards.tolist()),
+    Column("advantages", "list of float", lambda group: group.advantages.tolist()),
+    Column("mean_logprobs", "list of float", lambda group: _mean_logprobs(group)),
+    Column("finish_reasons", "list of str", lambda group: list(group.finish_reasons or ())),
+    Column("reward_mean", "float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
+    Column("reward_std", "float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
+)
+"""What a group says of itself; a list has one value for each completion. Null where an item is not a group."""
+_ITEM_COLUMNS = {
+    "key": "str",
+    "table": "str",
+    "priority": "float",
+    "age": "float",
+    "policy_version": "int",
+    "staleness": "int",
+    "times_sampled": "int",
+    "bytes": "int",
+}
+"""What the server knows of an item. Keys are strings: they have 64 bits, and many readers keep only 53."""
+_TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
+"""With a tokenizer."""
+_PAYLOAD = "payload"
+"""The bytes of the item, which `import` needs. In JSON lines they are in base64."""
+
+
+def _columns(texts: bool, payloads: bool) -> dict[str, str]:
+    """The type of each column of a file, in their order."""
+    kinds = _ITEM_COLUMNS | {column.name: column.kind for column in _GROUP_COLUMNS}
+    return kinds | (_TEXT_COLUMNS if texts else {}) | ({_PAYLOAD: "bytes"} if payloads else {})
+
+
+def _rows(client: ReplayClient, table: str, limit: int | None, decoder: Any, payloads: bool) -> Iterator[Row]:
+    """A row for each item of the table, the oldest first. Leaves out items that go away meanwhile."""
+    left = limit
+    page = ""
+    while left is None or left > 0:
+        size = _ITEMS_PER_PAGE if left is None else min(_ITEMS_PER_PAGE, left)
+        found = client.list_items(table, limit=size, descending=True, page=page)
+        for start in range(0, len(found), _PAYLOADS_PER_CALL):
+            infos = found.items[start : start + _PAYLOADS_PER_CALL]
+            yield from _rows_of(client, table, infos, decoder, payloads)
+        left = None if left is None else left - len(found)
+        page = found.next_page
+        if not page:
+            return
+
+
+def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payloads: bool) -> Iterator[Row]:
+    stored = {item.key: item for item in client.get([info.key for info in infos])}
+    for info in infos:
+        if (item := stored.get(info.key)) is None:
+            continue
+        group = _group_of(item)
+        facts = item_document(info) | {"table": table}
+        row = {name: facts[name] for name in _ITEM_COLUMNS}
+        row |= {column.name: None if group is None else column.of(group) for column in _GROUP_COLUMNS}
+        if decoder is not None:
+            row |= _texts(group, decoder)
+        if payloads:
+            row[_PAYLOAD] = bytes(item.payload)
+        yield row
+
+
+def _group_of(item: StoredItem) -> RolloutGroup | None:
+    """The item's group; None if its payload is something else."""
+    try:
+        return item.group
+    except ValueError:
+        return None
+
+
+def _texts(group: RolloutGroup | None, decoder: Any) -> Row:
+    if group is None:
+        return dict.fromkeys(_TEXT_COLUMNS)
+    shared = group.prompt_ids.size
+    return {
+        "prompt": decoder.decode(group.prompt_ids.tolist()),
+        "contexts": [decoder.decode(ids[shared:].tolist()) for ids in group.prompts()],
+        "completions": [decoder.decode(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
+    }
+
+
+def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
+    """The mean of the known log-probabilities of each completion; null where none is known."""
+    from replay_client.dashboard.group import completion_facts
+
+    return [completion_facts(group, row)["mean_logprob"] for row in range(group.group_size)]
+
+
+def _insert(client: ReplayClient, row: Row, table: str | None) -> None:
+    """Inserts the item of a row, under its own key. Raises ValueError for a row that `export` did not write."""
+    missing = [name for name in ("key", "table", "priority", "policy_version", _PAYLOAD) if row.get(name) is None]
+    if missing:
+        remedy = "; export it with payloads" if missing == [_PAYLOAD] else ""
+        raise ValueError(f"there is no {', '.join(missing)}{remedy}")
+    payload = row[_PAYLOAD]
+    client.insert(
+        base64.b64decode(payload) if isinstance(payload, str) else payload,
+        {table or row["table"]: float(row["priority"])},
+        key=int(row["key"]),
+        policy_version=int(row["policy_version"]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+_ROWS_PER_BATCH = 256
+"""Rows in memory at the same time, and in one row group of a parquet file."""
+
+
+def format_of(path: Path) -> str:
+    """`jsonl` or `parquet`, by the end of the file's name."""
+    if path.suffix in (".jsonl", ".json"):
+        return "jsonl"
+    if path.suffix == ".parquet":
+        need("a .parquet file", "parquet", "pyarrow")
+        return "parquet"
+    misuse(f"{path}: the name of the file must end with .jsonl or .parquet")
+
+
+def _write(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
+    """Writes the rows beside the file and renames it at the end. Returns how many there were."""
+    unfinished = path.with_name(path.name + ".tmp")
+    writer = _write_jsonl if format_of(path) == "jsonl" else _write_parquet
+    try:
+        count = writer(unfinished, columns, iter(rows))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _read(path: Path) -> Iterator[Row]:
+    """The rows of a file. Raises ValueError that names a file of another kind, OSError if it cannot be read."""
+    return _read_jsonl(path) if format_of(path) == "jsonl" else _read_parquet(path)
+
+
+def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    from replay_client.documents import plain
+
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            encoded = {
+                name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+                for name, value in row.items()
+            }
+            file.write(json.dumps(plain(encoded), ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    try:
+        yield from _rows_of_lines(path)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text{_other_kind(path)}") from None
+
+
+def _other_kind(path: Path) -> str:
+    """What the first bytes of a file that is no text look like, and the remedy."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head.startswith(b"\x1f\x8b"):
+        return ": it is packed with gzip, unpack it first"
+    return ": it looks like a parquet file, whose name ends with .parquet" if head == b"PAR1" else ""
+
+
+def _rows_of_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: not a JSON object")
+            yield row
+
+
+def _schema(columns: Mapping[str, str]) -> Any:
+    import pyarrow
+
+    kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
+    kinds |= {f"list of {name}": pyarrow.list_(kind) for name, kind in kinds.items()}
+    return pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
+
+
+def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    schema, count = _schema(columns), 0
+    with parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(islice(rows, _ROWS_PER_BATCH)):
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
+            count += len(batch)
+    return count
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
+                yield from batch.to_pylist()
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: not a parquet file: {error}") from None

@@ -1,0 +1,162 @@
+"""Options that several commands share, that a dataclass declares, or that a TOML file gives.
+
+An option is declared once. What a command passes on to a dataclass unchanged is declared there: `options_of` makes an
+option of each field, with the field's name, type and default, and with the first sentence of its docstring as the help.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+R = TypeVar("R")
+Options = Sequence[inspect.Parameter]
+
+
+def option(name: str, text: str, kind: Any = str, default: Any = None) -> inspect.Parameter:
+    """The option `--name` as a parameter of a command. A default of None means: not given."""
+    # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
+    names = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
+    annotation = Annotated[kind if default is not None else kind | None, typer.Option(*names, help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def options_of(file: str, kind: str, *, without: Collection[str]) -> Options:
+    """An option for each field of the dataclass `kind`, but for those in `without`.
+
+    Reads the source of `file`, such as "replay_client/generator/config.py", and does not import it: every call of
+    `replay` makes the options of all commands, and the generator takes a second to import.
+    """
+    package, _, rest = file.partition("/")
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / rest).read_text(encoding="utf-8"))
+    [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+    options = []
+    for field, below in pairwise(found.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id not in without:
+            assert field.value is not None
+            assert isinstance(below, ast.Expr)
+            text, default = ast.literal_eval(below.value), ast.literal_eval(field.value)
+            first_sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
+            options.append(option(field.target.id, first_sentence, _type_of(ast.unparse(field.annotation)), default))
+    return options
+
+
+def _type_of(annotation: str) -> Any:
+    """What the command line makes of a value. Names and functions are texts, which the dataclass checks."""
+    if "PathLike" in annotation:
+        return Path
+    return {"bool": bool, "int": int, "float": float}.get(annotation.removesuffix(" | None"), str)
+
+
+_ACCESS = (
+    option("address", "host:port of the server. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+    option("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+    option("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
+    option("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
+    option("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
+    option("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+    option(
+        "tls_server_name", "Name in the server's certificate, if the address has another. [env: REPLAY_TLS_SERVER_NAME]"
+    ),
+    option(
+        "allow_insecure_token",
+        "Send the token to other machines without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]",
+        bool,
+    ),
+    option("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
+)
+"""How to reach the server. Settings that are not given come from the environment or a file (replay_client.access).
+There is no option for a token, because other users of a machine can read command lines."""
+_NAMED = (*_ACCESS, option("name", "Name under which the server lists this process. [env: REPLAY_NAME; host:pid]"))
+
+
+def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorator that adds options to a command. The command gets the values of each group as a dict, first of all."""
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(command)
+        def run(**given: Any) -> R:
+            values = [{parameter.name: given.pop(parameter.name) for parameter in group} for group in groups]
+            return command(*values, **given)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters += [parameter for group in reversed(groups) for parameter in group]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+with_access = taking(_ACCESS)
+
+
+def as_worker(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """`with_access` for a command that generates or trains, with --name: nobody misses any other after its end."""
+    return taking(_NAMED, *groups)
+
+
+def typed(values: Mapping[str, Any]) -> set[str]:
+    """The names of the options that the person has given."""
+    return {name for name, value in values.items() if value is not None}
+
+
+def in_flags(message: str, names: Collection[str]) -> str:
+    """`message`, with the setting that it begins with as a person types it if it is in `names`: `--tls-ca`."""
+    name = message.partition(" ")[0]
+    return f"--{name.replace('_', '-')}{message.removeprefix(name)}" if name in names else message
+
+
+def _load(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the values of the file the defaults of the command's options. Runs before they are looked at."""
+    if path is None:
+        return None
+    from replay_client.names import unknown_name
+
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    known = {str(parameter.name): parameter for parameter in context.command.params if parameter.name != "config"}
+    defaults: dict[str, Any] = {}
+    for name, value in given.items():
+        field = name.replace("-", "_")
+        if field not in known:
+            raise typer.BadParameter(f"{path}: {unknown_name(name, known)}")
+        defaults[field] = _listed(value) if getattr(known[field], "multiple", False) else value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _listed(value: Any) -> list[Any]:
+    """The values of an option that may be repeated. A table gives `name=value` for each of its fields."""
+    if isinstance(value, dict):
+        return [f"{name}={entry if isinstance(entry, str) else json.dumps(entry)}" for name, entry in value.items()]
+    return value if isinstance(value, list) else [value]
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        callback=_load,
+        is_eager=True,
+        help="TOML file with these options, such as max_tokens = 1024; the command line wins.",
+    ),
+]

@@ -1,0 +1,243 @@
+"""`replay serve` and `replay shards`: one server as a process, and several in a Ray cluster as one service."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
+from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
+
+if TYPE_CHECKING:
+    from replay_server.config import Config
+    from replay_server.server import ReplayServer
+    from replay_server.shards import ShardStatus
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="host:port to listen on, instead of that of the file. Port 0: any free port."),
+    ] = None,
+    metrics_address: Annotated[
+        str | None,
+        typer.Option("--metrics-address", help="host:port of the Prometheus endpoint, instead of that of the file."),
+    ] = None,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            "--restore",
+            help="Restore this checkpoint at startup, or `latest`. A damaged one gives way to the newest whole one.",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
+    log_format: LogFormatOption = LogFormat.TEXT,
+) -> None:
+    """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
+    from pydantic import ValidationError
+
+    from replay_protos import event_loop
+    from replay_server.config import DEFAULT_TABLES, Config, ServerSection
+    from replay_server.server import ReplayServer
+    from replay_server.tables.config import explain
+
+    log_to_stderr(log_level, log_format)
+    set_up_tracing("replay-server")
+    try:
+        loaded = Config(tables=DEFAULT_TABLES) if config is None else Config.load(config)
+        given = {"address": address, "metrics_address": metrics_address}
+        if given := {name: value for name, value in given.items() if value is not None}:
+            section = ServerSection.model_validate(loaded.server.model_dump() | given)
+            loaded = loaded.model_copy(update={"server": section})
+        server = ReplayServer.from_config(loaded, os.environ)
+        if restore is not None:
+            server.restore(restore, replace=replace)
+        elif replace:
+            misuse("--replace goes with --restore")
+        # Each connection takes a file descriptor; the soft limit is often 1024.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        gc.disable()  # until the server has started: a start with data makes as many objects as there are items
+        event_loop.run(_run(server))
+    except ValidationError as error:
+        fail(explain(error))
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+async def _run(server: ReplayServer) -> None:
+    """Serves until SIGTERM or Ctrl-C; then the server drains and saves."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.request_stop)
+    await server.run(partial(_announce, server))
+
+
+def _announce(server: ReplayServer) -> None:
+    """Programs wait for these lines: they mean that the addresses answer."""
+    gc.freeze()  # the collector would walk through all that was loaded, three times
+    gc.enable()
+    say(f"listening on {server.address}")
+    if server.metrics_address is not None:
+        say(f"metrics at http://{server.metrics_address}/metrics")
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+shards = typer.Typer(
+    help="Run several servers in a Ray cluster, as one service.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Count = Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file, as for `replay serve`; groups_per_step is divided.")
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder that all nodes share; each shard has its own folder in it.")
+]
+Pin = Annotated[
+    bool, typer.Option("--pin", help="--data-dir is a folder of each node: a shard stays on its node while that lives.")
+]
+Port = Annotated[int, typer.Option(help="Shard i listens on this port + i; 0: any free port.", min=0, max=65535)]
+Memory = Annotated[
+    str | None, typer.Option(help='What Ray reserves for each shard, like "32GiB"; else a quarter above max_bytes.')
+]
+Name = Annotated[str, typer.Option(help="The shards are NAME-0, NAME-1, ...")]
+Namespace = Annotated[str, typer.Option(help="Ray's namespace of the shards.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", envvar="RAY_ADDRESS", help="host:port of the cluster; else the local one."),
+]
+Timeout = Annotated[float, typer.Option(help="Seconds in which all shards must serve.", min=0)]
+
+
+def _add_sizing(verb: str, text: str) -> None:
+    """Adds `up` or `resize`, which take the same options."""
+
+    def size(
+        shards: Count,
+        config: ConfigFile = None,
+        data_dir: DataDir = None,
+        pin: Pin = False,
+        port: Port = 0,
+        memory: Memory = None,
+        name: Name = "replay",
+        namespace: Namespace = "replay",
+        ray_address: RayAddress = None,
+        timeout: Timeout = 120.0,
+        as_json: AsJson = False,
+    ) -> None:
+        found = _of_ray(
+            verb,
+            shards,
+            _load(config),
+            data_dir=data_dir,
+            pin=pin,
+            port=port,
+            memory=_bytes(memory),
+            name=name,
+            namespace=namespace,
+            ray_address=ray_address,
+            timeout=timeout,
+        )
+        _show(found, name, namespace, as_json)
+
+    shards.command(verb, help=text)(size)
+
+
+_add_sizing("up", "Start the shards that do not run yet, and wait until all serve. They outlive this command.")
+
+
+@shards.command()
+def status(
+    name: Name = "replay",
+    namespace: Namespace = "replay",
+    ray_address: RayAddress = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where each shard is and what it holds. Status 1 if one is away, or there is none."""
+    found = _of_ray("status", name, namespace, ray_address)
+    _show(found, name, namespace, as_json)
+    if not found:
+        fail(f"there are no shards {name}-0, ... in namespace {namespace}: start them with `replay shards up`")
+    if not all(shard.is_up for shard in found):
+        raise typer.Exit(1)
+
+
+@shards.command()
+def down(
+    name: Name = "replay",
+    namespace: Namespace = "replay",
+    ray_address: RayAddress = None,
+    yes: Yes = False,
+) -> None:
+    """Stop all shards for good. What they hold in memory is lost; a --data-dir stays."""
+    confirm(f"Stop all shards of {namespace}/{name}?", yes)
+    stopped = _of_ray("down", name, namespace, ray_address)
+    say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
+
+
+_add_sizing(
+    "resize", "Add shards, or empty the last ones and take them away. Status 1 with the reason while that is not safe."
+)
+
+
+def _of_ray(verb: str, *given: Any, **named: Any) -> Any:
+    """The result of a function of `replay_server.shards`. An error ends the command with one line."""
+    from replay_server import shards as service
+
+    try:
+        return getattr(service, verb)(*given, **named)
+    except service.ShardError as error:
+        fail(error)
+
+
+def _load(path: Path | None) -> Config:
+    from replay_server.config import DEFAULT_TABLES, Config
+
+    try:
+        return Config(tables=DEFAULT_TABLES) if path is None else Config.load(path)
+    except ValueError as error:
+        fail(error)
+
+
+def _bytes(text: str | None) -> int | None:
+    from replay_server.tables.config import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        fail(f"--memory: {error}")
+
+
+def _show(found: list[ShardStatus], name: str, namespace: str, as_json: bool) -> None:
+    address = f"ray://{namespace}/{name}"
+    if as_json:
+        document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in found]}
+        print_json(document)
+        return
+    rows = []
+    for shard in found:
+        state = "draining" if shard.draining else "restarted" if shard.restarted else "up"
+        cells = (shard.address, shard.node[:12], str(shard.pid), str(shard.items), state)
+        rows.append((shard.name, *(cells if shard.is_up else ("-", "-", "-", "-", "away"))))
+    columns = ("shard", "address", "node", "pid", "items", "state")
+    out = console()
+    out.print(plain_table(columns, rows, left=("shard", "address", "node", "state")))
+    out.print(f"clients: {address}, or {','.join(shard.address for shard in found if shard.is_up)}", soft_wrap=True)

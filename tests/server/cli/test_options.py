@@ -1,0 +1,84 @@
+"""The options of `replay generate`: those that dataclasses declare, and their defaults, as people type them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import typer
+
+from replay_client.generator import GeneratorConfig
+from replay_client.generator.engines import SamplingConfig
+from replay_server.cli.app import app
+
+OPTIONS = {
+    option.opts[0]: option
+    for option in typer.main.get_command(app).commands["generate"].params
+    if option.name != "name"
+}
+DEFAULTS = {
+    "--model": None,
+    "--prompts": None,
+    "--reward": None,
+    "--config": None,
+    "--engine": "vllm",
+    "--base-url": None,
+    "--engine-arg": None,
+    "--table": None,
+    "--prompt-field": "prompt",
+    "--split": "train",
+    "--chat": False,
+    "--system": None,
+    "--group-size": 8,
+    "--temperature": 1.0,
+    "--top-p": 1.0,
+    "--top-k": 0,
+    "--max-tokens": 256,
+    "--max-length": None,
+    "--max-concurrent-groups": 16,
+    "--max-groups": None,
+    "--wait-for-policy": False,
+    "--weights-root": None,
+    "--reload": "between_groups",
+    "--probe-tolerance": 0.02,
+    "--truncated": "keep",
+    "--priority": "advantage",
+    "--drop-zero-variance": False,
+    "--on-prompt-error": "raise",
+    "--when-full": "wait",
+    "--reward-threads": None,
+    "--reward-timeout": 300.0,
+    "--stale-timeout": 600.0,
+    "--metrics": None,
+    "--metrics-interval": 10.0,
+    "--seed": 0,
+    "--timeout": 30.0,
+    "--json": False,
+    "--log-format": "text",
+    "--address": None,
+    "--token-file": None,
+    "--tls": None,
+    "--tls-ca": None,
+    "--tls-cert": None,
+    "--tls-key": None,
+    "--tls-server-name": None,
+    "--allow-insecure-token": None,
+    "--client-config": None,
+}
+
+
+def test_generate_has_these_options_with_these_defaults():
+    assert {name: option.default for name, option in OPTIONS.items()} == DEFAULTS
+    assert {name for name, option in OPTIONS.items() if option.required} == {"--model", "--prompts", "--reward"}
+    switches = {name: option.secondary_opts for name, option in OPTIONS.items() if option.secondary_opts}
+    assert switches == {name: [f"--no-{name[2:]}"] for name in ("--chat", "--wait-for-policy", "--drop-zero-variance")}
+
+
+@pytest.mark.parametrize("kind", [GeneratorConfig, SamplingConfig], ids=lambda kind: kind.__name__)
+def test_an_option_that_passes_a_field_on_has_the_default_and_the_first_sentence_of_the_field(kind):
+    options = {option.name: option for option in OPTIONS.values()}
+    shared = [field for field in dataclasses.fields(kind) if field.name in options and field.name != "seed"]
+    assert len(shared) > 3
+    for field in shared:
+        assert options[field.name].default == field.default
+        assert options[field.name].help.endswith(".")

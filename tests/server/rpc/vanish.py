@@ -1,0 +1,101 @@
+"""Clients that break off in the middle of something: killed, with a closed connection, or by cancelling their call.
+
+    python -m tests.server.rpc.vanish ADDRESS WHERE
+
+begins something and waits to be killed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+
+
+def insert(key: int, size: int, payload: bytes, table: str = "queue") -> pb.InsertRequest:
+    return pb.InsertRequest(keys=[key], targets=[pb.InsertTarget(table=table)], payload_sizes=[size], payloads=payload)
+
+
+def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
+    """The call that is under way. Its stream of requests stays open until `end`."""
+
+    def and_stay(*requests: Any) -> Iterator[Any]:
+        yield from requests
+        end.wait()
+
+    many = pb.SampleRequest(table="plain", num_samples=100)
+    untaken = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=2**40 + n)) for n in range(4)]
+    match where:
+        case "mid item":
+            half = insert(11, 5_000_000, bytes(1_000_000), "plain")
+            return stub.InsertStream(and_stay(half, pb.InsertRequest(payloads=bytes(999_999))))
+        case "blocked insert":
+            return stub.InsertStream(and_stay(insert(11, 1, b"x"), insert(12, 1, b"y")))
+        case "blocked unary insert":
+            return stub.Insert.future(insert(11, 1, b"x"))
+        case "waiting sample":
+            return stub.Sample(many)
+        case "waiting sample stream":
+            many.id = 2**40
+            return stub.Draw(and_stay(pb.DrawRequest(draw=many)))
+        case "untaken batches":
+            call = stub.Draw(and_stay(*untaken))
+            for _ in range(4):
+                next(call)
+        case "mid get":
+            call = stub.Get(pb.GetRequest(keys=[77]))
+            next(call)
+        case "watch":
+            call = stub.WatchPolicy(pb.GetPolicyRequest())
+            next(call)
+        case "permits":
+            return stub.AcquirePermits.future(pb.AcquirePermitsRequest(count=200))
+        case "leased":
+            call = stub.Sample(pb.SampleRequest(table="large", num_samples=1, lease=2.0))
+            list(call)
+        case _:
+            lease = 60.0 if where == "mid response with lease" else 0.0
+            call = stub.Sample(pb.SampleRequest(table="large", num_samples=1, lease=lease))
+            next(call)
+    return call
+
+
+@contextmanager
+def hanging(address: str, where: str, how: str) -> Iterator[Callable[[], object]]:
+    """A client that is in the middle of something. Yields what breaks it off."""
+    if how == "kill":
+        command = [sys.executable, "-m", "tests.server.rpc.vanish", address, where]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "there\n"
+            yield process.kill
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        return
+    end = threading.Event()
+    with grpc.insecure_channel(address, OPTIONS) as channel:
+        call = begin(ReplayStub(channel), where, end)
+        try:
+            yield channel.close if how == "close" else call.cancel
+        finally:
+            end.set()
+
+
+if __name__ == "__main__":
+    with grpc.insecure_channel(sys.argv[1], OPTIONS) as channel:
+        begun = begin(ReplayStub(channel), sys.argv[2], threading.Event())
+        print("there", flush=True)
+        threading.Event().wait()

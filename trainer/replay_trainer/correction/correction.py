@@ -1,0 +1,337 @@
+"""`correct`: importance weights, rejection and metrics of one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from replay_trainer.correction.config import LOG_RATIO_LIMIT, Aggregate, CorrectionConfig, Level, Rejection
+
+_LOG_SUM_LIMIT = 80.0
+"""Bound of the log-ratio of a whole sequence: its exponential is still finite in float32."""
+_LEAST_MEAN = 1e-8
+"""batch_normalize does not divide by a smaller mean weight."""
+_AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+
+
+class Ratios:
+    """Ratios o/b of a batch, and the weights that the configured action makes of them; all without gradient.
+
+    Axis U counts the units of a row that have a ratio each: T tokens, or 1 where one ratio covers the sequence.
+    """
+
+    def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
+        """All (B, T). Raises ValueError unless the shapes agree."""
+        if old_logprobs.ndim != 2 or not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
+            raise ValueError(
+                f"old_logprobs {tuple(old_logprobs.shape)}, rollout_logprobs {tuple(rollout_logprobs.shape)} and "
+                f"mask {tuple(mask.shape)} must have one shape (B, T)"
+            )
+        self.config = config
+        self.old_BT, self.rollout_BT = at_least_float32(old_logprobs), at_least_float32(rollout_logprobs)
+        self.mask_BT = mask.bool()
+        self.known_BT = self.mask_BT & ~self.rollout_BT.isnan()
+        self.difference_BT = torch.where(self.known_BT, self.old_BT - self.rollout_BT, 0.0)
+        self.log_BT = self.difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_BU = aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
+        self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
+        # The bounds themselves are inside.
+        self.below_BU = self.ratio_BU < (-torch.inf if config.clip_min is None else config.clip_min)
+        self.above_BU = self.ratio_BU > (torch.inf if config.clip_max is None else config.clip_max)
+        self.clipped_BU = self._clip()
+
+    def units(self, tokens_BT: Tensor) -> Tensor:
+        """(B, U) bool: the units with at least one of these tokens."""
+        return tokens_BT if self.config.level == "token" else tokens_BT.any(dim=1, keepdim=True)
+
+    def totals(self) -> tuple[float, int]:
+        """Sum and count of the weights before batch_normalize, over units."""
+        counted_BU = self.units(self.mask_BT)
+        return float(self.clipped_BU[counted_BU].sum(dtype=torch.float64)), int(counted_BU.sum())
+
+    def weights(self, mean_weight: float | None) -> Tensor:
+        """(B, T) weights, 0 outside the mask. batch_normalize divides by `mean_weight`, or by the batch's own mean."""
+        weights_BU = self.clipped_BU
+        if self.config.batch_normalize:
+            counted = weights_BU[self.units(self.mask_BT)]
+            mean = counted.mean() if mean_weight is None else weights_BU.new_tensor(mean_weight)
+            # As in verl: a batch whose weights all vanish keeps vanishing weights.
+            weights_BU = torch.where(mean > _LEAST_MEAN, weights_BU / mean, weights_BU)
+        return torch.where(self.mask_BT, weights_BU, 0.0)
+
+    def _clip(self) -> Tensor:
+        """(B, U) ratios after the action."""
+        config = self.config
+        if config.action == "none":
+            return self.ratio_BU
+        if config.action == "truncate":
+            return self.ratio_BU.clamp(min=config.clip_min, max=config.clip_max)
+        return self.ratio_BU.masked_fill(self.below_BU | self.above_BU, 0.0)
+
+
+def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
+    """(B, T) unchanged for "token", else one value of each sequence, (B, 1). The values are 0 outside the mask."""
+    if how == "token":
+        return values_BT
+    if how == "max":
+        if values_BT.shape[1] == 0:  # amax refuses an empty axis
+            return values_BT.new_full((len(values_BT), 1), -torch.inf)
+        return values_BT.masked_fill(~mask_BT, -torch.inf).amax(dim=1, keepdim=True)
+    sum_B1 = values_BT.sum(dim=1, keepdim=True)
+    return sum_B1 if how == "sum" else sum_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """float64 stays as it is; every other type becomes float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+class RejectionMasks:
+    """Bool masks of a batch: `kept_BT`, and what veto (B, 1), off-policy mask (B, 1) and DPPO mask (B, T) removed."""
+
+    def __init__(self, ratios: Ratios, advantages: Tensor | None, logprobs: Tensor | None) -> None:
+        """advantages: (B,) or (B, T). logprobs: (B, T) log θ; None: the old log-probabilities.
+
+        Raises ValueError if a mask needs advantages and they are missing or have another shape.
+        """
+        config, mask_BT, log_BT = ratios.config, ratios.mask_BT, ratios.log_BT
+        none_B1 = torch.zeros_like(mask_BT[:, :1])
+        self.vetoed_B1 = none_B1
+        if config.veto is not None:
+            self.vetoed_B1 = (log_BT.exp() < config.veto).any(dim=1, keepdim=True)
+        self.off_policy_B1, self.dppo_BT = none_B1, torch.zeros_like(mask_BT)
+        if config.needs_advantages:
+            self._judge_by_advantage(ratios, advantages, ratios.old_BT if logprobs is None else logprobs)
+        self.kept_BT = mask_BT & ~self.vetoed_B1 & ~self.off_policy_B1 & ~self.dppo_BT
+        for rejection in config.rejections:
+            self.kept_BT = self.kept_BT & _accepted(log_BT, mask_BT, rejection)
+
+    def _judge_by_advantage(self, ratios: Ratios, advantages: Tensor | None, current: Tensor) -> None:
+        """The off-policy mask and the DPPO mask: the module of the package has their formulas."""
+        config, mask_BT, known_BT = ratios.config, ratios.mask_BT, ratios.known_BT
+        if advantages is None or advantages.shape not in (mask_BT.shape, mask_BT.shape[:1]):
+            given = None if advantages is None else tuple(advantages.shape)
+            raise ValueError(
+                f"off_policy_mask_threshold and dppo_mask_low and _high need advantages of shape "
+                f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}, not {given}"
+            )
+        advantages_BT = advantages[:, None].expand_as(mask_BT) if advantages.ndim == 1 else advantages
+        rollout_BT = torch.where(known_BT, ratios.rollout_BT, 0.0)
+        current_BT = torch.where(known_BT, at_least_float32(current), 0.0)
+        if config.off_policy_mask_threshold is not None:
+            divergence_B1 = aggregate(rollout_BT - current_BT, mask_BT, "mean")
+            negative_B1 = (mask_BT & (advantages_BT < 0)).any(dim=1, keepdim=True)
+            self.off_policy_B1 = negative_B1 & (divergence_B1 > config.off_policy_mask_threshold)
+        rise_BT = current_BT.exp() - rollout_BT.exp()
+        if config.dppo_mask_high is not None:
+            self.dppo_BT = self.dppo_BT | ((advantages_BT > 0) & (rise_BT > config.dppo_mask_high))
+        if config.dppo_mask_low is not None:
+            self.dppo_BT = self.dppo_BT | ((advantages_BT <= 0) & (rise_BT < -config.dppo_mask_low))
+
+
+def _accepted(log_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Tensor:
+    """(B, T) bool, or (B, 1) where the rejection judges whole sequences. `Rejection` has the formulas."""
+    if rejection.estimator == "k1":
+        statistic_BU = aggregate(log_BT, mask_BT, rejection.aggregate).exp()
+    elif rejection.estimator == "k2":
+        statistic_BU = aggregate(log_BT.square() / 2, mask_BT, rejection.aggregate)
+    else:
+        # expm1 keeps the digits that exp(l) - 1 loses near the policy.
+        statistic_BU = aggregate(log_BT.expm1() - log_BT, mask_BT, rejection.aggregate)
+    low = -torch.inf if rejection.low is None else rejection.low
+    high = torch.inf if rejection.high is None else rejection.high
+    # A NaN is neither below nor above: it is an error of the model, which a rejection must not hide.
+    return ~((statistic_BU < low) | (statistic_BU > high))
+
+
+_MEANS = {
+    "ratio_mean": ("ratio", "units"),
+    "weight_mean": ("weight", "units"),
+    "clipped_fraction": ("clipped", "units"),
+    "above_max_fraction": ("above", "units"),
+    "below_min_fraction": ("below", "units"),
+    "masked_token_fraction": ("masked_tokens", "tokens"),
+    "masked_sequence_fraction": ("masked_sequences", "sequences"),
+    "rejected_token_fraction": ("rejected_tokens", "tokens"),
+    "rejected_sequence_fraction": ("rejected_sequences", "sequences"),
+    "vetoed_sequence_fraction": ("vetoed_sequences", "sequences"),
+    "off_policy_sequence_fraction": ("off_policy_sequences", "sequences"),
+    "dppo_token_fraction": ("dppo_tokens", "tokens"),
+    "k3_kl": ("k3", "tokens"),
+    "logprob_diff_mean": ("distance", "tokens"),
+    "nan_fraction": ("unknown", "response_tokens"),
+}
+"""Metric: the sum and the count that it is the quotient of."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums and extremes over the known tokens, units and sequences of a batch."""
+
+    sums: dict[str, float]
+    minima: dict[str, float]
+    maxima: dict[str, float]
+
+    @classmethod
+    def of(cls, ratios: Ratios, masks: RejectionMasks) -> Moments:
+        """The moments of one batch, in float64: squares of ratios leave the range of float32."""
+        config, mask_BT, known_BT, kept_BT = ratios.config, ratios.mask_BT, ratios.known_BT, masks.kept_BT
+        unit_BU, known_B1 = ratios.units(known_BT), known_BT.any(dim=1, keepdim=True)
+        outside_BU = ratios.below_BU | ratios.above_BU
+        masked_BT = outside_BU & known_BT if config.action == "mask" else torch.zeros_like(known_BT)
+        counts = {
+            "response_tokens": mask_BT,
+            "unknown": mask_BT & ~known_BT,
+            "tokens": known_BT,
+            "units": unit_BU,
+            "sequences": known_B1,
+            "clipped": outside_BU & unit_BU if config.action != "none" else torch.zeros_like(unit_BU),
+            "above": ratios.above_BU & unit_BU,
+            "below": ratios.below_BU & unit_BU,
+            "masked_tokens": masked_BT,
+            "masked_sequences": (masked_BT == known_BT).all(dim=1, keepdim=True) & known_B1,
+            "rejected_tokens": known_BT & ~kept_BT,
+            "rejected_sequences": ~kept_BT.any(dim=1, keepdim=True) & known_B1,
+            "vetoed_sequences": masks.vetoed_B1 & known_B1,
+            "off_policy_sequences": masks.off_policy_B1 & known_B1,
+            "dppo_tokens": masks.dppo_BT & known_BT,
+        }
+        # One transfer from the device instead of one for each count.
+        totals = torch.stack([mask.sum() for mask in counts.values()]).tolist()
+        difference_N = ratios.difference_BT[known_BT].cpu().double()
+        log_N = ratios.log_BT[known_BT].cpu().double()
+        ratio_M, weight_M = (each[unit_BU].cpu().double() for each in (ratios.ratio_BU, ratios.clipped_BU))
+        sums = {
+            "ratio": ratio_M,
+            "weight": weight_M,
+            "weight_squares": weight_M.square(),
+            "difference": difference_N,
+            "distance": difference_N.abs(),
+            "k3": log_N.expm1() - log_N,
+            "ratio_squares": log_N.exp().square(),
+        }
+        return cls(
+            sums=dict(zip(counts, totals, strict=True)) | {name: float(values.sum()) for name, values in sums.items()},
+            minima={"ratio": _min(ratio_M), "weight": _min(weight_M)},
+            maxima={"ratio": -_min(-ratio_M), "weight": -_min(-weight_M), "distance": -_min(-difference_N.abs())},
+        )
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Moments]) -> Moments:
+        """The moments of a batch from those of its parts; at least one."""
+        return cls(
+            sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
+            minima={name: min(part.minima[name] for part in parts) for name in parts[0].minima},
+            maxima={name: max(part.maxima[name] for part in parts) for name in parts[0].maxima},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """As documented at `correct`."""
+        total = self.sums
+
+        def mean(name: str, count: str) -> float:
+            return total[name] / total[count] if total[count] else math.nan
+
+        squares = total["units"] * total["weight_squares"]
+        extremes = {
+            "ratio_min": (self.minima["ratio"], "units"),
+            "ratio_max": (self.maxima["ratio"], "units"),
+            "weight_min": (self.minima["weight"], "units"),
+            "weight_max": (self.maxima["weight"], "units"),
+            "logprob_diff_max": (self.maxima["distance"], "tokens"),
+        }
+        return {
+            **{metric: mean(name, count) for metric, (name, count) in _MEANS.items()},
+            **{metric: value if total[count] else math.nan for metric, (value, count) in extremes.items()},
+            "ess": total["weight"] ** 2 / squares if squares else math.nan,
+            "kl": -mean("difference", "tokens"),
+            "chi2": mean("ratio_squares", "tokens") - 1,
+        }
+
+
+def _min(values_N: Tensor) -> float:
+    return float(values_N.amin()) if values_N.numel() else math.inf
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Weights for the policy loss, the mask after rejection, and how far apart the policies are."""
+
+    weights: Tensor
+    """(B, T) float32 (float64 from float64 input), without gradient; 0 outside the response mask."""
+    mask: Tensor
+    """(B, T) the response mask without rejected tokens, in its own dtype: `keep` of `policy_loss`."""
+    ratios: Ratios
+    rejected: RejectionMasks
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Sums and extremes behind `metrics`; those of the parts of a batch can be added."""
+        # Not computed by `correct` itself: it waits for the device, and a training step needs it only once.
+        return Moments.of(self.ratios, self.rejected)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `correct`."""
+        return self.moments.metrics()
+
+    def weight_totals(self) -> tuple[float, int]:
+        """(sum, count) of the weights after the action, over units.
+
+        For batch_normalize of a batch in parts: sum / count over all parts is the `mean_weight` of each part.
+        """
+        return self.ratios.totals()
+
+
+@torch.no_grad()
+def correct(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig | None = None,
+    *,
+    advantages: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    mean_weight: float | None = None,
+) -> Correction:
+    """Importance weights and rejection of a batch.
+
+    old_logprobs, rollout_logprobs: (B, T), nats. mask: (B, T) response mask of any dtype; values outside the mask
+    have no effect. config: CorrectionConfig() unless given. A NaN in `rollout_logprobs` is an unknown
+    log-probability: the token counts as on-policy (l = 0), and in no metric except `nan_fraction`. A NaN in
+    `old_logprobs` is an error of the model and is passed on, so that the loss shows it.
+    advantages: (B,) or (B, T), for the off-policy and the DPPO mask. logprobs: (B, T) log θ, for the same masks;
+    default: old_logprobs. mean_weight: the divisor of batch_normalize where the batch is a part of a larger one
+    (see `Correction.weight_totals`); default: the mean of this batch.
+
+    Metrics, over tokens with a known log b ("units": tokens, or sequences where a ratio covers one); NaN where there
+    are none. ρ is the ratio at the level of the configuration, ρ_t that of the token.
+
+        ratio_mean, ratio_min, ratio_max            ρ, over units
+        weight_mean, weight_min, weight_max         after the action, before batch_normalize, over units
+        clipped_fraction                            units whose ratio the action changed
+        above_max_fraction, below_min_fraction      units with ρ > clip_max, ρ < clip_min, whatever the action
+        masked_token_fraction                       tokens whose weight action="mask" set to 0
+        masked_sequence_fraction                    sequences that lost every token in this way
+        rejected_token_fraction                     tokens that rejection, veto or a mask removed from the loss
+        rejected_sequence_fraction                  sequences that lost every token in this way
+        vetoed_sequence_fraction                    sequences that the veto removed
+        off_policy_sequence_fraction                sequences that the off-policy mask removed
+        dppo_token_fraction                         tokens that the DPPO mask removed
+        ess                                         1 / mean((w / mean w)²), over units, after the action
+        kl                                          E[log b - log o], over tokens
+        k3_kl                                       E[ρ_t - 1 - log ρ_t], over tokens
+        chi2                                        E[ρ_t²] - 1, over tokens
+        logprob_diff_mean, logprob_diff_max         |log o - log b|, over tokens
+        nan_fraction                                share of response tokens with unknown log b
+
+    Raises ValueError unless the tensors have one shape (B, T), and if a mask needs advantages and has none.
+    """
+    ratios = Ratios(old_logprobs, rollout_logprobs, mask, config or CorrectionConfig())
+    rejected = RejectionMasks(ratios, advantages, logprobs)
+    return Correction(ratios.weights(mean_weight), rejected.kept_BT.to(mask.dtype), ratios, rejected)

@@ -1,0 +1,459 @@
+"""The groups of a step: fresh ones without those that cannot be trained on, and groups of the pool."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+from torch import nn
+
+from replay_client import ReplayClient, Sample
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
+from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
+from replay_client.scoring import Scale, carries_gradient, group_priority
+from replay_trainer.config import OnEmpty, ZeroVariance
+from replay_trainer.metrics import GroupFacts, describe_replayed
+from replay_trainer.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+RECENT_GROUPS = 100
+"""The share of bad groups is that of the last steps that together drew at least this many groups."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one model can take. None: not known, or no limit."""
+
+    vocabulary: int | None = None
+    """Number of token embeddings."""
+    positions: int | None = None
+    """The most tokens of a sequence, for a model that looks up an embedding for each position. A model that computes
+    its positions takes longer sequences than its configuration names."""
+    group_tokens: int | None = None
+    """GRPOConfig.max_group_tokens."""
+    inputs: frozenset[str] = frozenset()
+    """Names of all inputs of the model."""
+
+    @classmethod
+    def of(cls, model: Any, group_tokens: int | None = None) -> Limits:
+        """Those of a language model of transformers."""
+        tokens = model.get_input_embeddings()
+        positions = getattr(model.config, "max_position_embeddings", None)
+        # OPT and BART keep two rows beside those of the positions.
+        tables = [] if positions is None else range(positions, positions + 3)
+        looked_up = any(
+            isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings in tables
+            for module in model.modules()
+        )
+        inputs = frozenset(inspect.signature(model.forward).parameters)
+        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, inputs)
+
+
+class Inspector:
+    """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
+
+    Such a group would stop every step that draws it, also after a resume: by then `forward_to` has put it into the
+    pool.
+
+    * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
+    * A group that makes a step fail is bad as well: `put_aside`.
+    * If too many of the recent groups are bad, every rank stops at the same step with the same error.
+    """
+
+    def __init__(self, client: ReplayClient, ranks: Ranks, limits: Limits, pool: str, max_share: float) -> None:
+        """limits: of the model. pool: the replay table. max_share: from 0 to 1."""
+        self.bad_keys: set[int] = set()
+        """Keys of all bad groups so far. A draw from the pool excludes them."""
+        self._client = client
+        self._ranks = ranks
+        self._limits = limits
+        self._pool = pool
+        self._max_share = max_share
+        self._undeleted: dict[int, str] = {}
+        self._drawn = 0
+        self._reasons: list[str] = []
+        self._recent: deque[tuple[int, int]] = deque()
+        self._ignored: set[str] = set()
+        """Extras that a warning has named."""
+
+    def usable(self, samples: Sequence[Sample], table: str) -> list[Sample]:
+        """The samples from `table` that can be trained on."""
+        good = []
+        self._drawn += len(samples)
+        for sample in samples:
+            if reason := why_unusable(sample, self._limits):
+                self.put_aside(sample.info.key, table, reason)
+            else:
+                self._warn_of_ignored(sample.group)
+                good.append(sample)
+        return good
+
+    def put_aside(self, key: int, table: str, reason: str) -> None:
+        """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
+        self.bad_keys.add(key)
+        self._undeleted[key] = table
+        self._reasons.append(f"key {key} of table {table!r}: {reason}")
+        logger.warning("group put aside, it cannot be trained on: %s", self._reasons[-1])
+
+    def stream(self, batches: Iterator[list[Sample]], table: str) -> Iterator[list[Sample]]:
+        """The batches without bad groups."""
+        for batch in batches:
+            yield self.usable(batch, table)
+
+    def returned(self, keys: Iterable[int], table: str) -> None:
+        """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
+        if bad := sorted(self.bad_keys.intersection(keys)):
+            try:
+                self._client.delete(table, bad)
+            except ReplayError as error:
+                logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
+
+    def end_draws(self) -> int:
+        """Delete the bad groups of this step from the server; returns how many all ranks drew. Every rank calls it.
+
+        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
+        """
+        self.delete()
+        parts = self._ranks.all((self._drawn, self._reasons))
+        self._drawn, self._reasons = 0, []
+        reasons = [reason for _, reasons in parts for reason in reasons]
+        self._recent.append((sum(drawn for drawn, _ in parts), len(reasons)))
+        while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
+            self._recent.popleft()
+        drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
+        # At the start of a run a single bad group would be a large share of the few groups so far.
+        if bad > self._max_share * max(drawn, RECENT_GROUPS):
+            raise RuntimeError(
+                f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
+                f"{self._max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
+                f"resume with resume=True"
+            )
+        return len(reasons)
+
+    def _warn_of_ignored(self, group: RolloutGroup) -> None:
+        if new := sorted(self._limits.inputs.intersection(group.extras) - self._ignored):
+            self._ignored.update(new)
+            logger.warning(
+                "groups have %s among their extras, which the model takes as inputs. This trainer gives it tokens "
+                "alone, so its log-probabilities are not those of the sampler (said once)",
+                ", ".join(new),
+            )
+
+    def delete(self) -> None:
+        """Delete bad groups from the tables that they were drawn from, and from the pool."""
+        # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
+        # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.
+        again = {key: self._pool for key, table in self._undeleted.items() if table != self._pool}
+        for table in {*self._undeleted.values(), *([self._pool] if self._undeleted else [])}:
+            keys = [key for key, source in self._undeleted.items() if table in (source, self._pool)]
+            try:
+                self._client.delete(table, keys)
+            except TableNotFoundError:
+                # A run that replaces nothing needs no pool.
+                again = {}
+        self._undeleted = again
+
+
+def why_unusable(sample: Sample, limits: Limits | None = None) -> str:
+    """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
+    limits = limits or Limits()
+    try:
+        group = sample.group
+    except ValueError as error:
+        return str(error)
+    if not group.prompt_lengths.all():
+        return "prompt_ids is empty, so nothing predicts the first token"
+    if group.num_tokens == 0:
+        return "all its completions are empty"
+    for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
+        least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if least < 0:
+            return f"{name} holds the token {least}"
+        if limits.vocabulary is not None and most >= limits.vocabulary:
+            return f"{name} holds the token {most}, and the model has the tokens 0 to {limits.vocabulary - 1}"
+    longest = group.prompt_ids.size + int(group.completion_lengths.max())
+    if limits.positions is not None and longest > limits.positions:
+        return f"prompt and completion have {longest} tokens, and the model has {limits.positions} positions"
+    if limits.group_tokens is not None and (tokens := group.prompt_ids.size + group.num_tokens) > limits.group_tokens:
+        return f"it has {tokens} tokens, more than max_group_tokens={limits.group_tokens}"
+    for name, values_G in (("rewards", group.rewards), ("advantages", group.advantages)):
+        # NaN is not at most anything.
+        if (beyond_G := ~(np.abs(values_G) <= MAX_VALUE)).any():
+            return f"{name} holds {values_G[beyond_G][0]:g}, beyond ±{MAX_VALUE:g}"
+    # A comparison with NaN, an unknown log-probability, is False.
+    if (group.rollout_logprobs > MAX_LOGPROB).any():
+        return f"rollout_logprobs holds {np.nanmax(group.rollout_logprobs):.3g}, above 0"
+    temperature = group.sampling.get("temperature", 1.0)
+    if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    return ""
+
+
+COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The groups of one step, and where they come from."""
+
+    samples: list[Sample]
+    """The groups to train on, in the order of the fresh ones; each replacement stands where its group stood. Groups
+    that were added to the fresh ones come last."""
+    replaced: list[int]
+    """Indices of the `samples` that came from the pool, ascending."""
+    fresh: list[Sample]
+    """All fresh groups that were taken for this step, whether it trains on them or not."""
+    counts: dict[str, int]
+    """groups_zero_variance: fresh groups without a gradient. groups_replaced: those that a group of the pool replaced.
+    groups_missing: those that nothing replaced (with dynamic sampling: how many groups the batch lacks).
+    groups_dropped: those that were left out. groups_added: groups of the pool beside the fresh ones.
+    groups_too_stale, groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too
+    far, carry no gradient themselves, or because the policy has moved away from them."""
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        """The groups of `samples`."""
+        return [sample.group for sample in self.samples]
+
+    def without(self, left_out: Sequence[int]) -> Replacement:
+        """The same without these of `samples`."""
+        kept = [i for i in range(len(self.samples)) if i not in left_out]
+        return replace(
+            self,
+            samples=[self.samples[i] for i in kept],
+            replaced=[kept.index(i) for i in self.replaced if i in kept],
+        )
+
+    def counting(self, **counts: int) -> Replacement:
+        """The same with these `counts`."""
+        return replace(self, counts=self.counts | {f"groups_{name}": count for name, count in counts.items()})
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """`counts`, and of the groups from the pool: age_mean, age_max (seconds), staleness_mean, staleness_max (policy
+        versions), times_sampled_mean, reward_mean, group_size_mean; NaN if there are none."""
+        return {**self.counts, **describe_replayed([GroupFacts.of(self.samples[i]) for i in self.replaced])}
+
+
+def new_counts(**counts: int) -> dict[str, int]:
+    """Every count of `Replacement`, 0 unless given: the metrics of each step have the same names."""
+    return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
+
+
+class ZeroVarianceReplacer:
+    """Replaces zero-variance groups by groups of a replay table.
+
+    A group is replaced as a whole, by one of any size G. The correction then treats the replacement like every other
+    group: by the log-probabilities of its own sampler and the current weights.
+    """
+
+    def __init__(
+        self,
+        client: ReplayClient,
+        table: str = "replay",
+        on_empty: OnEmpty = "keep",
+        timeout: float | None = 60.0,
+        max_staleness: int | None = None,
+        *,
+        inspector: Inspector | None = None,
+        scale: Scale | None = None,
+    ) -> None:
+        """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
+
+        Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
+        set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
+        trained on; without it, such a group raises ValueError. `scale`: how the trainer computes advantages anew, as
+        in `carries_gradient`.
+        """
+        if on_empty not in get_args(OnEmpty):
+            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
+        self.client = client
+        self.table = table
+        self.on_empty = on_empty
+        self.timeout = timeout
+        self.max_staleness = max_staleness
+        self.inspector = inspector
+        self.scale = scale
+
+    def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
+        """Replace the zero-variance groups of a batch as far as the pool has others.
+
+        The replacements are distinct. None is in the batch already, and none has a key in `exclude` (the batches of
+        the other ranks). The server gives no group twice under one `scope`: ranks that name the same scope in a step
+        get different groups.
+
+        Raises DeadlineExceededError with on_empty="wait" at the end of the timeout; it says what the table waits for.
+        Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
+        this trainer waits.
+        """
+        zero_variance = [i for i, sample in enumerate(samples) if not carries_gradient(sample.group, self.scale)]
+        counts = new_counts()
+        keys = {*exclude, *(sample.info.key for sample in samples)}
+        drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
+        places, missing = zero_variance[: len(drawn)], zero_variance[len(drawn) :]
+        dropped = missing if self.on_empty == "drop" else []
+
+        source = dict(enumerate(samples)) | dict(zip(places, drawn, strict=True))
+        order = [i for i in source if i not in dropped]
+        counts |= {"groups_zero_variance": len(zero_variance), "groups_replaced": len(drawn)}
+        counts |= {"groups_missing": len(missing), "groups_dropped": len(dropped)}
+        return Replacement(
+            samples=[source[i] for i in order],
+            replaced=[order.index(i) for i in places],
+            fresh=list(samples),
+            counts=counts,
+        )
+
+    def add(self, taken: Replacement, count: int, scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
+        """Add up to `count` groups of the pool to those of `taken`; fewer if the pool has no more. Does not wait.
+
+        `scope` and `exclude` are as in `replace`.
+        """
+        counts = dict(taken.counts)
+        keys = {*exclude, *(sample.info.key for sample in taken.samples)}
+        drawn = self._draw(count, keys, scope, counts, wait=False)
+        counts["groups_added"] += len(drawn)
+        size = len(taken.samples)
+        return replace(
+            taken,
+            samples=[*taken.samples, *drawn],
+            replaced=[*taken.replaced, *range(size, size + len(drawn))],
+            counts=counts,
+        )
+
+    def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
+        """Set the priority of trained groups to their score times `trust[key]`; returns how many the table still has.
+
+        `trust`, from 0 to 1, is the mean over the tokens of a group of min(w, 1), with w the weight of the correction.
+        The pool then gives groups less often that the policy has moved away from.
+        """
+        priorities = {
+            sample.info.key: score * trust[sample.info.key]
+            for sample in samples
+            if (score := group_priority(sample.group.rewards, sample.group.advantages))
+        }
+        return self.client.update_priorities(self.table, priorities).applied if priorities else 0
+
+    def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
+        """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
+        chosen: list[Sample] = []
+        if self.inspector is not None:
+            exclude = exclude | self.inspector.bad_keys
+        while len(chosen) < count:
+            try:
+                drawn = self.client.sample(
+                    self.table,
+                    count - len(chosen),
+                    min_samples=count - len(chosen) if wait else 1,
+                    timeout=self.timeout if wait else 0.0,
+                    scope=scope,
+                    exclude=sorted(exclude),
+                )
+            except DeadlineExceededError:
+                if wait:
+                    raise
+                break  # the table has no more
+            except ServerUnavailableError:
+                # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts: this call
+                # retries for as long as its client is configured to.
+                self.client.policy()
+                continue
+            exclude |= {sample.info.key for sample in drawn}
+            if self.inspector is not None:
+                drawn = self.inspector.usable(drawn, self.table)
+            for sample in drawn:
+                # Other writers may have inserted groups that the replacer exists to remove.
+                if not carries_gradient(sample.group, self.scale):
+                    counts["groups_uninformative"] += 1
+                elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:
+                    counts["groups_too_stale"] += 1
+                else:
+                    chosen.append(sample)
+        return chosen
+
+
+class GroupSource:
+    """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
+
+    `zero_variance` says what happens to fresh groups without variance, which carry no gradient (`carries_gradient`).
+    replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh batches until it has enough
+    others (DAPO, arXiv 2503.14476), and so takes more fresh groups than it trains on; GRPOConfig.check_admission says
+    what the server must admit.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[list[Sample]],
+        replacer: ZeroVarianceReplacer,
+        ranks: Ranks,
+        run: str,
+        *,
+        zero_variance: ZeroVariance = "replace",
+        size: int = 0,
+        max_batches: int = 10,
+        added: int = 0,
+        start: int = 0,
+    ) -> None:
+        """`batches`: the fresh groups of this rank. `run`: a name of this run, the same on every rank, that no earlier
+        run had.
+
+        `size` and `max_batches` are for dynamic: groups of a step, and the most batches it takes; after that the step
+        has fewer groups. `added` groups of the pool join each step, if the pool has them. Steps up to `start` take
+        nothing from the pool.
+        """
+        self.left: list[Sample] = []
+        """Fresh groups that are drawn, and that no step has trained on yet."""
+        self._batches = batches
+        self._replacer = replacer
+        self._ranks = ranks
+        self._run = run
+        self._zero_variance = zero_variance
+        self._size = size
+        self._max_batches = max_batches
+        self._added = added
+        self._start = start
+
+    def next(self, step: int) -> Replacement:
+        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        if self._zero_variance == "dynamic":
+            taken = self._dynamic()
+        else:
+            fresh = next(self._batches)
+            count = self._without_gradient(fresh)
+            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+        if step <= self._start:
+            return taken
+        # One scope for all draws of a step: no two ranks get the same group.
+        scope = f"{self._run}/step-{step}"
+        if self._zero_variance == "replace":
+            taken = self._replacer.replace(taken.fresh, scope, self._keys(taken))
+        if self._added:
+            taken = self._replacer.add(taken, self._added, scope, self._keys(taken))
+        return taken
+
+    def _dynamic(self) -> Replacement:
+        """As many groups with variance as fit, from as few fresh batches as possible."""
+        chosen, fresh = self.left, list[Sample]()
+        for _ in range(self._max_batches):
+            if len(chosen) >= self._size:
+                break
+            fresh += (batch := next(self._batches))
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._replacer.scale)]
+        # The next step begins with the groups that are too many for this one.
+        chosen, self.left = chosen[: self._size], chosen[self._size :]
+        count, missing = self._without_gradient(fresh), self._size - len(chosen)
+        return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
+
+    def _without_gradient(self, samples: Sequence[Sample]) -> int:
+        return sum(not carries_gradient(sample.group, self._replacer.scale) for sample in samples)
+
+    def _keys(self, taken: Replacement) -> list[int]:
+        """The keys of the groups of every rank. The pool may hold them already."""
+        mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
+        return [key for keys in self._ranks.all(mine) for key in keys]

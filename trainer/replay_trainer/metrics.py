@@ -1,0 +1,263 @@
+"""Metrics of a step: what describes its groups, how long its parts took, what is alarming, and a run in a few lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replay_client import Sample
+from replay_client.scoring import Scale, carries_gradient
+from replay_trainer.batching import Batch
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+"""The metrics of one step: docs/metrics.md explains each."""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One group without its tokens."""
+
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    truncated: int
+    """Completions that the length limit ended."""
+    staleness: int
+    """Policy versions it lagged when it was drawn."""
+    age: float
+    """Seconds since it was inserted."""
+    times_sampled: int
+    carries_gradient: bool
+
+    @classmethod
+    def of(cls, sample: Sample, scale: Scale | None = None) -> GroupFacts:
+        """`scale`: as in `carries_gradient`."""
+        group = sample.group
+        return cls(
+            rewards=tuple(group.rewards.tolist()),
+            lengths=tuple(group.sampled_lengths.tolist()),
+            truncated=(group.finish_reasons or ()).count("length"),
+            staleness=sample.info.staleness,
+            age=sample.info.age,
+            times_sampled=sample.info.times_sampled,
+            carries_gradient=carries_gradient(group, scale),
+        )
+
+
+def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
+    """Metrics of a batch of groups; NaN if it has none."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.lengths]
+    staleness = [group.staleness for group in groups]
+    spreads = [_spread(group.rewards) for group in groups]
+    return {
+        "groups": len(groups),
+        "reward_mean": mean(rewards),
+        "reward_std": mean(spreads),
+        "zero_variance_fraction": mean([float(not group.carries_gradient) for group in groups]),
+        "completion_length_mean": mean(lengths),
+        "completion_length_max": max(lengths, default=math.nan),
+        "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,
+        "staleness_mean": mean(staleness),
+        "staleness_max": max(staleness, default=math.nan),
+        "age_mean": mean([group.age for group in groups]),
+    }
+
+
+def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
+    """Metrics of the groups from the pool; NaN if there are none."""
+    ages, staleness = [group.age for group in groups], [group.staleness for group in groups]
+    return {
+        "age_mean": mean(ages),
+        "age_max": max(ages, default=math.nan),
+        "staleness_mean": mean(staleness),
+        "staleness_max": max(staleness, default=math.nan),
+        "times_sampled_mean": mean([group.times_sampled for group in groups]),
+        "reward_mean": mean([reward for group in groups for reward in group.rewards]),
+        "group_size_mean": mean([len(group.rewards) for group in groups]),
+    }
+
+
+def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
+    """How far the policy moved away from each group of the batch: |mean over its tokens of log(π/b)|, in nats.
+
+    `logprobs_BT`: log π, π being the current policy; b wrote the tokens. 0 if no log b of the group is known.
+    """
+    known_BT = batch.mask_BT & ~batch.rollout_logprobs_BT.isnan()
+    difference_BT = torch.where(known_BT, logprobs_BT - batch.rollout_logprobs_BT, 0.0)
+    sum_B, tokens_B = difference_BT.sum(dim=1).cpu().numpy(), known_BT.sum(dim=1).cpu().numpy()
+    groups = len(batch.prompt_lengths_U)
+    sum_U = np.bincount(batch.group_B, weights=sum_B, minlength=groups)
+    tokens_U = np.bincount(batch.group_B, weights=tokens_B, minlength=groups)
+    drifts: list[float] = np.abs(sum_U / np.maximum(tokens_U, 1)).tolist()
+    return drifts
+
+
+def describe_drifts(drifts: Sequence[float]) -> dict[str, float]:
+    """Metrics of `group_drifts`; NaN if there are none."""
+    return {"drift_mean": mean(drifts), "drift_max": max(drifts, default=math.nan)}
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    """Standard deviation with Bessel's correction; 0 for a single reward."""
+    if len(rewards) < 2:
+        return 0.0
+    center = mean(rewards)
+    return math.sqrt(sum((reward - center) ** 2 for reward in rewards) / (len(rewards) - 1))
+
+
+class Laps:
+    """Seconds spent in each part of a step, by name."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Count the time since the last lap as time of `name`."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield `items`, and count the wait for each as time of `name`."""
+        for item in items:
+            self.lap(name)
+            yield item
+
+    def take(self) -> dict[str, float]:
+        """All laps and their sum, "step"; then start again at zero."""
+        seconds, self._seconds = self._seconds, {}
+        return {**seconds, "step": sum(seconds.values())}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A metric of `correct`, the values that trigger the alarm, and the remedy."""
+
+    metric: str
+    triggered_by: Callable[[float], bool]
+    safe: str
+    remedy: str
+
+
+# The limits come from verl's guide to rollout correction.
+ALARMS = (
+    Alarm(
+        "ratio_mean",
+        lambda value: not 0.5 <= value <= 2.0,
+        "between 0.5 and 2",
+        "the sampler and the trainer compute different things: compare temperature, top_p and logprobs mode of the "
+        "sampler, and its weights with the published ones",
+    ),
+    Alarm(
+        "ess",
+        lambda value: value < 0.3,
+        "at least 0.3",
+        "a few tokens carry the gradient: lower clip_max, take level='token', or allow less staleness",
+    ),
+    Alarm(
+        "kl",
+        lambda value: abs(value) > 0.1,
+        "between -0.1 and 0.1 nats",
+        "the data is far from the policy: lower max_staleness of the tables or the learning rate",
+    ),
+    Alarm(
+        "chi2",
+        lambda value: value > 1.0,
+        "at most 1",
+        "single tokens have huge ratios: take action='mask', a rejection by k3 or a veto",
+    ),
+)
+
+
+class Alarms:
+    """Remembers which alarms were triggered."""
+
+    def __init__(self) -> None:
+        self._triggered: set[str] = set()
+
+    def check(self, metrics: Mapping[str, float]) -> list[str]:
+        """Log and return the warnings that these metrics trigger for the first time. NaN triggers none."""
+        warnings = []
+        for alarm in ALARMS:
+            value = metrics.get(alarm.metric, math.nan)
+            if alarm.metric in self._triggered or math.isnan(value) or not alarm.triggered_by(value):
+                continue
+            self._triggered.add(alarm.metric)
+            warnings.append(
+                f"correction/{alarm.metric} is {value:.3g}, safe is {alarm.safe}: {alarm.remedy} (said once)"
+            )
+            logger.warning("%s", warnings[-1])
+        return warnings
+
+
+Line = Mapping[str, Any]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. Leaves out a last line that is still being written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def summary(lines: Sequence[Line]) -> Iterator[str]:
+    """Yields what the steps of `lines` came to, a line each. Needs at least one step."""
+    edge = max(1, min(10, len(lines) // 4))
+    seconds = sum(line["time/step"] for line in lines)
+    yield (
+        f"fresh reward        {_mean_of('fresh/reward_mean', lines[:edge]):.3f} in the first {_steps(edge)}, "
+        f"{_mean_of('fresh/reward_mean', lines[-edge:]):.3f} in the last {_steps(edge)}"
+    )
+    evaluated = [line for line in lines if line.get("eval/reward_mean") is not None]
+    if evaluated:
+        shown = evaluated[:1] + evaluated[1:][-1:]
+        rewards = ", ".join(f"{line['eval/reward_mean']:.3f} at step {line['step']}" for line in shown)
+        yield f"evaluation reward   {rewards}"
+    yield (
+        f"zero variance       {_mean_of('fresh/zero_variance_fraction', lines):.0%} of the fresh groups, "
+        f"{_mean_of('train/zero_variance_fraction', lines):.0%} of the groups trained on"
+    )
+    yield (
+        f"replaced groups     {sum(line['replay/groups_replaced'] for line in lines):.0f} of "
+        f"{sum(line['fresh/groups'] for line in lines):.0f}"
+    )
+    yield (
+        f"staleness           {_mean_of('fresh/staleness_mean', lines):.2f} versions (fresh groups), "
+        f"{_mean_of('replay/staleness_mean', lines):.2f} versions (replayed groups)"
+    )
+    yield (
+        f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
+        f"{_mean_of('correction/clipped_fraction', lines):.2%} of the tokens truncated"
+    )
+    yield (
+        f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "
+        f"{seconds / len(lines):.2f} s a step"
+    )
+
+
+def _mean_of(name: str, lines: Sequence[Line]) -> float:
+    """The mean of a metric over the lines that have it; NaN if none has."""
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"

@@ -1,0 +1,209 @@
+"""Partitions: with fsdp each rank writes and reads its own rows of each tensor, and no rank loads a whole model.
+
+    <output_dir>/step-12.rank-1-of-2.<run>.tmp                 each rank writes its file here
+    <output_dir>/step-12/optimizer/rank-1-of-2.safetensors     the first rank moves all files here, before the manifest
+
+A file has the tensors "<parameter>/<entry>": the rows of that rank. `trainer.pt` has their full shapes, and the rest.
+FSDP2 gives rank r of n the rows from r * ceil(rows / n) on, ceil(rows / n) of them or what is left. So any number of
+ranks finds its rows in the files of any other number, and opens only the files that have them. docs/history/trainer.md
+says why torch.distributed.checkpoint does not do this here.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from replay_trainer.ranks import Ranks
+from replay_trainer.weights import RANKS_FOLDER, checksum_of, to_disk, writing
+
+_LEFTOVERS = "step-*.rank-*-of-*.*.tmp"
+
+
+class RankFiles:
+    """Writes the files of all ranks. Every rank has one, and all ranks call its methods together."""
+
+    def __init__(self, ranks: Ranks, output_dir: Path) -> None:
+        self._ranks = ranks.apart()
+        self._output_dir = output_dir
+        # A rank of a killed run may still write: its files get other names.
+        self._run = ranks.from_first(secrets.token_hex(4))
+
+    def why_not_shared(self) -> str:
+        """Which rank does not see the output_dir of the first, and what to do; empty: all see it."""
+        path = self._path(0, 0)
+        if self._ranks.is_first:
+            path.touch()
+        self._ranks.wait()
+        seen = self._ranks.all((path.exists(), str(self._output_dir)))
+        if self._ranks.is_first:
+            path.unlink()
+        for rank, (sees, folder) in enumerate(seen):
+            if not sees:
+                return (
+                    f"rank {rank} does not see in {folder} what the first rank writes to {seen[0][1]}: with fsdp each "
+                    f"rank writes a part of a full state, so output_dir must be a folder that all ranks share"
+                )
+        return ""
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed runs left. The first rank calls it, and no rank writes meanwhile."""
+        for path in self._output_dir.glob(_LEFTOVERS):
+            path.unlink(missing_ok=True)
+
+    def write(self, version: int, rows: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
+        """Write this rank's file, and wait for those of the other ranks. Any thread may call it.
+
+        Returns each file by its name in the folder of the version, with its checksum. Raises RuntimeError on every rank
+        if one could not write.
+        """
+        path, checksum, reason = self._path(version, self._ranks.index), "", ""
+        try:
+            with writing(path, SafetensorError):
+                save_file(rows, path)
+                to_disk(path)
+            checksum = checksum_of(path)
+        except Exception as error:  # told to all ranks, which wait for it
+            reason = f"{type(error).__name__}: {error}"
+            path.unlink(missing_ok=True)
+        parts = self._ranks.all((checksum, reason))
+        for rank, (_, reason) in enumerate(parts):
+            if reason:
+                raise RuntimeError(f"rank {rank} could not write its part of the full state: {reason}")
+        return {
+            _name(rank, len(parts)): (self._path(version, rank), checksum) for rank, (checksum, _) in enumerate(parts)
+        }
+
+    def _path(self, version: int, rank: int) -> Path:
+        return self._output_dir / f"step-{version}.rank-{rank}-of-{self._ranks.size}.{self._run}.tmp"
+
+
+class StoredRows:
+    """A tensor of which each file of a full state has some rows. A slice of it reads from the files that it needs."""
+
+    def __init__(self, open_file: Callable[[int], Any], ranks: int, name: str, shape: list[int]) -> None:
+        """`open_file` gives the open file of one of `ranks`."""
+        self.shape = torch.Size(shape)
+        self._open_file = open_file
+        self._ranks = ranks
+        self._name = name
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        share = math.ceil(self.shape[0] / self._ranks)
+        parts: list[Tensor] = []
+        for rank in range(self._ranks):
+            first, end = max(start - rank * share, 0), min(stop - rank * share, share)
+            if first < end:
+                parts.append(self._open_file(rank).get_slice(self._name)[first:end])
+        if not parts:
+            parts.append(self._open_file(0).get_slice(self._name)[0:0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
+    """Splits a state of the optimizer: what is whole, this rank's rows of the rest, and the full shapes of the rest."""
+    whole: dict[str, Any] = optimizer | {"state": {}}
+    rows, shapes = {}, {}
+    for name, entries in optimizer["state"].items():
+        whole["state"][name] = {}
+        for entry, value in entries.items():
+            if isinstance(value, DTensor):
+                rows[f"{name}/{entry}"], shapes[f"{name}/{entry}"] = value.to_local(), list(value.shape)
+            else:
+                whole["state"][name][entry] = value
+    return whole, rows, shapes
+
+
+def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
+    """Puts StoredRows of a full state into the places of what `take_rows` took out."""
+    open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
+    for key, shape in shapes.items():
+        name, entry = key.rsplit("/", 1)
+        optimizer["state"][name][entry] = StoredRows(open_file, ranks, key, shape)
+
+
+def read_rows(stored: Any, like: Tensor) -> Tensor:
+    """This rank's rows of `stored`: a tensor, a slice of a file, or StoredRows, with the full shape of `like`."""
+    if not isinstance(like, DTensor):
+        return torch.as_tensor(stored[:])
+    local = like.to_local()
+    mesh = like.device_mesh
+    rows = math.ceil(like.shape[0] / mesh.size())
+    start = min(mesh.get_local_rank() * rows, like.shape[0])
+    mine: Tensor = stored[start : start + local.shape[0]]
+    assert mine.shape == local.shape, (mine.shape, local.shape)
+    return mine
+
+
+def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
+    """Copies this rank's part of a published folder into a partitioned model.
+
+    Raises ValueError for a tensor that the folder lacks, or that has another shape.
+    """
+    aliases: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    # Tied tensors are one object under several names, and the file has one of these.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        aliases[id(tensor)].append(name)
+        tensors[id(tensor)] = tensor
+    opened = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, it is not a dict
+    for identity, names in aliases.items():
+        tensor = tensors[identity]
+        name = next((each for each in names if each in files), "")
+        if not name:
+            raise ValueError(f"{folder} lacks the weights {names[0]!r}: it is of another model")
+        stored = files[name].get_slice(name) if tensor.dim() else files[name].get_tensor(name)
+        shape = list(stored.get_shape()) if tensor.dim() else []
+        if shape != list(tensor.shape):
+            raise ValueError(
+                f"{folder} has {names[0]!r} with the shape {shape}, and this model with {list(tensor.shape)}: it is of "
+                f"another model"
+            )
+        own = read_rows(stored, tensor) if tensor.dim() else stored
+        with torch.no_grad():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
+
+
+def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[str, Any]:
+    """What this rank needs of a full state of the optimizer: its rows of partitioned parameters, all rows of others.
+
+    `state` may lie in a mapped file.
+    """
+    parameters = dict(policy.named_parameters(remove_duplicate=False))
+
+    def part(value: Any, parameter: Tensor) -> Any:
+        if not isinstance(value, Tensor | StoredRows) or value.shape != parameter.shape:
+            return value.clone() if isinstance(value, Tensor) else value  # the number of steps
+        own = read_rows(value, parameter)
+        if not isinstance(parameter, DTensor):
+            return own
+        return DTensor.from_local(
+            own.clone().to(parameter.to_local().device),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    parts = {
+        name: {entry: part(value, parameters[name]) for entry, value in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    return state | {"state": parts}
+
+
+def _name(rank: int, ranks: int) -> str:
+    return f"{RANKS_FOLDER}/rank-{rank}-of-{ranks}.safetensors"
