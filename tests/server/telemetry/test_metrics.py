@@ -21,7 +21,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
 from tests.factories import make_group, until
@@ -107,13 +108,16 @@ def test_calls_are_timed_and_counted_by_method_and_status(server, client):
     before = scrape(server.metrics_address)
     for _ in range(3):
         client.insert(b"x", {"replay": 1.0})
+    with grpc.insecure_channel(server.address) as channel:
+        sample = ReplayStub(channel).Sample
+        list(sample(pb.SampleRequest(table="replay", num_samples=1)))
+        for refused in (
+            pb.SampleRequest(table="replay", num_samples=50, timeout=0.3),
+            pb.SampleRequest(table="nope", num_samples=1),
+        ):
+            with pytest.raises(grpc.RpcError):
+                list(sample(refused))
     client.sample("replay")
-    with pytest.raises(ReplayError):
-        client.sample("replay", 50, timeout=0.3)
-    with pytest.raises(ReplayError):
-        client.sample("nope")
-    sampler = client.sampler("replay", 1)
-    next(sampler)
     after = scrape(server.metrics_address)
     assert count(after, "Sample") - count(before, "Sample") == 3
     assert count(after, "InsertStream") - count(before, "InsertStream") == 3
@@ -203,7 +207,7 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
 
 def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
     client.insert(b"x", {"replay": 1.0})
-    client.sample("replay")
+    client.policy()
     names = {key[0] for key in scrape(server.metrics_address)}
     dashboard = json.loads((ROOT / "docker/grafana/replay.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
