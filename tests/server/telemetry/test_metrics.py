@@ -20,8 +20,8 @@ from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
-from tests.commands import COMMAND, fails
-from tests.factories import make_group, sample_of, scrape, until
+from tests.commands import fails
+from tests.factories import make_group, sample_of, scrape, server_process, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -234,37 +234,26 @@ def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, s
         assert (response.status, response.read()) == (200, b"ok")
 
 
-def test_the_process_logs_json_and_says_where_its_metrics_are():
-    command = [*COMMAND, "serve", "--address", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--metrics-address", "127.0.0.1:0", "--log-format", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().removeprefix("listening on ").strip()
-        where = process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
-        with ReplayClient(address) as client:
+def test_the_process_logs_json_and_says_where_its_metrics_are(tmp_path):
+    options = ("--metrics-address", "127.0.0.1:0", "--log-format", "json", "--log-level", "info")
+    with server_process(tmp_path, options=options, stderr=subprocess.PIPE) as server:
+        where = server.process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
+        with ReplayClient(server.address) as client:
             client.insert(b"x", {"replay": 1.0})
         assert value(scrape(where), "replay_table_inserts_total", table="replay") == 1
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0
+        server.process.send_signal(signal.SIGTERM)
+        errors = server.process.stderr.read()
+        assert server.process.wait(20) == 0
     lines = [json.loads(line) for line in errors.splitlines()]
     assert all(sorted(line) == ["level", "logger", "message", "time"] for line in lines)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
-    assert any(line["message"] == f"listening on {address} with tables rollouts, replay" for line in lines)
+    assert any(line["message"] == f"listening on {server.address} with tables rollouts, replay" for line in lines)
     assert lines[-1]["message"] == "stopped"
 
 
 @pytest.mark.parametrize("path", ["metrics", "health"])
 def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch, path):
-    monkeypatch.setattr("replay_server.telemetry.endpoint._LOOP_SECONDS", 0.2)
+    monkeypatch.setattr("replay_server.telemetry.prometheus._LOOP_SECONDS", 0.2)
     busy = threading.Event()
     server._loop.call_soon_threadsafe(busy.wait)
     try:
