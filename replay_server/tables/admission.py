@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from replay_server.errors import deadline, invalid, try_again
-from replay_server.limits import MAX_ROWS
 from replay_server.tables.config import AdmissionConfig
 from replay_server.tables.waiting import Line, Pending
 
@@ -113,8 +112,6 @@ class Admission:
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        if count > MAX_ROWS:
-            raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
         pending = PendingPermits(count, self._clock(), deadline_at, request)
         if request:
             for before in self.line:
