@@ -24,7 +24,7 @@ ALLOWED = {
 # The commands join all packages, and one adapter starts a server inside the trainer's process.
 JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/trl.py")
 LEVELS = [
-    {"errors", "limits"},
+    {"errors"},
     {"tables"},
     {"config", "storage", "telemetry"},
     {"rpc"},
@@ -74,7 +74,7 @@ def test_a_room_of_the_server_imports_lower_rooms_only_and_none_is_forgotten():
 
 def test_the_tables_know_neither_grpc_nor_the_wire_nor_the_disk():
     for module, path in modules_of("replay_server").items():
-        if module.startswith("replay_server.tables") or module in ("replay_server.errors", "replay_server.limits"):
+        if module.startswith("replay_server.tables") or module == "replay_server.errors":
             assert not {name.partition(".")[0] for name in imports_in(path)} & {"grpc", "replay_protos", "lmdb"}, module
 
 
@@ -94,10 +94,8 @@ MAX_LINES, MAX_FLOORS, MAX_FILES, MAX_PARAMETERS, MAX_NESTING, MAX_TAKERS = 700,
 VERBS = ("take", "give_back", "start", "put", "load")
 """Of the domain. Each means one thing, and so it is on few classes."""
 WRITTEN = [path for root in PACKAGES.values() for path in files_of(root)]
-HIGH = {"replay_server": 23}
+HIGH = {"replay_server": 19}
 FULL = {
-    "replay_server/rpc": 23,
-    "replay_server/tables": 21,
     "client/replay_client": 27,
     "trainer/replay_trainer": 30,
     "tests/system": 25,
@@ -106,12 +104,12 @@ FULL = {
 }
 LARGE = {"tests/client/generator/test_generator.py": 876, "tests/trainer/test_grpo.py": 779}
 SMALL = """
-    event_loop memory backend file_watch threads prepare disk embedded laps tracing
+    event_loop memory prepare disk embedded laps tracing
 """
 WIDE = {"list_items": 11, "warm_up": 12}
 TAKERS = {"take": 10, "start": 11, "give_back": 8, "load": 8, "put": 7}
 TWICE = """
-    Segment Role Budget _Context ShortCalls Policy Rows Item Prompt Run
+    Segment Budget _Context ShortCalls Policy Rows Item Prompt Run
 """
 
 
