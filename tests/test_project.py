@@ -99,19 +99,18 @@ FULL = {
     "replay_server/rpc": 23,
     "replay_server/tables": 21,
     "client/replay_client": 27,
-    "trainer/replay_trainer": 30,
     "tests/system": 25,
     "tests/trainer": 24,
     "benchmarks": 17,
 }
 LARGE = {"tests/client/generator/test_generator.py": 876, "tests/trainer/test_grpo.py": 779}
 SMALL = """
-    event_loop memory backend file_watch threads prepare disk embedded laps tracing
+    event_loop memory backend file_watch threads prepare
 """
 WIDE = {"list_items": 11, "warm_up": 12}
 TAKERS = {"take": 10, "start": 11, "give_back": 8, "load": 8, "put": 7}
 TWICE = """
-    Segment Role Budget _Context ShortCalls Policy Rows Item Prompt Run
+    Role Budget _Context ShortCalls Policy Rows Item Prompt Run
 """
 
 
