@@ -111,7 +111,7 @@ def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_fil
         f"{bad}, row 1: there is no key, table, priority, policy_version, payload" in replay("import", str(bad)).stderr
     )
     bad.write_text("not json\n")
-    assert f"{bad}:1: not JSON" in replay("import", str(bad)).stderr
+    assert f"{bad}, line 1: Expecting value" in replay("import", str(bad)).stderr
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     assert "not a parquet file" in replay("import", str(tmp_path / "bad.parquet")).stderr
 
@@ -119,14 +119,18 @@ def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_fil
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("latin.jsonl", '{"prompt_id": "é"}\n'.encode("latin-1"), "latin.jsonl: not UTF-8 text"),
+        (
+            "latin.jsonl",
+            '{"prompt_id": "é"}\n'.encode("latin-1"),
+            "latin.jsonl, line 1: byte 16, b'\\xe9', is not UTF-8",
+        ),
         (
             "packed.jsonl",
             gzip.compress(b"{}\n"),
-            "packed.jsonl: not UTF-8 text: it is packed with gzip, unpack it first",
+            "packed.jsonl, line 1: this is a gzip file, and not lines of JSON in UTF-8: unpack it with gunzip",
         ),
-        ("binary.jsonl", bytes(range(256)), "binary.jsonl: not UTF-8 text"),
-        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl: not UTF-8 text: it looks like a parquet file"),
+        ("binary.jsonl", bytes(range(256)), "binary.jsonl, line 1: "),
+        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl, line 1: this is a Parquet file, "),
         ("mark.jsonl", b"\xef\xbb\xbf{}\n", "mark.jsonl, row 1: there is no key, table, priority"),
         ("packed.parquet", gzip.compress(b"{}\n"), "packed.parquet: not a parquet file"),
     ],
