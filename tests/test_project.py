@@ -97,7 +97,6 @@ WRITTEN = [path for root in PACKAGES.values() for path in files_of(root)]
 HIGH = {"replay_server": 19}
 FULL = {
     "client/replay_client": 27,
-    "trainer/replay_trainer": 30,
     "tests/system": 25,
     "tests/trainer": 24,
     "benchmarks": 17,
