@@ -112,37 +112,51 @@ class ServerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
-@contextmanager
-def server_process(
-    tmp_path: Path,
-    config: str = "",
+def start_server(
+    config: Path | None = None,
+    *options: str,
     address: str = "127.0.0.1:0",
-    stderr: IO[str] | None = None,
-    options: Sequence[str] = (),
+    stderr: IO[str] | int | None = None,
     before: Callable[[], None] | None = None,
-) -> Iterator[ServerProcess]:
-    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
+    **environment: str,
+) -> ServerProcess:
+    """Starts `replay serve` with a file of configuration (None: the default tables). Returns when clients can connect.
 
     `before` runs in the process before the server does.
     """
     command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
-    if config:
-        path = tmp_path / "replay.toml"
-        path.write_text(config)
-        command += ["--config", str(path)]
-    command += options
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before)
+    command += [*(["--config", str(config)] if config else []), *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before, env=os.environ | environment
+    )
     assert process.stdout is not None
+    line = process.stdout.readline()
+    started = ServerProcess(process, line.removeprefix("listening on ").strip())
+    if not line.startswith("listening on "):
+        started.kill()
+        raise AssertionError(f"the server did not start: {line!r}")
+    return started
+
+
+@contextmanager
+def server_process(
+    tmp_path: Path, config: str = "", address: str = "127.0.0.1:0", options: Sequence[str] = (), **more: Any
+) -> Iterator[ServerProcess]:
+    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
+
+    `more` goes to `start_server`.
+    """
+    path = tmp_path / "replay.toml"
+    path.write_text(config)
+    server = start_server(path if config else None, *options, address=address, **more)
     try:
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), line
-        yield ServerProcess(process, line.removeprefix("listening on ").strip())
+        yield server
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        server.kill()
 
 
 def start(function: Callable[..., Any], *arguments: Any, module: str = "", **options: Any) -> BaseProcess:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -57,7 +57,7 @@ class SharedMemory:
         self._idle_writers: list[FrameWriter] = []
         """Rings that later insert streams may use."""
         self._asked: asyncio.Task[Segment | None] | None = None
-        """The last request for an idle ring."""
+        """The request for an idle ring that is under way."""
         self.large_responses = False
         """Whether the last response was so large that a ring is worth while."""
         self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
@@ -81,13 +81,14 @@ class SharedMemory:
 
     async def idle_ring(self) -> RingReader | None:
         """A ring for one response; None while there is no ring."""
-        if not self._idle and (self._asked is None or self._asked.done()) and (asked := self.ask()) is not None:
+        if not self._idle and self._asked is None and (asked := self.ask()) is not None:
             self._asked = asked
             asked.add_done_callback(self._keep)
             await asyncio.wait({asked}, timeout=_MOMENT)
         return self._idle.pop() if self._idle else None
 
     def _keep(self, asked: asyncio.Task[Segment | None]) -> None:
+        self._asked = None  # its result would keep the memory of the ring for as long as this client
         if (segment := _result(asked)) is not None:
             self._idle.append(RingReader(segment))
 
@@ -296,15 +297,16 @@ class SharedInserts:
 
 
 class SharedSamples:
-    """A call of SampleStream. After its first large payload the others come through a ring.
+    """A call of Draw. After its first large payload the others come through a ring.
 
     It takes an idle ring of the client. A stream may end before the ring that it asked for is there, as a sampler's
     with a short timeout does: the ring then waits for the next stream.
     """
 
-    def __init__(self, call: Any, shared: SharedMemory) -> None:
+    def __init__(self, call: Any, shared: SharedMemory, send: Callable[[pb.DrawRequest], None]) -> None:
         self._call = call
         self._shared = shared
+        self._send = send
         self._reader: RingReader | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -322,8 +324,7 @@ class SharedSamples:
                 and (ring := await self._shared.idle_ring()) is not None
             ):
                 self._reader = ring
-                with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
-                    await self._call.write(pb.SampleStreamRequest(ring=ring.ring_id))
+                self._send(pb.DrawRequest(ring=ring.ring_id))
             pass_on(frame, self._reader_of, rows.add)
             if not rows.missing:
                 return Frame(head, rows.payloads)

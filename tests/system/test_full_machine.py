@@ -91,18 +91,18 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
 
 def test_a_durable_server_holds_more_than_its_memory_and_answers_that_nobody_reads_do_not_fill_it(tmp_path):
     """Payloads lie in the file, and its cache in memory can be freed."""
-    with served_in(300 * MB, tmp_path, f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}') as client:
-        keys = [client.insert(os.urandom(MB), {"pool": 1.0}) for _ in range(350)]
+    with served_in(200 * MB, tmp_path, f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}') as client:
+        keys = [client.insert(os.urandom(MB), {"pool": 1.0}) for _ in range(250)]
         with grpc.insecure_channel(client.address) as channel:
             stub, calls = ReplayStub(channel), []
             for _ in range(3):
                 calls.append(stub.Get(pb.GetRequest(keys=keys)))
-                calls.append(stub.Sample(pb.SampleRequest(table="pool", num_samples=350, lease=9)))
+                calls.append(stub.Sample(pb.SampleRequest(table="pool", num_samples=250, lease=9)))
             for call in calls[:2]:  # the others are given up unread
-                assert sum(len(piece.payloads) for piece in call) == 350 * MB
+                assert sum(len(piece.payloads) for piece in call) == 250 * MB
             for call in calls:
                 call.cancel()
-        assert client.server_info().items == 350
+        assert client.server_info().items == 250
 
 
 def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_in_later(tmp_path):

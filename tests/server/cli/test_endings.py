@@ -28,26 +28,27 @@ def silent() -> Iterator[socket.socket]:
         yield listener
 
 
-both_signals = pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGINT, SIGTERM = (signal.SIGINT, 130), (signal.SIGTERM, 143)
+both_signals = pytest.mark.parametrize(("number", "status"), [SIGINT, SIGTERM])
 
 
-@both_signals
 @pytest.mark.parametrize(
-    "command",
+    ("command", "number", "status"),
     [
-        "tables --timeout 600",
-        "show 1 --timeout 600",
-        "doctor --timeout 600",
-        "checkpoint --timeout 600",
-        "reset --all --yes --timeout 600",
-        "policy --timeout 600",
-        "watch --timeout 600",
+        ("tables", *SIGINT),
+        ("tables", *SIGTERM),
+        ("show 1", *SIGINT),
+        ("doctor", *SIGTERM),
+        ("checkpoint", *SIGINT),
+        ("reset --all --yes", *SIGTERM),
+        ("policy", *SIGINT),
+        ("watch", *SIGTERM),
     ],
 )
 def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent, command, number, status):
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     with subprocess.Popen(
-        [*COMMAND, *command.split(), "--address", address],
+        [*COMMAND, *command.split(), "--timeout", "600", "--address", address],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from replay_server import ReplayServer, TableConfig
-from tests.commands import COMMAND, run_replay
+from tests.commands import COMMAND
 
 
 class Terminal:
@@ -108,12 +108,6 @@ def test_top_leaves_the_terminal_as_it_was_after_a_signal(terminal, number, stat
     terminal.until("rollouts")
     terminal.process.send_signal(number)
     assert terminal.end() == (status, True)
-
-
-def test_top_without_a_terminal_names_what_works_without_one(server):
-    result = run_replay("top", address=server.address)
-    assert result.returncode == 2
-    assert "replay tables" in result.stderr
 
 
 def test_it_has_a_row_for_each_of_several_servers_on_request():

@@ -1,10 +1,7 @@
 """Who gets in: tokens and their roles, TLS and mutual TLS, over real sockets, and what those hear who do not."""
 
 import asyncio
-import os
-import subprocess
 import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,9 +17,10 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from replay_server.rpc.auth import ROLES, Role, Tokens
 from tests.certificates import make_certificate
-from tests.commands import COMMAND, fails, run_replay
-from tests.factories import make_group, until
+from tests.commands import fails, run_replay
+from tests.factories import make_group, server_process, until
 
+PLAIN = "[[tables]]\nname = 'plain'\n"
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
 TABLES = [TableConfig(name="plain", sampler="fifo")]
 TOKENS = {role: f"{role}-token-0123456789abcdef" for role in Role}
@@ -144,7 +142,7 @@ def test_a_refused_stream_ends_before_anything_of_it_is_read(server):
         yield b""
 
     with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/SampleStream")(requests(), timeout=15)
+        call = channel.stream_stream(f"/{SERVICE}/Draw")(requests(), timeout=15)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is Code.UNAUTHENTICATED
@@ -233,7 +231,7 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
         stub = ReplayStub(channel)
         of_writer, of_reader = [bearer(TOKENS[Role.READ_WRITE])], [bearer(TOKENS[Role.READ_ONLY])]
         table = TABLES[0].name
-        opened = pb.SampleStreamRequest(open=pb.SampleRequest(table=table, num_samples=1), credit=1)
+        opened = pb.DrawRequest(draw=pb.SampleRequest(table=table, num_samples=1, id=1 << 40))
         never = threading.Event()
 
         def requests(*messages):
@@ -242,7 +240,7 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
 
         calls = [
             stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_writer),
-            stub.SampleStream(requests(opened), metadata=of_writer),
+            stub.Draw(requests(opened), metadata=of_writer),
             stub.InsertStream(requests(), metadata=of_writer),
             stub.Sample(pb.SampleRequest(table=table, num_samples=1), metadata=of_writer),  # waits for ever
         ]
@@ -376,7 +374,7 @@ def test_a_server_that_hangs_up_leads_to_what_it_may_want(pki, client_ca, tls, w
     assert words in str(caught.value)
 
 
-def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
+def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path, caplog):
     current = make_certificate(tmp_path, "current", pki["ca"])
     pki["current"] = current
     with tls_server(pki, "current") as server:
@@ -392,7 +390,7 @@ def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path):
         make_certificate(tmp_path, "current", pki["other ca"])
         until(lambda: works("other ca"))
         current.cert.write_text("nonsense")
-        time.sleep(1.1)
+        until(lambda: works("other ca") and f"{current.cert} holds no certificate" in caplog.text)
         assert works("other ca")
 
 
@@ -536,31 +534,14 @@ def test_no_representation_shows_the_token():
 # ------------------------------------------------------------------------------------------------ the process
 
 
-@contextmanager
-def serve(folder: Path, config: str, **environment: str):
-    """`replay serve` with this configuration; gives its process, address and (at the end complete) log file."""
-    (folder / "replay.toml").write_text("[[tables]]\nname = 'plain'\n" + config)
-    log = folder / "log"
-    command = [*COMMAND, "serve", "--config", str(folder / "replay.toml")]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*command, "--address", "127.0.0.1:0", "--log-level", "debug"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=os.environ | environment,
-        )
-    try:
-        yield process, process.stdout.readline().removeprefix("listening on ").strip(), log
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
-
-
 def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_environment(tmp_path):
     tokens = " ".join(f"{role}:{token}" for role, token in TOKENS.items())
-    with serve(tmp_path, "", REPLAY_TOKENS=tokens) as (process, address, log):
+    log, loudly = tmp_path / "log", ("--log-level", "debug")
+    with (
+        log.open("w") as stderr,
+        server_process(tmp_path, PLAIN, options=loudly, stderr=stderr, REPLAY_TOKENS=tokens) as server,
+    ):
+        address = server.address
         for token in (ADMIN, WRONG):
             with ReplayClient(address, timeout=10.0, token=token) as client:
                 for call in (client.policy, lambda: client.reset("nope"), lambda: client.update_table("plain", a=1)):
@@ -570,7 +551,9 @@ def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_e
         assert (shown.returncode, shown.stderr) == (0, "")
         refused = fails("tables", "--address", address)
         assert refused.startswith("replay: this server wants a token")
-        command_line = Path(f"/proc/{process.pid}/cmdline").read_text()
+        command_line = Path(f"/proc/{server.process.pid}/cmdline").read_text()
+        server.process.terminate()
+        server.process.wait()
     text = log.read_text() + command_line + shown.stdout + refused
     assert "refused 1 calls" in text
     for secret in (*TOKENS.values(), WRONG):
@@ -579,14 +562,14 @@ def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_e
 
 def test_a_process_serves_tls_from_its_file_and_commands_find_it_by_their_options(tmp_path, pki, tokens_file):
     (tmp_path / "token").write_text(TOKENS[Role.READ_ONLY])
-    config = f"""
+    config = f"""{PLAIN}
 [security]
 tls_cert = "{pki["server"].cert}"
 tls_key = "{pki["server"].key}"
 tokens_file = "{tokens_file}"
 """
-    with serve(tmp_path, config) as (_, address, _):
-        flags = ("--address", address, "--tls-ca", str(pki["ca"].cert), "--token-file", str(tmp_path / "token"))
+    with server_process(tmp_path, config) as server:
+        flags = ("--address", server.address, "--tls-ca", str(pki["ca"].cert), "--token-file", str(tmp_path / "token"))
         shown = run_replay("tables", *flags)
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "plain" in shown.stdout

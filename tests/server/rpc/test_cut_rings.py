@@ -1,6 +1,7 @@
 """A client that cuts, grows or empties the memory of its rings harms nobody: the server lives and serves the others."""
 
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ sampler = "uniform"
 max_size = 64
 """
 CAPACITY = 16 << 20
+KEYS = itertools.count(1)
 SIZES = {"16 kB": 16 << 10, "106 kB": 106_000, "4 MB": 4 << 20}
 PUNCH_HOLE, KEEP_SIZE = 2, 1
 
@@ -60,11 +62,19 @@ def do_harm(kind: str) -> None:
             HARM[kind](path)
 
 
-@pytest.fixture
-def server(tmp_path):
-    with own_folder() as folder, server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    config = tmp_path_factory.mktemp("server")
+    with own_folder() as folder, server_process(config, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
         yield server
-        assert server.process.poll() is None, "the server died"
+
+
+@pytest.fixture
+def server(running):
+    yield running
+    assert running.process.poll() is None, "the server died"
+    with ReplayClient(running.address) as client:
+        client.reset("")
 
 
 @pytest.fixture
@@ -82,13 +92,14 @@ def client(server):
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("kind", HARM)
 def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
+    key = next(KEYS)
     with asking(stub) as session, bystander(client):
         ring = session.ring(CAPACITY)
         ring.view[HEADER : HEADER + size] = b"\7" * size
         do_harm(kind)
         with suppress(grpc.RpcError):
-            list(stub.InsertStream(iter([insert_of(5, ring.ring_id, 0, size)]), timeout=20))
-    assert [set(bytes(item.payload)) for item in client.get([5])] in ([], [{7}], [{0}])
+            list(stub.InsertStream(iter([insert_of(key, ring.ring_id, 0, size)]), timeout=20))
+    assert [set(bytes(item.payload)) for item in client.get([key])] in ([], [{7}], [{0}])
     assert client.get([client.insert(b"another", {"pool": 1.0})])
 
 
