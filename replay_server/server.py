@@ -29,7 +29,7 @@ from replay_server.telemetry.blocked_log import BlockedLog
 from replay_server.telemetry.latency import Latencies
 
 if TYPE_CHECKING:
-    from replay_server.telemetry.endpoint import MetricsEndpoint
+    from replay_server.telemetry.prometheus import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
 
@@ -302,6 +302,6 @@ class ReplayServer:
 def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
     if address is None:
         return None, None
-    from replay_server.telemetry.endpoint import MetricsEndpoint  # imports packages that nothing else needs
+    from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
     return MetricsEndpoint(address), Latencies()

@@ -306,7 +306,9 @@ def _write(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
 
 def _read(path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError that names a file of another kind, OSError if it cannot be read."""
-    return _read_jsonl(path) if format_of(path) == "jsonl" else _read_parquet(path)
+    from replay_client.json_lines import json_lines
+
+    return (row for _, row in json_lines(path)) if format_of(path) == "jsonl" else _read_parquet(path)
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
@@ -320,34 +322,6 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
             file.write(json.dumps(plain(encoded), ensure_ascii=False) + "\n")
             count += 1
     return count
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    try:
-        yield from _rows_of_lines(path)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text{_other_kind(path)}") from None
-
-
-def _other_kind(path: Path) -> str:
-    """What the first bytes of a file that is no text look like, and the remedy."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    if head.startswith(b"\x1f\x8b"):
-        return ": it is packed with gzip, unpack it first"
-    return ": it looks like a parquet file, whose name ends with .parquet" if head == b"PAR1" else ""
-
-
-def _rows_of_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: not a JSON object")
-            yield row
 
 
 def _schema(columns: Mapping[str, str]) -> Any:

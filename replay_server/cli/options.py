@@ -50,7 +50,8 @@ def options_of(file: str, kind: str, *, without: Collection[str]) -> Options:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id not in without:
             assert field.value is not None
             assert isinstance(below, ast.Expr)
-            text, default = ast.literal_eval(below.value), ast.literal_eval(field.value)
+            value = field.value.args[0] if isinstance(field.value, ast.Call) else field.value  # bounded(8, least=1)
+            text, default = ast.literal_eval(below.value), ast.literal_eval(value)
             first_sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
             options.append(option(field.target.id, first_sentence, _type_of(ast.unparse(field.annotation)), default))
     return options
@@ -127,7 +128,7 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the values of the file the defaults of the command's options. Runs before they are looked at."""
     if path is None:
         return None
-    from replay_client.names import unknown_name
+    from replay_client.settings import unknown_name
 
     try:
         given = tomllib.loads(path.read_text())

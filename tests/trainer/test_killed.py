@@ -82,36 +82,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     return weights
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
-    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    keys = insert(client)
-    kill_in_a_process(client.address, tmp_path, phase, 2)
-    until_gone(client)
-    model = run(client.address, tmp_path, resume=True)
-    assert trained(tmp_path) == sorted(keys)
-    check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)  # groups that went back came again in their old order
-
-
-@pytest.mark.parametrize("phase", ["updated", "written", "acknowledged"])
-def test_a_resume_long_after_the_leases_have_ended_does_the_same(
-    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    keys = insert(client)
-    kill_in_a_process(client.address, tmp_path, phase, 2, lease=2.0)
-    until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
-    until_gone(client)
-    model = run(client.address, tmp_path, resume=True)
-    assert trained(tmp_path) == sorted(keys)
-    check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)
-
-
 @pytest.mark.parametrize(
     ("phase", "step", "options"),
     [
+        *((phase, 2, {}) for phase in PHASES),
+        # Resumed long after the leases have ended.
+        *((phase, 2, {"lease": 2.0}) for phase in ("updated", "written", "acknowledged")),
+        # Groups are kept for all steps that no full state contains.
         ("announced", 3, {"save_every": 2}),
         ("updated", 4, {"save_every": 3}),
         ("written", 2, {"publish_every": 2}),
@@ -119,7 +96,7 @@ def test_a_resume_long_after_the_leases_have_ended_does_the_same(
         ("announced", 2, {"weights_dir": "memory"}),
     ],
 )
-def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
+def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     client: ReplayClient,
     tmp_path: Path,
     phase: str,
@@ -128,14 +105,17 @@ def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
     uninterrupted: dict[str, torch.Tensor],
 ) -> None:
     if "weights_dir" in options:
-        options = options | {"weights_dir": tmp_path / options["weights_dir"]}
+        options = {"weights_dir": tmp_path / "memory"}
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, step, **options)
+    if "lease" in options:
+        until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+        options = {}
     until_gone(client)
     model = run(client.address, tmp_path, resume=True, **options)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)
+    assert_same_weights(model, uninterrupted, **NEAR)  # groups that went back came again in their old order
 
 
 @pytest.mark.parametrize("phase", ["sampled", "written", "acknowledged"])

@@ -75,16 +75,17 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
         # The other rank gives back groups that the state contains.
         (0, "written", 2, {}),
         (0, "announced", 3, {"save_every": 2, "fsdp": True}),
+        (1, "updated", 2, {"all_ranks": True}),
     ],
 )
-def test_ranks_of_which_one_is_killed_lose_no_group_and_train_on_none_twice(
+def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twice(
     server: ServerProcess, tmp_path: Path, rank: int, phase: str, step: int, options: dict[str, Any]
 ) -> None:
     with ReplayClient(server.address) as client:
         keys = insert(client)
         kill_ranks(server.address, tmp_path, rank, phase, step, **options)
         until_gone(client)
-        resume_ranks(server.address, tmp_path, **options)
+        resume_ranks(server.address, tmp_path, **{k: v for k, v in options.items() if k != "all_ranks"})
         assert trained(tmp_path) == sorted(keys)
         check_used_up(client, keys, len(keys))
 
@@ -111,16 +112,6 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
         resume_ranks(server.address, tmp_path, **options)
         assert saved(tmp_path / "run")[-1].name == "step-4"
         assert trained(tmp_path) == sorted(keys)
-
-
-def test_ranks_that_are_all_killed_lose_no_group_and_train_on_none_twice(server: ServerProcess, tmp_path: Path) -> None:
-    with ReplayClient(server.address) as client:
-        keys = insert(client)
-        kill_ranks(server.address, tmp_path, 1, "updated", 2, all_ranks=True)
-        until_gone(client)
-        resume_ranks(server.address, tmp_path)
-        assert trained(tmp_path) == sorted(keys)
-        check_used_up(client, keys, len(keys))
 
 
 def test_ranks_and_server_killed_together_come_back_together(tmp_path: Path) -> None:

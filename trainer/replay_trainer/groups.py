@@ -14,9 +14,9 @@ from torch import nn
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
-from replay_client.names import check_choice
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
+from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
@@ -56,6 +56,7 @@ class ModelLimits:
         return cls(len(tokens.weight), positions if looked_up else None, group_tokens, inputs)
 
 
+@dataclass
 class Inspector:
     """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
 
@@ -67,15 +68,17 @@ class Inspector:
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     """
 
-    def __init__(self, client: ReplayClient, ranks: Ranks, limits: ModelLimits, pool: str, max_share: float) -> None:
-        """limits: of the model. pool: the replay table. max_share: from 0 to 1."""
-        self.bad_keys: set[int] = set()
-        """Keys of all bad groups so far. A draw from the pool excludes them."""
-        self._client = client
-        self._ranks = ranks
-        self._limits = limits
-        self._pool = pool
-        self._max_share = max_share
+    client: ReplayClient
+    ranks: Ranks
+    limits: ModelLimits
+    pool: str
+    """The replay table."""
+    max_share: float
+    """Of bad groups among the recent ones: from 0 to 1."""
+    bad_keys: set[int] = field(default_factory=set, init=False)
+    """Keys of all bad groups so far. A draw from the pool excludes them."""
+
+    def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
         self._drawn = 0
         self._reasons: list[str] = []
@@ -88,7 +91,7 @@ class Inspector:
         good = []
         self._drawn += len(samples)
         for sample in samples:
-            if reason := why_unusable(sample, self._limits):
+            if reason := why_unusable(sample, self.limits):
                 self.put_aside(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
@@ -111,7 +114,7 @@ class Inspector:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
         if bad := sorted(self.bad_keys.intersection(keys)):
             try:
-                self._client.delete(table, bad)
+                self.client.delete(table, bad)
             except ReplayError as error:
                 logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
@@ -121,7 +124,7 @@ class Inspector:
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
         self.delete()
-        parts = self._ranks.all((self._drawn, self._reasons))
+        parts = self.ranks.all((self._drawn, self._reasons))
         self._drawn, self._reasons = 0, []
         reasons = [reason for _, reasons in parts for reason in reasons]
         self._recent.append((sum(drawn for drawn, _ in parts), len(reasons)))
@@ -129,16 +132,16 @@ class Inspector:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
         # At the start of a run a single bad group would be a large share of the few groups so far.
-        if bad > self._max_share * max(drawn, RECENT_GROUPS):
+        if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
                 f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
-                f"{self._max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
+                f"{self.max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
                 f"resume with resume=True"
             )
         return len(reasons)
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
-        if new := sorted(self._limits.inputs.intersection(group.extras) - self._ignored):
+        if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
             self._ignored.update(new)
             logger.warning(
                 "groups have %s among their extras, which the model takes as inputs. This trainer gives it tokens "
@@ -150,11 +153,11 @@ class Inspector:
         """Delete bad groups from the tables that they were drawn from, and from the pool."""
         # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
         # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.
-        again = {key: self._pool for key, table in self._undeleted.items() if table != self._pool}
-        for table in {*self._undeleted.values(), *([self._pool] if self._undeleted else [])}:
-            keys = [key for key, source in self._undeleted.items() if table in (source, self._pool)]
+        again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
+        for table in {*self._undeleted.values(), *([self.pool] if self._undeleted else [])}:
+            keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
             try:
-                self._client.delete(table, keys)
+                self.client.delete(table, keys)
             except TableNotFoundError:
                 # A run that replaces nothing needs no pool.
                 again = {}
@@ -398,13 +401,19 @@ class GroupSource:
     """Fresh groups that are drawn, and that no step has trained on yet."""
 
     def next(self, step: int) -> Replacement:
-        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        """The groups of this step on this rank: those that `collect` and `replace` leave."""
+        return self.replace(step, self.collect())
+
+    def collect(self) -> Replacement:
+        """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""
         if self.zero_variance == "dynamic":
-            taken = self._dynamic()
-        else:
-            fresh = next(self.batches)
-            count = self._without_gradient(fresh)
-            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+            return self._dynamic()
+        fresh = next(self.batches)
+        count = self._without_gradient(fresh)
+        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+
+    def replace(self, step: int, taken: Replacement) -> Replacement:
+        """The groups of `collect`, with those of the pool that this step takes."""
         if step <= self.start:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.

@@ -188,15 +188,15 @@ class GRPOTrainer:
     def step(self, step: int) -> None:
         """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
         self.publication.check()
-        taken = self._collect(step)
-        taken = self._without_failing(step, taken, self._without_drifted)
+        taken = self._collect()  # fresh groups, leased until a full state contains this step
+        taken = self._replace(step, taken)  # groups of the pool, where fresh ones teach nothing
+        taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
         self._laps.lap("replace")
-        trained = self._without_failing(step, taken, partial(self._train_on, step))
+        trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
         self._laps.lap("update")
         self._report(step, trained)
         if step % self.config.publish_every == 0 or step == self.config.max_steps:
-            # Its thread writes and announces the version, and acknowledges the groups that a full state contains.
-            self.publication.publish(step, self._source.left)
+            self.publication.publish(step, self._source.left)  # its thread writes, announces and acknowledges
         self._laps.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
@@ -241,10 +241,15 @@ class GRPOTrainer:
                 start=config.replay_start_step,
             )
 
-    def _collect(self, step: int) -> Replacement:
-        """The groups of the step: fresh ones, and those of the pool that replace some or join them."""
+    def _collect(self) -> Replacement:
+        """The fresh groups of the step on this rank."""
         with self._waits.waiting("for groups"):
-            taken = self._source.next(step)
+            return self._source.collect()
+
+    def _replace(self, step: int, taken: Replacement) -> Replacement:
+        """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
+        with self._waits.waiting("for groups"):
+            taken = self._source.replace(step, taken)
             self._skipped = self.inspector.end_draws()
         return taken
 

@@ -64,17 +64,23 @@ class OutputLock:
     def acquire(self) -> str:
         """Locks the folder, and makes it if it is missing. Returns why it is not free; empty: it is locked now."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = (self.folder / NAME).open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
+        path = self.folder / NAME
+        while True:
+            file = path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                return (
+                    f"{self.folder} is in use by another training run ({holder}): stop that one, or choose another "
+                    f"output_dir"
+                )
+            # The run before may have removed the file between our open and our lock: then we hold nothing.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
             file.close()
-            return (
-                f"{self.folder} is in use by another training run ({holder}): stop that one, or choose another "
-                f"output_dir"
-            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -82,9 +88,9 @@ class OutputLock:
         return ""
 
     def release(self) -> None:
-        """Free the folder. The empty file stays: a run that has just opened it would lock a file without a name."""
+        """Free the folder, if it is held."""
         if self._file is not None:
-            self._file.truncate(0)
+            (self.folder / NAME).unlink(missing_ok=True)
             self._file.close()
             self._file = None
 

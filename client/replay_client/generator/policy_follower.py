@@ -1,4 +1,7 @@
-"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same."""
+"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
+
+StaleGroups holds generation while the server refuses as too old whatever those weights would draw.
+"""
 
 from __future__ import annotations
 

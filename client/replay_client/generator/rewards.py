@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
-from replay_client.names import load_function
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, group_priority, trained_advantages
+from replay_client.settings import load_function
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """Takes the prompt's row and a completion's text, and returns a reward. If it is async, all calls for a group run at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -64,8 +63,17 @@ def test_a_log_that_somebody_may_want_to_read_stays_at_the_end_of_the_process_an
     assert len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
-def test_somebody_who_says_where_vllm_logs_to_keeps_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, module.__name__)
-    monkeypatch.setenv(name, "1")
-    assert importlib.import_module(module.__name__).vllm_log() is None
+SAYS_WHERE = f"""
+import os
+from {module.__name__} import vllm_log
+for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"):
+    os.environ[name] = "1"
+    assert vllm_log() is None, name
+    del os.environ[name]
+assert vllm_log() is not None
+"""
+
+
+def test_somebody_who_says_where_vllm_logs_to_keeps_that() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    subprocess.run([sys.executable, "-c", SAYS_WHERE], env=environment, check=True)

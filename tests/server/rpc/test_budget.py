@@ -37,9 +37,12 @@ def make_budget(total: int = 100) -> Budget:
 
 
 async def holder(budget: Budget, client: str, n: int, order: list[str], release: asyncio.Event, timeout=None) -> None:
-    async with budget.held_in_turn(client, n, timeout):
+    await budget.take_in_turn(client, n, timeout)
+    try:
         order.append(client)
         await release.wait()
+    finally:
+        budget.give_back(client, n)
 
 
 async def let_run() -> None:

@@ -253,7 +253,7 @@ def test_the_process_logs_json_and_says_where_its_metrics_are(tmp_path):
 
 @pytest.mark.parametrize("path", ["metrics", "health"])
 def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch, path):
-    monkeypatch.setattr("replay_server.telemetry.endpoint._LOOP_SECONDS", 0.2)
+    monkeypatch.setattr("replay_server.telemetry.prometheus._LOOP_SECONDS", 0.2)
     busy = threading.Event()
     server._loop.call_soon_threadsafe(busy.wait)
     try:

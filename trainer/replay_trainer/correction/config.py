@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from replay_client.names import check_choice, suggests_names
+from replay_client.settings import check_fields, suggests_names
 
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask", "none"]
@@ -43,8 +43,7 @@ class Rejection:
     """Largest value that is kept; None: no bound."""
 
     def __post_init__(self) -> None:
-        check_choice("estimator", self.estimator, Estimator)
-        check_choice("aggregate", self.aggregate, Aggregate)
+        check_fields(self)
         _check_bounds("low", self.low, "high", self.high)
         if self.low is None and self.high is None:
             raise ValueError("Rejection() keeps everything: set low, high or both")
@@ -89,9 +88,7 @@ class CorrectionConfig:
     """Which policies the loss compares."""
 
     def __post_init__(self) -> None:
-        check_choice("level", self.level, Level)
-        check_choice("action", self.action, Action)
-        check_choice("objective", self.objective, Objective)
+        check_fields(self)
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
         if self.action != "none" and self.clip_min is None and self.clip_max is None:
             raise ValueError(f"action={self.action!r} needs a bound: set clip_min, clip_max, or action='none'")

@@ -195,7 +195,7 @@ class DemoError(Exception):
 class Part:
     """One process of the demo, with its output in a file."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, threads: int = 1) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path) -> None:
         self.name = name
         self.log = folder / "logs" / f"{name}.log"
         self._file: IO[bytes] = self.log.open("wb")
@@ -208,7 +208,7 @@ class Part:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=inherited | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+            env=inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
         )
 
     def check(self) -> bool:

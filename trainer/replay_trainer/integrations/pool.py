@@ -27,8 +27,8 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.names import check_choice
 from replay_client.scoring import carries_gradient, group_priority
+from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)

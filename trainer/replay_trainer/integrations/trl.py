@@ -34,8 +34,8 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
-from replay_client.names import check_choice
 from replay_client.scoring import carries_gradient, group_advantages, group_priority
+from replay_client.settings import check_choice
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct

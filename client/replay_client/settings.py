@@ -1,15 +1,66 @@
-"""Names of settings and of functions: what a name means, and an error that helps for one that means nothing."""
+"""Settings: dataclasses whose fields have choices and bounds, and the names of settings and of functions."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import importlib
+import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar, get_args
+from dataclasses import Field, field, fields
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+def bounded(
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of numbers from `least` or above `above`, to `most` or below `below`; inf: finite numbers."""
+    return field(default=default, metadata={"least": least, "above": above, "most": most, "below": below})
+
+
+def check_fields(settings: Any) -> None:
+    """Raises ValueError for a field that is not one of the choices of its Literal, no bool, or out of its bounds."""
+    hints = _hints(settings.__class__)
+    for each in fields(settings):
+        _check(each, hints[each.name], getattr(settings, each.name))
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(each: Field[Any], hint: Any, value: Any) -> None:
+    name, kinds = each.name, set(get_args(hint)) or {hint}
+    may_be_none = type(None) in kinds
+    if hint is bool and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    choices = [choice for kind in {hint, *kinds} if get_origin(kind) is Literal for choice in get_args(kind)]
+    choices += [None] * (may_be_none and bool(choices))
+    if choices and value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if not each.metadata or (value is None and may_be_none):
+        return
+    whole = float not in kinds
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
+    least, above, most, below = (each.metadata[bound] for bound in ("least", "above", "most", "below"))
+    if least is not None and not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, not {value}")
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be above {above:g}, not {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:g}, not {value}")
+    if below is not None and not value < below:
+        raise ValueError(f"{name} must be {'finite' if below == math.inf else f'below {below:g}'}, not {value}")
 
 
 def unknown_name(name: str, known: Collection[str]) -> str:
