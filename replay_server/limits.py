@@ -24,6 +24,8 @@ MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""
+MAX_DRAWS = 4096
+"""Draws of one sample stream that wait, or whose batches are neither taken nor leased."""
 MAX_CLIENTS = 1024
 """Named clients that the server remembers."""
 MAX_NAME = 64

@@ -37,8 +37,7 @@ from replay_client.records import (
 )
 from replay_client.requests import KeySequence, column, leases_of, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
-from replay_client.sampler import AsyncSampler, OnLease, ignore
-from replay_client.single_batches import SingleBatches
+from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
@@ -223,9 +222,9 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        request = pb.AcknowledgeSamplesRequest(batches=leases_of(samples), give_back=give_back)
-        response = await self._connection.short("AcknowledgeSamples", once(request), timeout)
-        return mutation_of(response)
+        leases = leases_of(samples)
+        request = pb.DrawRequest(give_back=leases) if give_back else pb.DrawRequest(take=leases)
+        return await self._end(request, timeout)
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
@@ -233,9 +232,12 @@ class AsyncReplayClient:
         Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
         result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
         """
-        request = message_of(pb.RenewLeasesRequest, batches=leases_of(samples), seconds=lease)
-        response = await self._connection.short("RenewLeases", request, timeout)
-        return mutation_of(response)
+        return await self._end(message_of(pb.DrawRequest, renew=leases_of(samples), seconds=lease), timeout)
+
+    async def _end(self, request: pb.DrawRequest, timeout: Timeout) -> MutationResult:
+        if not (request.take or request.give_back or request.renew):
+            return MutationResult(0, ())
+        return await self._single_batches.end(request, self._connection.seconds(timeout))
 
     async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Takes the items that a reader has used, and that are back in the table because its lease has ended.
@@ -448,6 +450,7 @@ class AsyncReplayClient:
     async def close(self) -> None:
         """Closes the connection. The server takes back what it drew ahead for this client."""
         await self._insert_streams.close()
+        await self._single_batches.close()
         await self._connection.close()
 
     def __reduce__(self) -> NoReturn:

@@ -14,7 +14,7 @@ from replay_client.errors import DeadlineExceededError, ReplayError, ServerClose
 from replay_client.loop_thread import LoopThread, Wake
 from replay_client.records import Buffer, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
-from replay_client.sampler import AsyncSampler, OnLease, ignore
+from replay_client.sampling import AsyncSampler, OnLease, ignore
 from replay_client.writer import AsyncWriter
 
 P = ParamSpec("P")

@@ -38,19 +38,8 @@ Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
 _GRACE = 5.0
 """Seconds after the timeout. In this time the server can still answer why the request waited."""
-TAKE_SECONDS = 30.0
-"""The server gives a batch back if its reader has not taken it after this many seconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two attempts to reach a server that does not answer. Each pause doubles the one before."""
-_RESPONSES: Final[dict[str, type[Message]]] = {
-    "UpdatePriorities": pb.MutationResponse,
-    "Delete": pb.MutationResponse,
-    "TakeItems": pb.MutationResponse,
-    "AcknowledgeSamples": pb.AcknowledgeSamplesResponse,
-    "RenewLeases": pb.AcknowledgeSamplesResponse,
-    "Weigh": pb.Weight,
-}
-"""The response type of each method that `Connection.short` may call."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -85,10 +74,10 @@ class PayloadStub:
     def __init__(self, channel: grpc.aio.Channel, *, shared_memory: bool) -> None:
         self.shared = SharedMemory(channel, wanted=shared_memory)
         sample, inserted, samples = pb.SampleRequest, pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
-        calls, get = pb.SampleStreamRequest, pb.GetRequest
+        draw, get = pb.DrawRequest, pb.GetRequest
         self.Insert = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
         self._insert_stream: Any = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
-        self._sample_stream: Any = channel.stream_stream(f"/{SERVICE}/SampleStream", calls.SerializeToString, samples)
+        self._draw: Any = channel.stream_stream(f"/{SERVICE}/Draw", draw.SerializeToString, samples)
         self.Sample = SharedResponse(
             channel.unary_stream(f"/{SERVICE}/Sample", sample.SerializeToString, samples), self.shared
         )
@@ -99,8 +88,9 @@ class PayloadStub:
     def InsertStream(self) -> SharedInserts:
         return SharedInserts(self._insert_stream(), self.shared)
 
-    def SampleStream(self) -> SharedSamples:
-        return SharedSamples(self._sample_stream(), self.shared)
+    def Draw(self, send: Callable[[pb.DrawRequest], None]) -> SharedSamples:
+        """`send` writes a request of the shared memory, when no other one is being written."""
+        return SharedSamples(self._draw(), self.shared, send)
 
 
 class Connection:
@@ -186,32 +176,21 @@ class Connection:
         """The response to one request. Tries again until a server answers or the timeout ends."""
         return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
 
-    async def short(self, method: str, request: Message, timeout: Timeout) -> Any:
-        """As `unary` for a method with a short response, on an open stream where that is possible."""
+    async def short(self, method: str, request: Message, timeout: Timeout) -> pb.MutationResponse:
+        """As `unary` for UpdatePriorities, Delete or TakeItems, on an open stream where that is possible."""
         # A stream carries no trace context, a call does.
         if tracing.active() or request.ByteSize() > MAX_BYTES:
-            return await self.unary(getattr(self.stub, method), request, timeout)
+            response: pb.MutationResponse = await self.unary(getattr(self.stub, method), request, timeout)
+            return response
         data = request.SerializeToString()
 
-        async def attempt(seconds: float | None) -> Any:
+        async def attempt(seconds: float | None) -> pb.MutationResponse:
             if (short_calls := self._open().short_calls).free:
-                return _RESPONSES[method].FromString(await short_calls.call(method, data, seconds))
-            return await getattr(self.stub, method)(request, timeout=seconds)
+                return pb.MutationResponse.FromString(await short_calls.call(method, data, seconds))
+            response: pb.MutationResponse = await getattr(self.stub, method)(request, timeout=seconds)
+            return response
 
         return await self.call(attempt, self.seconds(timeout))
-
-    async def take(self, batch: int, timeout: float | None, lease: float = 0.0) -> bool:
-        """Take a batch whose bytes have all arrived. A retry is safe, also after a restart of the server.
-
-        `lease`: the batch is not taken, but leased for this many seconds. False: the server gave the batch back,
-        because its time was up, the server restarted, or an item became stale.
-        """
-        if lease:
-            renewal = pb.RenewLeasesRequest(batches=[batch], seconds=lease, unread=True)
-            return not (await self.short("RenewLeases", renewal, timeout)).missing
-        request = pb.AcknowledgeSamplesRequest(batches=[batch], unread=True)
-        response = await self.short("AcknowledgeSamples", request, timeout)
-        return not response.missing
 
     async def close(self) -> None:
         """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
@@ -233,7 +212,7 @@ class _Stubs(NamedTuple):
     """`forks.count()` then."""
 
 
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
 
 
 class Patience:
@@ -254,6 +233,10 @@ class Patience:
         self._pause = _FIRST_PAUSE
         self._end = None
 
+    def left(self) -> float | None:
+        """The seconds that remain; None: there is no end."""
+        return None if self._timeout is None else self.remaining()
+
     def remaining(self) -> float:
         assert self._end is not None
         return max(0.0, self._end - asyncio.get_running_loop().time())
@@ -264,8 +247,8 @@ class Patience:
             raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
         # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that
         # stops without grace ends its calls with CANCELLED; a call that this client cancels raises CancelledError.
-        if error.code() not in _GONE:
-            raise self._connection_error(error) from None
+        if error.code() not in GONE_CODES:
+            raise reported(error, self._connection.address, self._timeout) from None
         if self._end is None:
             self.start()
         if self.remaining() <= self._pause:
@@ -278,12 +261,14 @@ class Patience:
         await asyncio.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _connection_error(self, error: grpc.aio.AioRpcError) -> ReplayError:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
-            # This text is gRPC's own: the server did not answer, even after the grace.
-            return error_of(error.code(), f"{self._connection.address} did not answer within {self._timeout} s")
-        reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
-        return error_of(error.code(), error.details() or "", str(reason))
+
+def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:
+    """The error that a caller gets for a failed call."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
+        # This text is gRPC's own: the server did not answer, even after the grace.
+        return error_of(error.code(), f"{address} did not answer within {timeout} s")
+    reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
+    return error_of(error.code(), error.details() or "", str(reason))
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:

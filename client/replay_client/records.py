@@ -215,7 +215,7 @@ def policy_of(message: pb.Policy) -> Policy:
     return Policy(message.version, message.weights, message.age, message.usual)
 
 
-def mutation_of(message: pb.MutationResponse | pb.AcknowledgeSamplesResponse) -> MutationResult:
+def mutation_of(message: pb.MutationResponse) -> MutationResult:
     """The result in its message."""
     return MutationResult(message.applied, tuple(message.missing))
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -297,15 +297,16 @@ class SharedInserts:
 
 
 class SharedSamples:
-    """A call of SampleStream. After its first large payload the others come through a ring.
+    """A call of Draw. After its first large payload the others come through a ring.
 
     It takes an idle ring of the client. A stream may end before the ring that it asked for is there, as a sampler's
     with a short timeout does: the ring then waits for the next stream.
     """
 
-    def __init__(self, call: Any, shared: SharedMemory) -> None:
+    def __init__(self, call: Any, shared: SharedMemory, send: Callable[[pb.DrawRequest], None]) -> None:
         self._call = call
         self._shared = shared
+        self._send = send
         self._reader: RingReader | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -323,8 +324,7 @@ class SharedSamples:
                 and (ring := await self._shared.idle_ring()) is not None
             ):
                 self._reader = ring
-                with suppress(asyncio.InvalidStateError):  # the stream has ended; the next read raises the reason
-                    await self._call.write(pb.SampleStreamRequest(ring=ring.ring_id))
+                self._send(pb.DrawRequest(ring=ring.ring_id))
             pass_on(frame, self._reader_of, rows.add)
             if not rows.missing:
                 return Frame(head, rows.payloads)

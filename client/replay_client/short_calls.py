@@ -11,15 +11,13 @@ from typing import Any
 
 import grpc
 
-from replay_client.streams import end_stream, read_message
-from replay_protos import REASON_KEY
+from replay_client.streams import end_stream, failure, read_message
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
 
 MAX_BYTES = 1 << 20
 """Bytes of a request above which a call of its own costs no more."""
 _MOST_OPEN = 16
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ShortCalls:
@@ -48,7 +46,7 @@ class ShortCalls:
                 response: pb.CallResponse = await read_message(stream)
         except TimeoutError:
             stream.cancel()
-            raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
         except grpc.aio.AioRpcError:
             for broken in [stream, *self._idle]:  # they share a connection, so all of them are broken
                 broken.cancel()
@@ -61,14 +59,9 @@ class ShortCalls:
             self._busy -= 1
         self._idle.append(stream)
         if response.code:
-            raise _failure(_STATUS[response.code], response.message, response.reason)
+            raise failure(response.code, response.message, response.reason)
         return response.response
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(end_stream, idle))
-
-
-def _failure(code: grpc.StatusCode, details: str, reason: str = "") -> grpc.aio.AioRpcError:
-    trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)

@@ -1,4 +1,4 @@
-"""Streams: reads a gRPC stream, and ends it in good order."""
+"""Streams: reads a gRPC stream, ends it in good order, and turns a refusal on it into the error of a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import grpc
 
+from replay_protos import REASON_KEY
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _GOODBYE = 1.0
 """Seconds that the server has to end a stream."""
 
@@ -43,3 +46,10 @@ async def end_stream(call: Any, reader: asyncio.Task[None] | None = None) -> boo
     if not ended:
         call.cancel()
     return ended
+
+
+def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
+    """The error with which a call would fail that the server refuses for this reason."""
+    status = code if isinstance(code, grpc.StatusCode) else _STATUS[code]
+    trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
+    return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)

@@ -220,7 +220,11 @@ Global___RowError: _TypeAlias = RowError  # noqa: Y015
 
 @_typing.final
 class SampleRequest(_message.Message):
-    """---------------------------------------------------------------------------------------------------- sample"""
+    """---------------------------------------------------------------------------------------------------- sample
+
+    A draw asks a table for one batch. Its batch is outstanding until its reader takes it or gives it back, by the draw's
+    id, with a DrawRequest.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -232,10 +236,12 @@ class SampleRequest(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     EXCLUDE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
+    WEIGH_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     num_samples: _builtins.int
+    """0 with `weigh`: nothing is drawn"""
     min_samples: _builtins.int
     """how many are enough when the time is up; absent: num_samples"""
     timeout: _builtins.float
@@ -244,11 +250,17 @@ class SampleRequest(_message.Message):
     scope: _builtins.str
     """a key drawn under this name is not drawn under it again"""
     lease: _builtins.float
-    """seconds until AcknowledgeSamples; then the batch goes back. 0: no lease"""
-    request: _builtins.int
-    """chosen by the client: a retry gives back the leased batch of the attempt before"""
+    """seconds, from 0: a batch that was sent is its reader's for so long, whatever"""
+    id: _builtins.int
+    """becomes of the stream; then it goes back
+    chosen by the client: 63 random bits, at least 2^32. A retry has the same id,
+    """
     ring: _builtins.int
-    """of ShareMemory: payloads may come through it. 0: none"""
+    """and gives back what the attempt before may have drawn
+    of ShareMemory: payloads may come through it. 0: none. For Sample only
+    """
+    weigh: _builtins.bool
+    """also tell the table's weight, after this draw"""
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """keys that must not be drawn"""
@@ -264,12 +276,13 @@ class SampleRequest(_message.Message):
         scope: _builtins.str = ...,
         exclude: _abc.Iterable[_builtins.int] | None = ...,
         lease: _builtins.float = ...,
-        request: _builtins.int = ...,
+        id: _builtins.int = ...,
         ring: _builtins.int = ...,
+        weigh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "min_samples", b"min_samples", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "request", b"request", "ring", b"ring", "scope", b"scope", "table", b"table", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "id", b"id", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "ring", b"ring", "scope", b"scope", "table", b"table", "timeout", b"timeout", "weigh", b"weigh"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
     _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
@@ -298,18 +311,17 @@ class SampleResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TABLE_SIZE_FIELD_NUMBER: _builtins.int
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
-    TAKEN_FIELD_NUMBER: _builtins.int
-    REVOKED_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
+    """the id of the draw"""
     policy_version: _builtins.int
     """the current one; staleness is the difference"""
     table_size: _builtins.int
-    taken: _builtins.int
-    """response to `take`: the batch is the caller's"""
-    revoked: _builtins.int
-    """the batch must not be used (something in it went stale): drop it"""
     payloads: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -332,8 +344,24 @@ class SampleResponse(_message.Message):
     @_builtins.property
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
+    def done(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """answer to take, give_back and renew, without a batch: what was done"""
+
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """and what was not: unknown, given back before, or an item went stale"""
+
+    @_builtins.property
+    def weight(self) -> Global___Weight:
+        """of a draw that asked for it"""
+
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """instead of `payloads`"""
+
+    @_builtins.property
+    def error(self) -> Global___RowError:
+        """why the draw, or without a batch the rest of the request, was refused"""
 
     def __init__(
         self,
@@ -348,145 +376,74 @@ class SampleResponse(_message.Message):
         policy_version: _builtins.int = ...,
         table_size: _builtins.int = ...,
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
-        taken: _builtins.int = ...,
-        revoked: _builtins.int = ...,
+        done: _abc.Iterable[_builtins.int] | None = ...,
+        missing: _abc.Iterable[_builtins.int] | None = ...,
+        weight: Global___Weight | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
+        error: Global___RowError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "shared", b"shared", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "revoked", b"revoked", "shared", b"shared", "table_size", b"table_size", "taken", b"taken", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "done", b"done", "error", b"error", "keys", b"keys", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "shared", b"shared", "table_size", b"table_size", "times_sampled", b"times_sampled", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
 
 @_typing.final
-class SampleStreamRequest(_message.Message):
-    """A stream draws ahead. A batch counts as sampled when the caller takes it. A batch that is not taken when the stream
-    ends goes back to its table, and so does a batch that contains a stale item. If `open` has a lease, `take` leases the
-    batch for that time, as RenewLeases does: it outlives the stream, and ends with AcknowledgeSamples.
+class DrawRequest(_message.Message):
+    """A request of a stream of draws. Each draw is answered when its batch is there, in no fixed order; the rest of each
+    request is answered with one message, in the order of the requests.
+
+    A batch counts as sampled when its reader takes it. A batch that is neither taken nor leased when its stream ends goes
+    back to its table. Ids may be named on another stream than their draw, so that a reader whose stream broke can ask
+    again: what is done already is done again without effect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OPEN_FIELD_NUMBER: _builtins.int
-    CREDIT_FIELD_NUMBER: _builtins.int
+    DRAW_FIELD_NUMBER: _builtins.int
     TAKE_FIELD_NUMBER: _builtins.int
+    GIVE_BACK_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
-    credit: _builtins.int
-    """this many more batches may be drawn ahead"""
-    take: _builtins.int
-    """the caller wants this batch: answered with `taken` or `revoked`"""
+    seconds: _builtins.float
+    """are forwarded, and stay leased after a restart of a durable server"""
     ring: _builtins.int
     """of ShareMemory: from now on payloads may come through it. 0: as before"""
     @_builtins.property
-    def open(self) -> Global___SampleRequest:
-        """first message only"""
+    def draw(self) -> Global___SampleRequest: ...
+    @_builtins.property
+    def take(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """these batches are the reader's for good"""
+
+    @_builtins.property
+    def give_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """these go back, as if they were never drawn; what still waits ends"""
+
+    @_builtins.property
+    def renew(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """their leases end `seconds` from now, or begin. Their reader uses them: they"""
 
     def __init__(
         self,
         *,
-        open: Global___SampleRequest | None = ...,
-        credit: _builtins.int = ...,
-        take: _builtins.int = ...,
+        draw: Global___SampleRequest | None = ...,
+        take: _abc.Iterable[_builtins.int] | None = ...,
+        give_back: _abc.Iterable[_builtins.int] | None = ...,
+        renew: _abc.Iterable[_builtins.int] | None = ...,
+        seconds: _builtins.float = ...,
         ring: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open", "ring", b"ring", "take", b"take"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "give_back", b"give_back", "renew", b"renew", "ring", b"ring", "seconds", b"seconds", "take", b"take"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SampleStreamRequest: _TypeAlias = SampleStreamRequest  # noqa: Y015
-
-@_typing.final
-class AcknowledgeSamplesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BATCHES_FIELD_NUMBER: _builtins.int
-    GIVE_BACK_FIELD_NUMBER: _builtins.int
-    UNREAD_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
-    give_back: _builtins.bool
-    """return the items to their table instead"""
-    unread: _builtins.bool
-    """nobody has seen the items: give back a batch with a stale one, as missing"""
-    request: _builtins.int
-    """as in DeleteRequest"""
-    @_builtins.property
-    def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        batches: _abc.Iterable[_builtins.int] | None = ...,
-        give_back: _builtins.bool = ...,
-        unread: _builtins.bool = ...,
-        request: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "give_back", b"give_back", "request", b"request", "unread", b"unread"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcknowledgeSamplesRequest: _TypeAlias = AcknowledgeSamplesRequest  # noqa: Y015
-
-@_typing.final
-class AcknowledgeSamplesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    APPLIED_FIELD_NUMBER: _builtins.int
-    MISSING_FIELD_NUMBER: _builtins.int
-    applied: _builtins.int
-    @_builtins.property
-    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """unknown or expired: their batches have gone back"""
-
-    def __init__(
-        self,
-        *,
-        applied: _builtins.int = ...,
-        missing: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "missing", b"missing"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcknowledgeSamplesResponse: _TypeAlias = AcknowledgeSamplesResponse  # noqa: Y015
-
-@_typing.final
-class RenewLeasesRequest(_message.Message):
-    """The leases of these batches end `seconds` from now. Their readers have them: their items are forwarded now, and the
-    leases go on after a restart of a durable server, for as long again.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BATCHES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    UNREAD_FIELD_NUMBER: _builtins.int
-    seconds: _builtins.float
-    unread: _builtins.bool
-    """as in AcknowledgeSamplesRequest"""
-    @_builtins.property
-    def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        batches: _abc.Iterable[_builtins.int] | None = ...,
-        seconds: _builtins.float = ...,
-        unread: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "seconds", b"seconds", "unread", b"unread"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RenewLeasesRequest: _TypeAlias = RenewLeasesRequest  # noqa: Y015
+Global___DrawRequest: _TypeAlias = DrawRequest  # noqa: Y015
 
 @_typing.final
 class TakeItemsRequest(_message.Message):
@@ -520,36 +477,9 @@ class TakeItemsRequest(_message.Message):
 Global___TakeItemsRequest: _TypeAlias = TakeItemsRequest  # noqa: Y015
 
 @_typing.final
-class WeighRequest(_message.Message):
-    """What a table could be sampled for now. A client of several servers divides a batch among them by it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TABLE_FIELD_NUMBER: _builtins.int
-    SCOPE_FIELD_NUMBER: _builtins.int
-    EXCLUDE_FIELD_NUMBER: _builtins.int
-    table: _builtins.str
-    scope: _builtins.str
-    """as in SampleRequest: leave out what was drawn under this name"""
-    @_builtins.property
-    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        table: _builtins.str = ...,
-        scope: _builtins.str = ...,
-        exclude: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude", b"exclude", "scope", b"scope", "table", b"table"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WeighRequest: _TypeAlias = WeighRequest  # noqa: Y015
-
-@_typing.final
 class Weight(_message.Message):
+    """What a table could be sampled for. A client of several servers divides a batch among them by it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOTAL_FIELD_NUMBER: _builtins.int
@@ -920,8 +850,8 @@ Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
 
 @_typing.final
 class CallRequest(_message.Message):
-    """A call of one of UpdatePriorities, Delete, TakeItems, AcknowledgeSamples, RenewLeases and Weigh. A message on an open
-    stream costs half of a call. The responses come in the order of the requests.
+    """A call of one of UpdatePriorities, Delete and TakeItems. A message on an open stream costs half of a call. The
+    responses come in the order of the requests.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

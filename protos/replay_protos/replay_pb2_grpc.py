@@ -49,30 +49,15 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.SampleRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.SampleResponse.FromString,
                 _registered_method=True)
-        self.SampleStream = channel.stream_stream(
-                '/replay.v1.Replay/SampleStream',
-                request_serializer=replay__protos_dot_replay__pb2.SampleStreamRequest.SerializeToString,
+        self.Draw = channel.stream_stream(
+                '/replay.v1.Replay/Draw',
+                request_serializer=replay__protos_dot_replay__pb2.DrawRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.SampleResponse.FromString,
-                _registered_method=True)
-        self.AcknowledgeSamples = channel.unary_unary(
-                '/replay.v1.Replay/AcknowledgeSamples',
-                request_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
-                response_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
-                _registered_method=True)
-        self.RenewLeases = channel.unary_unary(
-                '/replay.v1.Replay/RenewLeases',
-                request_serializer=replay__protos_dot_replay__pb2.RenewLeasesRequest.SerializeToString,
-                response_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
                 _registered_method=True)
         self.TakeItems = channel.unary_unary(
                 '/replay.v1.Replay/TakeItems',
                 request_serializer=replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.MutationResponse.FromString,
-                _registered_method=True)
-        self.Weigh = channel.unary_unary(
-                '/replay.v1.Replay/Weigh',
-                request_serializer=replay__protos_dot_replay__pb2.WeighRequest.SerializeToString,
-                response_deserializer=replay__protos_dot_replay__pb2.Weight.FromString,
                 _registered_method=True)
         self.UpdatePriorities = channel.unary_unary(
                 '/replay.v1.Replay/UpdatePriorities',
@@ -183,31 +168,13 @@ class ReplayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SampleStream(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AcknowledgeSamples(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RenewLeases(self, request, context):
+    def Draw(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeItems(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Weigh(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -336,30 +303,15 @@ def add_ReplayServicer_to_server(servicer, server):
                     request_deserializer=replay__protos_dot_replay__pb2.SampleRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.SampleResponse.SerializeToString,
             ),
-            'SampleStream': grpc.stream_stream_rpc_method_handler(
-                    servicer.SampleStream,
-                    request_deserializer=replay__protos_dot_replay__pb2.SampleStreamRequest.FromString,
+            'Draw': grpc.stream_stream_rpc_method_handler(
+                    servicer.Draw,
+                    request_deserializer=replay__protos_dot_replay__pb2.DrawRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.SampleResponse.SerializeToString,
-            ),
-            'AcknowledgeSamples': grpc.unary_unary_rpc_method_handler(
-                    servicer.AcknowledgeSamples,
-                    request_deserializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.FromString,
-                    response_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.SerializeToString,
-            ),
-            'RenewLeases': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewLeases,
-                    request_deserializer=replay__protos_dot_replay__pb2.RenewLeasesRequest.FromString,
-                    response_serializer=replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.SerializeToString,
             ),
             'TakeItems': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeItems,
                     request_deserializer=replay__protos_dot_replay__pb2.TakeItemsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.MutationResponse.SerializeToString,
-            ),
-            'Weigh': grpc.unary_unary_rpc_method_handler(
-                    servicer.Weigh,
-                    request_deserializer=replay__protos_dot_replay__pb2.WeighRequest.FromString,
-                    response_serializer=replay__protos_dot_replay__pb2.Weight.SerializeToString,
             ),
             'UpdatePriorities': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdatePriorities,
@@ -539,7 +491,7 @@ class Replay(object):
             _registered_method=True)
 
     @staticmethod
-    def SampleStream(request_iterator,
+    def Draw(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -552,63 +504,9 @@ class Replay(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/replay.v1.Replay/SampleStream',
-            replay__protos_dot_replay__pb2.SampleStreamRequest.SerializeToString,
+            '/replay.v1.Replay/Draw',
+            replay__protos_dot_replay__pb2.DrawRequest.SerializeToString,
             replay__protos_dot_replay__pb2.SampleResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AcknowledgeSamples(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/replay.v1.Replay/AcknowledgeSamples',
-            replay__protos_dot_replay__pb2.AcknowledgeSamplesRequest.SerializeToString,
-            replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewLeases(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/replay.v1.Replay/RenewLeases',
-            replay__protos_dot_replay__pb2.RenewLeasesRequest.SerializeToString,
-            replay__protos_dot_replay__pb2.AcknowledgeSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -636,33 +534,6 @@ class Replay(object):
             '/replay.v1.Replay/TakeItems',
             replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
             replay__protos_dot_replay__pb2.MutationResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Weigh(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/replay.v1.Replay/Weigh',
-            replay__protos_dot_replay__pb2.WeighRequest.SerializeToString,
-            replay__protos_dot_replay__pb2.Weight.FromString,
             options,
             channel_credentials,
             insecure,

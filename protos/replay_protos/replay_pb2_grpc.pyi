@@ -51,11 +51,8 @@ class ReplayStub:
     """Items."""
     InsertStream: _grpc.StreamStreamMultiCallable[_replay_pb2.InsertRequest, _replay_pb2.InsertResponse]
     Sample: _grpc.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]
-    SampleStream: _grpc.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]
-    AcknowledgeSamples: _grpc.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]
-    RenewLeases: _grpc.UnaryUnaryMultiCallable[_replay_pb2.RenewLeasesRequest, _replay_pb2.AcknowledgeSamplesResponse]
+    Draw: _grpc.StreamStreamMultiCallable[_replay_pb2.DrawRequest, _replay_pb2.SampleResponse]
     TakeItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]
-    Weigh: _grpc.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]
     UpdatePriorities: _grpc.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]
     Delete: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]
     Get: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]
@@ -84,11 +81,8 @@ class ReplayAsyncStub(ReplayStub):
     """Items."""
     InsertStream: _aio.StreamStreamMultiCallable[_replay_pb2.InsertRequest, _replay_pb2.InsertResponse]  # type: ignore[assignment]
     Sample: _aio.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
-    SampleStream: _aio.StreamStreamMultiCallable[_replay_pb2.SampleStreamRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
-    AcknowledgeSamples: _aio.UnaryUnaryMultiCallable[_replay_pb2.AcknowledgeSamplesRequest, _replay_pb2.AcknowledgeSamplesResponse]  # type: ignore[assignment]
-    RenewLeases: _aio.UnaryUnaryMultiCallable[_replay_pb2.RenewLeasesRequest, _replay_pb2.AcknowledgeSamplesResponse]  # type: ignore[assignment]
+    Draw: _aio.StreamStreamMultiCallable[_replay_pb2.DrawRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     TakeItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
-    Weigh: _aio.UnaryUnaryMultiCallable[_replay_pb2.WeighRequest, _replay_pb2.Weight]  # type: ignore[assignment]
     UpdatePriorities: _aio.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Get: _aio.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]  # type: ignore[assignment]
@@ -134,25 +128,11 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_replay_pb2.SampleResponse], _abc.AsyncIterator[_replay_pb2.SampleResponse]]: ...
 
     @_abc_1.abstractmethod
-    def SampleStream(
+    def Draw(
         self,
-        request_iterator: _MaybeAsyncIterator[_replay_pb2.SampleStreamRequest],
+        request_iterator: _MaybeAsyncIterator[_replay_pb2.DrawRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replay_pb2.SampleResponse], _abc.AsyncIterator[_replay_pb2.SampleResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def AcknowledgeSamples(
-        self,
-        request: _replay_pb2.AcknowledgeSamplesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_replay_pb2.AcknowledgeSamplesResponse, _abc.Awaitable[_replay_pb2.AcknowledgeSamplesResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def RenewLeases(
-        self,
-        request: _replay_pb2.RenewLeasesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_replay_pb2.AcknowledgeSamplesResponse, _abc.Awaitable[_replay_pb2.AcknowledgeSamplesResponse]]: ...
 
     @_abc_1.abstractmethod
     def TakeItems(
@@ -160,13 +140,6 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.TakeItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.MutationResponse, _abc.Awaitable[_replay_pb2.MutationResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Weigh(
-        self,
-        request: _replay_pb2.WeighRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_replay_pb2.Weight, _abc.Awaitable[_replay_pb2.Weight]]: ...
 
     @_abc_1.abstractmethod
     def UpdatePriorities(

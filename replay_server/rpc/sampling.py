@@ -1,23 +1,40 @@
 """Sampling: draws batches for readers, sends them, and gives back the batches that readers do not take.
 
-* A drawn batch is outstanding until exactly one `take` or `give_back` ends it, whatever its client does.
-* The payloads of an outstanding batch stay in storage until they are sent.
+A reader asks for batches with draws, each under an id that the reader chooses at random. One stream (`Draw`) carries
+any number of draws at once, and the ids of the batches that their reader takes, gives back, or keeps under a lease:
+
+    reader ──draw 1, draw 2─────────▶ server    each waits in the line of its table; one does not hold up the other
+    reader ◀──rows of 2, rows of 1─── server    drawn: outstanding, until exactly one call ends each
+    reader ──take 2, draw 3─────────▶ server    all bytes of batch 2 have arrived, and somebody wants it
+    reader ◀──done: 2─────────────── server    now it counts as sampled; or "missing": an item in it became stale
+
+The ids are what makes this safe to repeat. A reader whose stream broke does not know what the server has heard. It
+names the same ids on its next stream: a draw then gives back what the attempt before had drawn, and an end that has
+happened is recognised (`Remembered`), also after a restart. Therefore `OpenDraws` knows all draws of the server, and
+not each stream its own.
+
+* A drawn batch is outstanding until exactly one call ends it, whatever its client does.
+* The payloads of a batch stay in storage until they are sent, even if the batch ends before that.
 * In durable mode a reader is told that a batch is its own only after that is written.
+* What is neither taken nor leased when its stream ends goes back at once.
+
+The call `Sample` is one draw without a stream, for clients that want no more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame
-from replay_server.errors import busy, invalid
+from replay_protos.framing import BYTES_PER_MESSAGE, Frame
+from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.limits import (
     MAX_BYTES_AHEAD,
+    MAX_DRAWS,
     MAX_EXCLUDE,
     MAX_KEYS,
     MAX_LEASE,
@@ -29,65 +46,58 @@ from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
 from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.outstanding import MOST_ID, new_id
 from replay_server.tables.table import SampleBatch, SampleRequest
-from replay_server.tables.waiting import deadline_at, result_of
+from replay_server.tables.waiting import deadline_at
 
 Response = Frame[pb.SampleResponse]
+
+_LEAST_ID = 1 << 32
+"""Smaller ids are not random: two clients would soon choose the same one, and give back each other's batches."""
 
 
 class SampleMethods:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.leases = Leases(backend.buffer)
-        self._stream_of: dict[int, SampleStream] = {}
-        """By the ids of the batches that sample streams have outstanding."""
+        self.draws = OpenDraws(backend)
         self._streams: Counter[str] = Counter()
-        """Open sample streams, by connection."""
+        """Open streams of draws, by connection."""
 
     @stream
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
-        _check_lease(request.lease)
-        backend, buffer = self.backend, self.backend.buffer
-        self.leases.give_back_of(request.request)
-        with backend.clients.calling(context, Side.TRAINER), ExitStack() as share, ExitStack() as undo:
-            batch_id, batch, payloads = await draw(buffer, request)
-            undo.callback(buffer.give_back, batch_id)
-            if request.lease:
-                share.enter_context(backend.outstanding.held(context.peer(), len(batch)))
+        backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
+        with backend.clients.calling(context, Side.TRAINER):
+            deadline = deadline_of(request, backend.buffer.clock())
+            draw = draws.begin(request, context.peer(), deadline, lambda _: ready.set(), None)
             try:
-                responses = responses_of(buffer, batch_id, batch, payloads)
+                while (responses := draws.responses(draw)) is None:
+                    await ready.wait()
+                    ready.clear()
                 last = next(responses)
                 for response in responses:
                     yield last
                     last = response
+                # A reader that has the last message may rely on the batch, even if the server is killed then. In
+                # durable mode the batch is therefore taken before that message.
+                if not request.lease and backend.journal is not None:
+                    draws.take(draw)
+                    await backend.durable()
+                yield last
+                if leased := request.lease > 0:
+                    draws.lease(draw, request.lease)
+                else:
+                    draws.take(draw)
             except DamagedPayloads as damage:
-                undo.close()
-                raise buffer.refuse_damaged(damage) from None
-            # A reader that has the last message may rely on the batch, even if the server is killed then. In durable
-            # mode the batch is therefore taken before that message.
-            if not request.lease and backend.journal is not None:
-                undo.pop_all()
-                buffer.take(batch_id, sent=True)
-                await backend.durable()
-            yield last
-            if request.lease:
-                undo.pop_all()
-                self.leases.begin(batch_id, request.lease, share.pop_all(), request.request)
-            elif backend.journal is None:
-                undo.pop_all()
-                buffer.take(batch_id, sent=True)
+                draws.drop(draw)
+                raise backend.buffer.refuse_damaged(damage) from None
+            finally:
+                if not leased:
+                    draws.drop(draw)
 
     @endless
-    async def SampleStream(
-        self, requests: AsyncIterator[pb.SampleStreamRequest], context: Context
-    ) -> AsyncIterator[Response]:
-        reader = aiter(requests)
-        opening = await anext(reader, None)
-        if opening is None or not opening.HasField("open"):
-            raise invalid("the first message of a sample stream must have `open`")
-        _check_lease(opening.open.lease)
+    async def Draw(self, requests: AsyncIterator[pb.DrawRequest], context: Context) -> AsyncIterator[Response]:
         client = context.peer()
         if self._streams[client] >= MAX_SAMPLE_STREAMS:
             raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
@@ -95,8 +105,8 @@ class SampleMethods:
         self._streams[client] += 1
         try:
             with self.backend.clients.calling(context, Side.TRAINER) as seen:
-                ahead = SampleStream(self.backend, client, reader, opening, self._stream_of, self.leases, seen)
-                async with aclosing(ahead.responses()) as responses:
+                draws = DrawStream(self.backend, self.draws, client, requests, seen)
+                async with aclosing(draws.responses()) as responses:
                     async for response in responses:
                         yield response
         finally:
@@ -104,36 +114,6 @@ class SampleMethods:
             self._streams[client] -= 1
             if not self._streams[client]:
                 del self._streams[client]
-
-    @unary
-    async def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.Weight:
-        _check_left_out(request)
-        buffer = self.backend.buffer
-        buffer.check_open()
-        wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-        return pb.Weight(**vars(buffer.table(request.table).weigh(wanted)))
-
-    @unary
-    @durable
-    @once(pb.AcknowledgeSamplesResponse)
-    async def AcknowledgeSamples(
-        self, request: pb.AcknowledgeSamplesRequest, context: Context
-    ) -> pb.AcknowledgeSamplesResponse:
-        if len(request.batches) > MAX_ROWS:
-            raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        missing = [batch for batch in request.batches if not self._end(batch, request.give_back, request.unread)]
-        return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
-
-    @unary
-    @durable
-    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.AcknowledgeSamplesResponse:
-        if len(request.batches) > MAX_ROWS:
-            raise invalid(f"{len(request.batches)} batches: at most {MAX_ROWS} in one request")
-        _check_lease(request.seconds)
-        if request.seconds == 0:
-            raise invalid("seconds must be above 0: AcknowledgeSamples ends a lease")
-        missing = [batch for batch in request.batches if not self._renew(batch, request.seconds, request.unread)]
-        return pb.AcknowledgeSamplesResponse(applied=len(request.batches) - len(missing), missing=missing)
 
     @unary
     @durable
@@ -148,21 +128,10 @@ class SampleMethods:
             buffer.take(batch_id, sent=True)
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
-    def _renew(self, batch_id: int, seconds: float, unread: bool) -> bool:
-        """Returns True for a batch that is taken already, too."""
-        if (sample_stream := self._stream_of.get(batch_id)) is not None:
-            # The connection of the stream broke, and the server may not have noticed that yet.
-            return sample_stream.lease(batch_id, seconds)
-        return self.leases.renew(batch_id, seconds, unread) or batch_id in self.backend.buffer.outstanding.taken
 
-    def _end(self, batch_id: int, give_back: bool, unread: bool) -> bool:
-        """Takes a batch, or gives it back. Returns True for a retry too, and False if the batch was ended otherwise."""
-        if not give_back and (sample_stream := self._stream_of.get(batch_id)) is not None:
-            # The connection of the stream broke, and the server may not have noticed that yet.
-            return sample_stream.end(batch_id, give_back=False)
-        if self.leases.end(batch_id, give_back, unread):
-            return True
-        return not give_back and batch_id in self.backend.buffer.outstanding.taken
+def deadline_of(request: pb.SampleRequest, now: float) -> float:
+    """When its wait ends, by the clock of `now`. Raises Refused."""
+    return deadline_at(now, request.timeout if request.HasField("timeout") else None)
 
 
 def _check_lease(seconds: float) -> None:
@@ -170,266 +139,381 @@ def _check_lease(seconds: float) -> None:
         raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {seconds}")
 
 
-def _check_left_out(request: pb.SampleRequest | pb.WeighRequest) -> None:
+def _wanted(request: pb.SampleRequest) -> SampleRequest:
+    """What the tables have to know of a draw. Raises Refused if it asks for more than one may."""
+    _check_lease(request.lease)
+    if request.num_samples > MAX_ROWS:
+        raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
     if len(request.exclude) > MAX_EXCLUDE:
         raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
     if len(request.scope) > MAX_SCOPE:
         raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
-
-
-async def draw(buffer: ReplayBuffer, request: pb.SampleRequest) -> tuple[int, SampleBatch, Iterator[Payload]]:
-    """Waits until the table allows the request. Returns the id of the batch, the batch, and the payload of each row.
-
-    The caller ends the batch with ReplayBuffer.take or give_back.
-    """
-    if request.num_samples > MAX_ROWS:
-        raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
-    _check_left_out(request)
-    wanted = SampleRequest(
+    if request.id and not _LEAST_ID <= request.id <= MOST_ID:
+        raise invalid(f"id {request.id} of a draw: choose 63 random bits, and at least {_LEAST_ID}")
+    return SampleRequest(
         num_samples=request.num_samples,
         min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
         distinct=not request.allow_repeats,
         scope=request.scope,
         exclude=frozenset(request.exclude),
+        id=request.id or new_id(),
     )
-    deadline = deadline_at(buffer.clock(), request.timeout if request.HasField("timeout") else None)
-    while True:
-        pending = buffer.sample(request.table, wanted, deadline)
+
+
+@dataclass(eq=False, slots=True)
+class OpenDraw:
+    """One draw, from its request until its batch is taken or given back."""
+
+    request: pb.SampleRequest
+    wanted: SampleRequest
+    client: str
+    deadline: float
+    """When its wait ends, by the clock of the buffer."""
+    on_ready: Callable[[OpenDraw], None]
+    """Called when its batch is drawn, or cannot be. It must not change anything at once."""
+    stream: DrawStream | None
+    """The stream with which the draw ends; None: it is leased, or a call of its own."""
+    in_use: bool
+    """Whether its reader uses the batch. It may then grow stale."""
+    pending: PendingSample | None = None
+    share: ExitStack = field(default_factory=ExitStack)
+    """Holds its part of the samples that clients may have outstanding."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends the wait at its deadline and, later, the lease."""
+    nbytes: int = 0
+    """Payload bytes of its batch, from the moment when they begin to be sent."""
+    ended: bool = False
+
+
+class OpenDraws:
+    """All draws of a server that have not ended, by id."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffer = backend.buffer
+        self._by_id: dict[int, OpenDraw] = {}
+        for batch_id, seconds in self._buffer.outstanding.leased.items():  # of before a restart
+            wanted = SampleRequest(1, 1, id=batch_id)
+            draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None, in_use=True)
+            self._by_id[batch_id] = draw
+            self.lease(draw, seconds)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def begin(
+        self,
+        request: pb.SampleRequest,
+        client: str,
+        deadline: float,
+        on_ready: Callable[[OpenDraw], None],
+        stream: DrawStream | None,
+    ) -> OpenDraw:
+        """Puts a draw into the line of its table. Raises Refused for one that can never be served."""
+        wanted = _wanted(request)
+        outstanding = self._buffer.outstanding
+        if wanted.id in outstanding.taken or wanted.id in outstanding.given_back:
+            raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
+        if (attempt_before := self._by_id.get(wanted.id)) is not None:
+            self.drop(attempt_before)  # its reader did not get the end of the answer
+        in_use = stream is None or request.lease > 0
+        draw = OpenDraw(request, wanted, client, deadline, on_ready, stream, in_use)
+        self._wait(draw)
+        self._by_id[wanted.id] = draw
+        return draw
+
+    def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
+        """The messages of the batch. None: it waits, or waits again because an item was damaged.
+
+        Raises Refused, which ends the draw, if there will be no batch. The messages raise DamagedPayloads.
+        """
+        if draw.ended:
+            raise try_again("the same draw was asked for again, and the new request gets the batch")
+        pending = draw.pending
+        if pending is None or not pending.done:
+            return None
+        if draw.timer is not None:
+            draw.timer.cancel()
+            draw.timer = None
         try:
-            batch_id, batch = await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
-        except asyncio.CancelledError:
-            if pending.drawn is not None:  # it was drawn just before the client went away
-                buffer.give_back(pending.drawn)
+            _, batch = pending.result()
+            if draw.stream is not None or draw.request.lease:
+                draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
+            keys: list[int] = batch.keys.tolist()
+            payloads = self._buffer.payloads(keys)
+            draw.nbytes = int(batch.sizes.sum())
+            return self._messages(draw, batch, keys, payloads)
+        except DamagedPayloads as damage:
+            draw.share.close()
+            draw.pending = None
+            self._buffer.give_back(draw.wanted.id)
+            self._buffer.discard(damage.keys)
+            self._wait(draw)
+            return None
+        except Refused:
+            self.drop(draw)
             raise
+
+    def _wait(self, draw: OpenDraw) -> None:
+        buffer = self._buffer
+        pending = draw.pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
+        left = draw.deadline - buffer.clock()
+        if left <= 0:
+            buffer.time_out(pending)
+        if pending.done:
+            draw.on_ready(draw)
+            return
+        pending.on_done = lambda: draw.on_ready(draw)
+        if left < float("inf"):
+            draw.timer = asyncio.get_running_loop().call_later(left, buffer.time_out, pending)
+
+    def _messages(
+        self, draw: OpenDraw, batch: SampleBatch, keys: list[int], payloads: Iterator[Payload]
+    ) -> Iterator[Response]:
+        first = pb.SampleResponse(
+            batch=draw.wanted.id,
+            keys=keys,
+            priorities=batch.priorities.tolist(),
+            probabilities=batch.probabilities.tolist(),
+            ages=(self._buffer.clock() - batch.inserted_at).tolist(),
+            policy_versions=batch.policy_versions.tolist(),
+            times_sampled=batch.times_sampled.tolist(),
+            policy_version=self._buffer.policy.version,
+            table_size=batch.table_size,
+            payload_sizes=batch.sizes.tolist(),
+        )
+        self.tell_weight(draw.request, first)
+        # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
+        held = keys if draw.nbytes > BYTES_PER_MESSAGE else []
+        self._buffer.hold(held)
         try:
-            return batch_id, batch, buffer.payloads(batch.keys.tolist())
-        except DamagedPayloads as damage:  # draw again, without the damaged items
-            buffer.give_back(batch_id)
-            buffer.discard(damage.keys)
+            yield from split_payloads(first, payloads)
+        finally:
+            self._buffer.release(held)
+
+    def tell_weight(self, request: pb.SampleRequest, response: pb.SampleResponse) -> None:
+        """Adds the weight of the table, if the draw asks for it. Raises Refused."""
+        if request.weigh:
+            wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
+            weight = self._buffer.table(request.table).weigh(wanted)
+            response.weight.CopyFrom(pb.Weight(**vars(weight)))
+
+    # ------------------------------------------------------------------------------------------ how a draw ends
+
+    def end(self, draw_id: int, *, give_back: bool) -> bool:
+        """Ends a draw as its reader says. Returns True the second time, too, and False if it has ended otherwise.
+
+        A batch that its reader does not use yet goes back, with the result False, if an item in it became too stale.
+        """
+        if (draw := self._by_id.get(draw_id)) is None:
+            outstanding = self._buffer.outstanding
+            return draw_id in (outstanding.given_back if give_back else outstanding.taken)
+        if not give_back:
+            return self.take(draw)
+        if self._is_drawn(draw):
+            self._remove(draw)
+            self._buffer.give_back(draw_id, by_reader=True)
+        else:
+            self.drop(draw)
+        return True
+
+    def take(self, draw: OpenDraw) -> bool:
+        """False: it has ended, nothing is drawn, or an item in it is too stale."""
+        if draw.ended or not self._is_drawn(draw):
+            return False
+        self._remove(draw)
+        return self._buffer.take(draw.wanted.id, sent=draw.in_use)
+
+    def renew(self, draw_id: int, seconds: float) -> bool:
+        """The batch is in use from now on, and goes back after `seconds`. The result is as that of `end`."""
+        if (draw := self._by_id.get(draw_id)) is None:
+            return draw_id in self._buffer.outstanding.taken
+        if not self._is_drawn(draw):
+            return False
+        if not self._buffer.take(draw_id, sent=draw.in_use, lease=seconds):
+            self._remove(draw)
+            return False
+        draw.in_use = True
+        self.lease(draw, seconds)
+        return True
+
+    def lease(self, draw: OpenDraw, seconds: float) -> None:
+        """The batch outlives its stream, and goes back after `seconds`."""
+        if draw.ended:
+            return
+        if draw.timer is not None:
+            draw.timer.cancel()
+        draw.timer = asyncio.get_running_loop().call_later(seconds, self.drop, draw)
+        if draw.stream is not None:
+            draw.stream.forget(draw)
+            draw.stream = None
+
+    def drop(self, draw: OpenDraw) -> None:
+        """Nobody waits for the batch, or has it: it goes back, as if it was never drawn."""
+        if draw.ended:
+            return
+        self._remove(draw)
+        if self._is_drawn(draw):
+            self._buffer.give_back(draw.wanted.id)
+        elif draw.pending is not None and not draw.pending.done:
+            self._buffer.abandon(draw.pending)
+            draw.on_ready(draw)
+
+    def _is_drawn(self, draw: OpenDraw) -> bool:
+        return draw.wanted.id in self._buffer.outstanding.by_id
+
+    def _remove(self, draw: OpenDraw) -> None:
+        draw.ended = True
+        self._by_id.pop(draw.wanted.id, None)
+        if draw.timer is not None:
+            draw.timer.cancel()
+        draw.share.close()
+        if draw.stream is not None:
+            draw.stream.forget(draw)
 
 
-def responses_of(
-    buffer: ReplayBuffer, batch_id: int, batch: SampleBatch, payloads: Iterable[Payload]
-) -> Iterator[Frame[pb.SampleResponse]]:
-    """The messages of a batch. Raises DamagedPayloads while the payloads are read."""
-    first = pb.SampleResponse(
-        batch=batch_id,
-        keys=batch.keys.tolist(),
-        priorities=batch.priorities.tolist(),
-        probabilities=batch.probabilities.tolist(),
-        ages=(buffer.clock() - batch.inserted_at).tolist(),
-        policy_versions=batch.policy_versions.tolist(),
-        times_sampled=batch.times_sampled.tolist(),
-        policy_version=buffer.policy.version,
-        table_size=batch.table_size,
-        payload_sizes=batch.sizes.tolist(),
-    )
-    return split_payloads(first, payloads)
-
-
-class SampleStream:
-    """Draws batches ahead for one reader, as many as it gave credit for. What it does not take is given back."""
+class DrawStream:
+    """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
 
     def __init__(
-        self,
-        backend: Backend,
-        client: str,
-        requests: AsyncIterator[pb.SampleStreamRequest],
-        opening: pb.SampleStreamRequest,
-        stream_of: dict[int, SampleStream],
-        leases: Leases,
-        seen: Seen,
+        self, backend: Backend, draws: OpenDraws, client: str, requests: AsyncIterator[pb.DrawRequest], seen: Seen
     ) -> None:
-        """Raises Refused for too much credit. `seen` is called for each message of the reader."""
+        """`seen` is called for each message of the reader."""
         self._backend = backend
-        self._seen = seen
-        self._stream_of = stream_of
-        self._leases = leases
         self._buffer = backend.buffer
+        self._draws = draws
         self._client = client
         self._requests = requests
-        self._request = opening.open
-        self._credit = asyncio.Semaphore(self._credit_of(opening))
-        self._outstanding: dict[int, tuple[SampleBatch, ExitStack]] = {}
-        """By batch id; the stack holds the batch's share of the samples that clients may have outstanding."""
-        self._sent: set[int] = set()
-        """The outstanding batches that gRPC has accepted completely."""
-        self._some_taken = asyncio.Event()
-        # Bounded: for a slow reader a few messages wait here. The payloads of its other batches stay in the tables.
-        self._outgoing: asyncio.Queue[Response | Exception | None] = asyncio.Queue(maxsize=4)
-        # The messages of a batch follow each other without other messages between them.
-        self._one_batch = asyncio.Lock()
+        self._seen = seen
+        self._mine: dict[int, OpenDraw] = {}
+        """The draws that end with this stream, by id."""
+        self._later: deque[tuple[pb.SampleRequest, float]] = deque()
+        """Draws, with their deadlines, that begin when batches end: too many bytes are drawn ahead."""
+        self._ready: deque[OpenDraw] = deque()
+        """Draws that wait no longer. Only the one whose batch is being sent has payloads in memory."""
+        self._answers: deque[pb.SampleResponse] = deque()
+        self._work = asyncio.Event()
+        """Set when there is something to send."""
 
     async def responses(self) -> AsyncGenerator[Response]:
         """The messages for the reader, until it ends the stream. Raises Refused."""
-        tasks = [asyncio.create_task(self._draw_ahead()), asyncio.create_task(self._read_requests())]
-        try:
-            while (response := await self._outgoing.get()) is not None:
-                if isinstance(response, Exception):
-                    raise response
-                yield response
-        finally:
-            for task in tasks:
-                task.cancel()
-            # Before the first await: a second cancellation would skip everything after it.
-            for batch_id in list(self._outstanding):
-                self.end(batch_id, give_back=True)
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _draw_ahead(self) -> None:
+        reading = asyncio.create_task(self._read())
+        reading.add_done_callback(lambda _: self._work.set())
         try:
             while True:
-                await self._credit.acquire()
-                while sum(int(batch.sizes.sum()) for batch, _ in self._outstanding.values()) >= MAX_BYTES_AHEAD:
-                    self._some_taken.clear()
-                    await self._some_taken.wait()
-                batch_id, batch, payloads = await draw(self._buffer, self._request)
-                self._outstanding[batch_id] = batch, (share := ExitStack())
-                self._stream_of[batch_id] = self
-                share.enter_context(self._backend.outstanding.held(self._client, len(batch)))
-                async with self._one_batch:
-                    for response in responses_of(self._buffer, batch_id, batch, payloads):
-                        await self._outgoing.put(response)
-                self._sent.add(batch_id)
-                await asyncio.sleep(0)  # other requests run between two batches
-        except DamagedPayloads as damage:
-            if batch_id in self._outstanding:
-                self.end(batch_id, give_back=True)
-            await self._outgoing.put(self._buffer.refuse_damaged(damage))
-        except Exception as error:
-            await self._outgoing.put(error)
+                await self._work.wait()
+                self._work.clear()
+                while self._answers or self._ready:
+                    while self._answers:
+                        yield Frame(self._answers.popleft(), ())
+                    if self._ready:
+                        for response in self._responses_of(self._ready.popleft()):
+                            yield response
+                if reading.done():
+                    reading.result()
+                    return
+        finally:
+            reading.cancel()
+            # Before the first await: a second cancellation would skip everything after it.
+            self._later.clear()
+            for draw in list(self._mine.values()):
+                self._draws.drop(draw)
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read_requests(self) -> None:
+    def forget(self, draw: OpenDraw) -> None:
+        """The draw has ended, or is leased now."""
+        self._mine.pop(draw.wanted.id, None)
+        if self._later and self._bytes_ahead() < MAX_BYTES_AHEAD:
+            self._begin(*self._later.popleft())
+
+    async def _read(self) -> None:
+        async for request in self._requests:
+            self._seen()
+            answer = self._end(request) if request.take or request.give_back or request.renew else None
+            if request.HasField("draw"):
+                self._begin_or_refuse(request.draw)
+            if answer is not None:
+                await self._backend.durable()
+                self._answer(answer)
+
+    def _begin_or_refuse(self, request: pb.SampleRequest) -> None:
         try:
-            async for request in self._requests:
-                self._seen()
-                for _ in range(self._credit_of(request)):
-                    self._credit.release()
-                if request.take:
-                    await self._take(request.take)
-            await self._outgoing.put(None)
-        except Exception as error:
-            await self._outgoing.put(error)
-
-    async def _take(self, batch_id: int) -> None:
-        retry = batch_id in self._buffer.outstanding.taken or batch_id in self._leases
-        if batch_id not in self._outstanding and not retry:
-            raise invalid(f"batch {batch_id} is not one of this stream's")
-        if retry or self._hand_over(batch_id):
-            await self._backend.durable()
-            answer = pb.SampleResponse(taken=batch_id)
+            if not request.id:
+                raise invalid("a draw on a stream has an id, by which its batch is taken: choose 63 random bits")
+            if len(self._mine) + len(self._later) >= MAX_DRAWS:
+                raise busy(f"{MAX_DRAWS} draws of this stream wait or are not taken: take some first")
+            deadline = deadline_of(request, self._buffer.clock())
+        except Refused as refusal:
+            self._answer(_refused(refusal, request.id))
         else:
-            answer = pb.SampleResponse(revoked=batch_id)
-        async with self._one_batch:
-            await self._outgoing.put(Frame(answer, ()))
+            self._begin(request, deadline)
 
-    def _hand_over(self, batch_id: int) -> bool:
-        """The reader asks for the batch. False: an item in it is too stale."""
-        return (
-            self.lease(batch_id, seconds) if (seconds := self._request.lease) else self.end(batch_id, give_back=False)
-        )
+    def _begin(self, request: pb.SampleRequest, deadline: float) -> None:
+        try:
+            if request.weigh and not request.num_samples:
+                answer = pb.SampleResponse(batch=request.id)
+                _wanted(request)
+                self._buffer.check_open()
+                self._draws.tell_weight(request, answer)
+                self._answer(answer)
+                return
+            draw = self._draws.begin(request, self._client, deadline, self._on_ready, self)
+            self._mine[draw.wanted.id] = draw
+        except Refused as refusal:
+            self._answer(_refused(refusal, request.id))
 
-    def end(self, batch_id: int, give_back: bool) -> bool:
-        """Takes an outstanding batch, or gives it back. False: it was to be taken, and an item in it is too stale."""
-        self._remove(batch_id, give_back).close()
-        if give_back:
-            self._buffer.give_back(batch_id)
-            return True
-        return self._buffer.take(batch_id)
+    def _on_ready(self, draw: OpenDraw) -> None:
+        self._ready.append(draw)
+        self._work.set()
 
-    def lease(self, batch_id: int, seconds: float) -> bool:
-        """Leases an outstanding batch, which then outlives this stream. False: an item in it is too stale."""
-        with self._remove(batch_id) as share:
-            if not self._buffer.take(batch_id, lease=seconds):
-                return False
-            self._leases.begin(batch_id, seconds, share.pop_all())
-            return True
+    def _answer(self, answer: pb.SampleResponse) -> None:
+        self._answers.append(answer)
+        self._work.set()
 
-    def _remove(self, batch_id: int, give_back: bool = False) -> ExitStack:
-        """The batch is no longer this stream's. Returns its share of the samples that clients may have outstanding."""
-        if not give_back and batch_id not in self._sent:  # its payloads must stay until they are read
-            raise invalid(f"batch {batch_id} is still being sent")
-        self._sent.discard(batch_id)
-        del self._stream_of[batch_id]
-        _, share = self._outstanding.pop(batch_id)
-        self._some_taken.set()
-        return share
+    def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
+        if draw.ended:
+            return
+        if self._bytes_ahead() >= MAX_BYTES_AHEAD:
+            self._later.append((draw.request, draw.deadline))
+            self._draws.drop(draw)
+            return
+        try:
+            if (responses := self._draws.responses(draw)) is None:
+                return
+        except Refused as refusal:
+            yield Frame(_refused(refusal, draw.request.id), ())
+            return
+        try:
+            yield from responses
+        except DamagedPayloads as damage:  # a part of it may be sent, so that the stream cannot go on
+            self._draws.drop(draw)
+            raise self._buffer.refuse_damaged(damage) from None
+        if draw.request.lease:
+            self._draws.lease(draw, draw.request.lease)
 
-    def _credit_of(self, request: pb.SampleStreamRequest) -> int:
-        if request.credit * max(1, self._request.num_samples) > MAX_ROWS:
-            raise invalid(
-                f"credit {request.credit} for batches of {self._request.num_samples}: at most {MAX_ROWS} samples ahead "
-                f"at once"
-            )
-        return request.credit
+    def _bytes_ahead(self) -> int:
+        return sum(draw.nbytes for draw in self._mine.values())
+
+    def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
+        """Ends and renews draws, and says which were there."""
+        answer, draws = pb.SampleResponse(), self._draws
+        try:
+            if (count := len(request.take) + len(request.give_back) + len(request.renew)) > MAX_ROWS:
+                raise invalid(f"{count} batches: at most {MAX_ROWS} in one request")
+            _check_lease(request.seconds)
+            if request.renew and not request.seconds:
+                raise invalid("seconds of a renewal must be above 0: a batch that is taken or given back has no lease")
+        except Refused as refusal:
+            return _refused(refusal)
+        for draw_id in request.take:
+            (answer.done if draws.end(draw_id, give_back=False) else answer.missing).append(draw_id)
+        for draw_id in request.give_back:
+            (answer.done if draws.end(draw_id, give_back=True) else answer.missing).append(draw_id)
+        for draw_id in request.renew:
+            (answer.done if draws.renew(draw_id, request.seconds) else answer.missing).append(draw_id)
+        return answer
 
 
-class Leases:
-    """Batches that readers have got with a time limit. A lease that is not ended in time gives its batch back."""
-
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self._buffer = buffer
-        self._open: dict[int, tuple[asyncio.TimerHandle, ExitStack]] = {}
-        """By batch id: the timer that ends the lease, and what else ends with it."""
-        self._batch_of: dict[int, int] = {}
-        """By the client's name of its request: the batch that it got, while the lease is open."""
-        self._given_back: dict[int, None] = {}
-        """The last batches that readers gave back, to recognise a retry. The buffer remembers the taken ones."""
-        for batch_id, seconds in buffer.outstanding.leased.items():  # of before a restart
-            self.begin(batch_id, seconds, ExitStack())
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def begin(self, batch_id: int, seconds: float, share: ExitStack, request: int = 0) -> None:
-        """The batch is given back after `seconds`. `share` is closed when the lease ends. `request` is the client's."""
-        if request:
-            self._batch_of[request] = batch_id
-            share.callback(self._batch_of.pop, request, None)
-        expire = functools.partial(self._end, batch_id, give_back=True)
-        self._open[batch_id] = asyncio.get_running_loop().call_later(seconds, expire), share
-
-    def __contains__(self, batch_id: int) -> bool:
-        return batch_id in self._open
-
-    def renew(self, batch_id: int, seconds: float, unread: bool) -> bool:
-        """The lease ends `seconds` from now. False: it had ended, or an item of an `unread` batch is too stale."""
-        if (lease := self._open.pop(batch_id, None)) is None:
-            return False
-        timer, share = lease
-        timer.cancel()
-        if not self._buffer.take(batch_id, sent=not unread, lease=seconds):
-            share.close()
-            return False
-        self.begin(batch_id, seconds, share)
-        return True
-
-    def give_back_of(self, request: int) -> None:
-        """Gives back the batch of an earlier attempt of this request: the client did not get its end."""
-        if (batch_id := self._batch_of.get(request)) is not None:
-            self._end(batch_id, give_back=True)
-
-    def end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
-        """Takes the batch, or gives it back. False: its lease had ended, and this is no second time to give it back.
-
-        A batch that is `unread` is given back, with the result False, if an item in it has become too stale.
-        """
-        if not self._end(batch_id, give_back, unread):
-            return give_back and batch_id in self._given_back
-        if give_back:
-            self._given_back[batch_id] = None
-            if len(self._given_back) > MAX_ROWS:
-                del self._given_back[next(iter(self._given_back))]
-        return True
-
-    def _end(self, batch_id: int, give_back: bool, unread: bool = False) -> bool:
-        lease = self._open.pop(batch_id, None)
-        if lease is None:
-            return False
-        timer, share = lease
-        timer.cancel()
-        share.close()
-        if not give_back:
-            return self._buffer.take(batch_id, sent=not unread)
-        self._buffer.give_back(batch_id)
-        return True
+def _refused(refusal: Refused, batch: int = 0) -> pb.SampleResponse:
+    error = pb.RowError(code=refusal.code, message=refusal.message, reason=refusal.reason)
+    return pb.SampleResponse(batch=batch, error=error)

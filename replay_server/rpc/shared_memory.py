@@ -154,7 +154,7 @@ class SharedMemoryMethods:
         """The method of the service with this name, its payloads carried through rings where its client wants that."""
         if name == "InsertStream":
             return self._inserts(behavior)
-        if name == "SampleStream":
+        if name == "Draw":
             return self._samples(behavior)
         return self._response(behavior) if name in ("Sample", "Get") else behavior
 

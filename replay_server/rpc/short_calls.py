@@ -17,7 +17,7 @@ from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context
 from replay_server.rpc.rpc_methods import endless
 
-SHORT = ("UpdatePriorities", "Delete", "TakeItems", "AcknowledgeSamples", "RenewLeases", "Weigh")
+SHORT = ("UpdatePriorities", "Delete", "TakeItems")
 """The methods that a client may call on the stream. A token that may open the stream may call each of them."""
 
 

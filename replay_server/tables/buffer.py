@@ -175,9 +175,8 @@ class ReplayBuffer:
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
         """Of requests with a number: the digest of the request, and the answer."""
-        self.remembered: dict[str, Remembered[Any]] = {
-            kind.kind: kind for kind in (self.known_keys, self.outstanding.taken, self.answers)
-        }
+        kinds = (self.known_keys, self.outstanding.taken, self.outstanding.given_back, self.answers)
+        self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
         self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
@@ -293,9 +292,9 @@ class ReplayBuffer:
         self._progress(outstanding.lease(batch_id, lease, version) if lease else outstanding.take(batch_id, version))
         return True
 
-    def give_back(self, batch_id: int) -> None:
-        """The batch returns to its table, as if it was never drawn."""
-        self._progress([self.outstanding.give_back(batch_id, self.policy.version)])
+    def give_back(self, batch_id: int, *, by_reader: bool = False) -> None:
+        """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
+        self._progress([self.outstanding.give_back(batch_id, self.policy.version, by_reader=by_reader)])
 
     def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
         """As `payloads.read`. The items must be held until all is read."""

@@ -1,7 +1,7 @@
 """Outstanding batches: drawn, and neither taken by their readers nor given back.
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
-* Exactly one call of `take` or `give_back` ends a batch. The ids of taken batches are remembered.
+* Exactly one call of `take` or `give_back` ends a batch. How readers ended their last batches is remembered.
 * A leased batch is in use by its reader. Its rows are forwarded, and it stays outstanding when the server restarts.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import numpy as np
 
@@ -20,8 +19,12 @@ from replay_server.tables.items import Items
 from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.table import SampleBatch, SampleRequest, Table
 
+MOST_ID = (1 << 63) - 1
+"""The largest id of a batch."""
 MAX_TAKEN = 1 << 18
 """Batches whose readers took them last, and may ask again."""
+MAX_GIVEN_BACK = 1 << 16
+"""Batches whose readers gave them back last, and may ask again."""
 
 
 class OutstandingBatches:
@@ -36,8 +39,7 @@ class OutstandingBatches:
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
         self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
-        # A batch of a server before a restart must not be mistaken for a new one.
-        self._ids = count(secrets.randbits(62) | 1)
+        self.given_back: Remembered[None] = Remembered("given back", MAX_GIVEN_BACK, watchers)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -45,7 +47,7 @@ class OutstandingBatches:
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
         batch = table.draw(request, n)
-        return self._begin(table, batch, next(self._ids)), batch
+        return self._begin(table, batch, request.id or new_id()), batch
 
     def draw_keys(self, table: Table, keys: Sequence[int]) -> tuple[int | None, list[int]]:
         """Draws the rows of these keys. Returns the id of the batch, None if it is empty, and the missing keys."""
@@ -54,7 +56,7 @@ class OutstandingBatches:
         found = slots[slots >= 0]
         if not found.size:
             return None, missing
-        return self._begin(table, table.draw_slots(found, np.ones(found.size)), next(self._ids)), missing
+        return self._begin(table, table.draw_slots(found, np.ones(found.size)), new_id()), missing
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         # The batch takes over the table's hold of a row that the table has reserved for it.
@@ -111,9 +113,11 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
 
-    def give_back(self, batch_id: int, policy_version: int) -> Table:
+    def give_back(self, batch_id: int, policy_version: int, *, by_reader: bool = False) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
         table, batch = self._end(batch_id)
+        if by_reader:
+            self.given_back.remember([batch_id])
         self._items.hold(table.give_back(batch))
         self._items.release(batch.keys.tolist())
         table.drop_stale(policy_version)
@@ -167,6 +171,11 @@ class OutstandingBatches:
         self._items.hold([key])
         target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
         target.counters.evicted_on_arrival += key not in target
+
+
+def new_id() -> int:
+    """For a batch whose reader has chosen no id. It must not be mistaken for one of before a restart."""
+    return secrets.randbits(63)
 
 
 def check_sample(table: Table, request: SampleRequest) -> None:

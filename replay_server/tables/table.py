@@ -44,6 +44,8 @@ class SampleRequest:
     distinct: bool = True
     scope: str = ""
     exclude: frozenset[int] = frozenset()
+    id: int = 0
+    """Names the batch; 0: it gets an id of its own."""
 
 
 @dataclass

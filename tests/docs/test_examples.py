@@ -92,7 +92,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
         ("configuration", ("max_times_sampled", "samples_per_insert")),
         ("command-line", ("replay serve", "--wait-for-policy")),
         ("metrics", ("replay_table_evicted_unsampled_total", "replay_permits_running")),
-        ("protocol", ("SampleStream", "read-write")),
+        ("protocol", ("DrawRequest", "read-write")),
         ("client", ("update_priorities", "TableFullError")),
         ("trainer", ("ZeroVarianceReplacer", "clip_max")),
     ):

@@ -26,15 +26,15 @@ def seeds(name: str) -> Iterator[bytes]:
     insert = pb.InsertRequest(
         keys=[1, 2], targets=[pb.InsertTarget(table="plain", priorities=[1, 2])], payload_sizes=[1, 1], payloads=b"ab"
     )
-    sample = pb.SampleRequest(table="plain", num_samples=1, timeout=0.0, scope="s", lease=1.0)
-    stream = pb.SampleStreamRequest(open=sample, credit=2)
+    sample = pb.SampleRequest(table="plain", num_samples=1, timeout=0.0, scope="s", lease=1.0, id=1 << 40)
+    stream = pb.DrawRequest(draw=sample, take=[1 << 40])
     if name == "rollout":
         yield group
     elif name == "frame":
         yield from (message.SerializeToString() for message in (insert, pb.SampleResponse(batch=1, payloads=b"x")))
     else:
         for number, method in enumerate(targets.METHODS):
-            made = {"InsertRequest": insert, "SampleRequest": sample, "SampleStreamRequest": stream}
+            made = {"InsertRequest": insert, "SampleRequest": sample, "DrawRequest": stream}
             data = made.get(method.input_type.name, pb.GetRequest(keys=[1])).SerializeToString()
             yield bytes([number]) + 2 * (struct.pack("<H", len(data)) + data)
 

@@ -7,12 +7,14 @@ import asyncio
 import os
 from contextlib import contextmanager
 
+import grpc
 import pytest
 
-from replay_client import AsyncReplayClient, ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient, Sample, SampleInfo
+from replay_client.sampling import DrawStream, new_id
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.factories import server_process, until
+from tests.factories import server_process
 from tests.system.proxy import Faults, FaultyProxy
 
 STEP = int(os.environ.get("REPLAY_CUT_STEP", "29"))
@@ -92,6 +94,21 @@ async def test_a_reader_that_is_interrupted_while_it_takes_batches_gets_each_of_
             assert sorted(received) == sorted(payload(number) for number in range(60))
 
 
+def draw_of(**fields) -> pb.SampleRequest:
+    """A draw of one item of the queue."""
+    return pb.SampleRequest(table="queue", num_samples=1, id=new_id(), **fields)
+
+
+async def take(client: AsyncReplayClient, batch: int) -> bool:
+    """Takes a batch on the client's own stream. Whether it is the reader's."""
+    return (await client.acknowledge([named(batch)])).missing == ()
+
+
+def named(batch: int) -> Sample:
+    """A sample that names its batch, and nothing else."""
+    return Sample(SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease=batch), b"")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["lease", "stream"])
 async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the_restart(tmp_path, stream):
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
@@ -99,20 +116,19 @@ async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the
         async with AsyncReplayClient(server.address) as client:
             await client.insert(payload(0), {"queue": 1.0})
             if stream:
-                call = client._connection.payloads.SampleStream()
-                await call.write(pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=1))
-                batch = (await call.read()).head.batch
-                await call.write(pb.SampleStreamRequest(take=batch))
-                assert (await call.read()).head.taken == batch
+                draws = DrawStream(client.connection)
+                batch = (await draws.draw(draw_of())).head.batch
+                assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
+                await draws.close()
             else:
                 [sample] = await client.sample("queue", 1, lease=60.0)
                 batch = sample.info.lease
-                assert await client._connection.take(batch, 10.0)
+                assert await take(client, batch)
         server.kill()
     with server_process(tmp_path, config) as server:
         async with AsyncReplayClient(server.address) as client:
-            assert await client._connection.take(batch, 10.0)
-            assert not await client._connection.take(batch + 1, 10.0)
+            assert await take(client, batch)
+            assert not await take(client, batch + 1)
             assert (await client.server_info()).tables["queue"].size == 0
 
 
@@ -120,39 +136,49 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
         async with AsyncReplayClient(server.address) as client:
             await client.insert(payload(0), {"queue": 1.0})
-            call = client._connection.payloads.SampleStream()
-            await call.write(pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=1))
-            batch = (await call.read()).head.batch
-            assert await client._connection.take(batch, 10.0)
-            await call.write(pb.SampleStreamRequest(take=batch))
-            assert (await call.read()).head.taken == batch
-            call.cancel()
-            await asyncio.sleep(0.2)
+            draws = DrawStream(client.connection)
+            batch = (await draws.draw(draw_of())).head.batch
+            assert await take(client, batch)
+            assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
+            await draws.close()
             info = await client.server_info()
             assert (info.tables["queue"].size, info.tables["pool"].size) == (0, 1)
 
 
-def test_a_batch_whose_reader_dies_before_it_takes_it_goes_back(monkeypatch):
-    monkeypatch.setattr("replay_client.single_batches.TAKE_SECONDS", 0.3)
+@pytest.mark.parametrize("lease", [0.0, 60.0])
+async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_got(lease):
+    """The first stream is still open: the server has not noticed yet that its connection broke."""
+    with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
+        async with AsyncReplayClient(server.address) as client:
+            for number in range(2):
+                await client.insert(payload(number), {"queue": 1.0})
+            first, again, request = DrawStream(client.connection), DrawStream(client.connection), draw_of(lease=lease)
+            batches = [await stream.draw(request) for stream in (first, again)]
+            assert [bytes(rows[0]) for _, rows in batches] == [payload(0), payload(0)]
+            assert (await client.server_info()).tables["queue"].reserved == 1
+            assert (await again.end(pb.DrawRequest(take=[request.id]))).done == [request.id]
+            with pytest.raises(grpc.aio.AioRpcError, match="has ended: choose a new id"):
+                await again.draw(request)
+            await first.close()
+            await again.close()
+            queue = (await client.server_info()).tables["queue"]
+            assert (queue.size, queue.reserved, queue.consumed) == (1, 0, 1)
 
-    async def dies(self, batch, timeout):
-        raise RuntimeError("the reader died")
 
-    with (
-        ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server,
-        ReplayClient(server.address) as client,
-    ):
-        client.insert(payload(0), {"queue": 1.0})
-        with monkeypatch.context() as patch:
-            patch.setattr("replay_client.connection.Connection.take", dies)
-            with pytest.raises(RuntimeError, match="the reader died"):
-                client.sample("queue", 1)
-        until(lambda: client.server_info().tables["queue"].size == 1)
-        assert bytes(client.sample("queue", 1)[0].payload) == payload(0)
+async def test_a_batch_whose_reader_ends_before_it_takes_it_goes_back_at_once():
+    with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
+        async with AsyncReplayClient(server.address) as client:
+            await client.insert(payload(0), {"queue": 1.0})
+            draws = DrawStream(client.connection)
+            batch = (await draws.draw(draw_of())).head.batch
+            await draws.close()
+            assert not await take(client, batch)
+            [sample] = await client.sample("queue", 1)
+            assert bytes(sample.payload) == payload(0)
 
 
 def test_a_leased_sample_does_not_get_the_batch_that_a_plain_one_could_not_take(monkeypatch):
-    async def dies(self, batch, timeout):
+    async def dies(self, request, timeout):
         raise RuntimeError("no answer")
 
     with (
@@ -162,7 +188,7 @@ def test_a_leased_sample_does_not_get_the_batch_that_a_plain_one_could_not_take(
         for number in range(2):
             client.insert(payload(number), {"queue": 1.0})
         with monkeypatch.context() as patch:
-            patch.setattr("replay_client.connection.Connection.take", dies)
+            patch.setattr("replay_client.sampling.SingleBatches.end", dies)
             with pytest.raises(RuntimeError, match="no answer"):
                 client.sample("queue", 1)
         [leased] = client.sample("queue", 1, lease=30.0)

@@ -93,8 +93,12 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
 
 TABLE = st.sampled_from([table.name for table in TABLES])
 KEYS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+DRAW_IDS = st.integers(1 << 40, (1 << 40) + 5)
+DRAWS = st.lists(DRAW_IDS, min_size=1, max_size=3)
 SAMPLE = st.builds(
     pb.SampleRequest,
+    id=DRAW_IDS,
+    weigh=st.booleans(),
     table=TABLE,
     num_samples=st.integers(1, 3),
     min_samples=st.sampled_from([None, 1]),
@@ -119,7 +123,14 @@ def sensible_insert(draw: st.DrawFn) -> pb.InsertRequest:
 SENSIBLE = {
     pb.InsertRequest: sensible_insert(),
     pb.SampleRequest: SAMPLE,
-    pb.SampleStreamRequest: st.builds(pb.SampleStreamRequest, open=SAMPLE, credit=st.integers(1, 3)),
+    pb.DrawRequest: st.builds(
+        pb.DrawRequest,
+        draw=SAMPLE,
+        take=st.just([]) | DRAWS,
+        give_back=st.just([]) | DRAWS,
+        renew=st.just([]) | DRAWS,
+        seconds=st.just(60.0),
+    ),
     pb.DeleteRequest: st.builds(pb.DeleteRequest, table=TABLE, keys=KEYS),
     pb.GetRequest: st.builds(pb.GetRequest, keys=KEYS),
     pb.CallRequest: st.builds(

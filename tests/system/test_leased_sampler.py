@@ -6,10 +6,11 @@ import pytest
 
 from replay_client import AsyncReplayClient, MutationResult, ReplayClient
 from replay_client.errors import InvalidRequestError
+from replay_client.sampling import DrawStream
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from tests.factories import server_process, until
-from tests.system.test_exactly_once import ANSWER_BYTES, QUEUE, STEP, payload, reader_behind_a_proxy
+from tests.system.test_exactly_once import ANSWER_BYTES, QUEUE, STEP, draw_of, named, payload, reader_behind_a_proxy
 
 LONG, SHORT = 600.0, 0.5
 TABLES = [QUEUE, TableConfig(name="pool")]
@@ -187,21 +188,14 @@ def test_a_lease_must_be_a_time_and_a_renewal_lasts():
         assert facts(client) == (0, 1, 1, 1, 1, 1, 1)
 
 
-def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
+async def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
     with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
         insert(client, 1)
-
-        async def leases() -> bool:
-            aio = client._aio
-            call = aio._connection.payloads.SampleStream()
-            opening = pb.SampleRequest(table="queue", num_samples=1, lease=LONG)
-            await call.write(pb.SampleStreamRequest(open=opening, credit=1))
-            batch = (await call.read()).head.batch
-            assert await aio._connection.take(batch, 10.0, LONG)
-            await call.write(pb.SampleStreamRequest(take=batch))  # said again on the old stream
-            taken = (await call.read()).head.taken == batch
-            call.cancel()
-            return taken
-
-        assert client._thread.run(leases())
+        async with AsyncReplayClient(server.address) as aio:
+            draws = DrawStream(aio.connection)
+            batch = (await draws.draw(draw_of())).head.batch
+            assert (await aio.renew([named(batch)], LONG)).applied == 1
+            answer = await draws.end(pb.DrawRequest(renew=[batch], seconds=LONG))  # said again on the old stream
+            assert answer.done == [batch]
+            await draws.close()
         assert facts(client) == (0, 1, 1, 1, 1, 1, 1)

@@ -187,14 +187,13 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
         taken, back = client.sample("queue", 3, lease=60.0), client.sample("queue", 2, lease=60.0)
         calls = {
             "AcquirePermits": pb.AcquirePermitsRequest(count=5, timeout=1.0, request=21),
-            "AcknowledgeSamples": pb.AcknowledgeSamplesRequest(batches=[taken[0].info.lease], request=22),
             "Delete": pb.DeleteRequest(table="pool", keys=[keys[5], 123], request=24),
             "UpdateTable": pb.UpdateTableRequest(table="pool", changes='{"max_size": 50}', request=25),
         }
-        given_back = pb.AcknowledgeSamplesRequest(batches=[back[0].info.lease], give_back=True, request=23)
+        ends = [pb.DrawRequest(take=[taken[0].info.lease]), pb.DrawRequest(give_back=[back[0].info.lease])]
         with stub_of(server.address) as stub:
             answers = {name: getattr(stub, name)(request) for name, request in calls.items()}
-            answers["give back"] = stub.AcknowledgeSamples(given_back)
+            answers["ends"] = list(stub.Draw(iter(ends)))
             released = pb.ReleasePermitsRequest(lease=answers["AcquirePermits"].lease, count=2, request=26)
             answers["release"] = stub.ReleasePermits(released)
         server.process.kill()  # the client got none of these answers
@@ -203,12 +202,11 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
         before = client.server_info()
         with stub_of(server.address) as stub:
             again = {name: getattr(stub, name)(request) for name, request in calls.items()}
-            again["give back"] = stub.AcknowledgeSamples(given_back)
+            again["ends"] = list(stub.Draw(iter(ends)))
             again["release"] = stub.ReleasePermits(released)
-        assert (again["AcknowledgeSamples"].applied, list(again["AcknowledgeSamples"].missing)) == (1, [])
-        assert (again["give back"].applied, list(again["give back"].missing)) == (1, [])
+        assert [(len(answer.done), len(answer.missing)) for answer in again["ends"]] == [(1, 0), (1, 0)]
         assert again["AcquirePermits"].lease == answers["AcquirePermits"].lease
-        for name in ("AcknowledgeSamples", "give back", "Delete", "UpdateTable", "release"):
+        for name in ("ends", "Delete", "UpdateTable", "release"):
             assert again[name] == answers[name], name
         after = client.server_info()
         assert after.admission.running == before.admission.running == 3

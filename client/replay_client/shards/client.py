@@ -35,15 +35,14 @@ from replay_client.records import (
 )
 from replay_client.requests import MOST_KEYS, KeySequence, column, whole_number
 from replay_client.rollout import RolloutGroup
-from replay_client.sampler import OnLease, ignore
+from replay_client.sampling import OnLease, ignore
 from replay_client.shards.by_key import KeyedItems
 from replay_client.shards.fleet import Deadline, Fleet
 from replay_client.shards.merging import merge_infos, merge_messages, merge_pages, read_page
 from replay_client.shards.permits import PermitOffice
 from replay_client.shards.policy import PolicyBoard
 from replay_client.shards.ray_names import RayNames
-from replay_client.shards.sampler import ShardedSampler
-from replay_client.shards.sampling import Draw, Drawer
+from replay_client.shards.sampling import Drawer, DrawOfAll, ShardedSampler
 from replay_client.shards.shard import Shard
 from replay_client.shards.writing import Placement, ShardedPipeline, ShardedWriter
 from replay_client.writer import Pipeline
@@ -253,7 +252,7 @@ class ShardedClient(AsyncReplayClient):
         on_lease: OnLease = ignore,
     ) -> ShardedSampler:
         draw = _draw(table, batch_size, None, distinct, "", ())
-        return ShardedSampler(self._drawer, draw, prefetch, self._seconds(timeout), lease, on_lease)
+        return ShardedSampler(self._fleet, draw, prefetch, self._seconds(timeout), lease, on_lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 
@@ -403,6 +402,7 @@ class ShardedClient(AsyncReplayClient):
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
+        await self._drawer.close()
         await self._fleet.close()
 
     # ------------------------------------------------------------------------------------------------ helpers
@@ -436,12 +436,12 @@ class ShardedClient(AsyncReplayClient):
         return Deadline(self._seconds(timeout))
 
 
-def _draw(table: str, rows: int, least: int | None, distinct: bool, scope: str, exclude: Iterable[int]) -> Draw:
+def _draw(table: str, rows: int, least: int | None, distinct: bool, scope: str, exclude: Iterable[int]) -> DrawOfAll:
     rows = whole_number("num_samples", rows, 32)
     least = rows if least is None else whole_number("min_samples", least, 32)
     if not 1 <= least <= rows:
         raise InvalidRequestError(f"min_samples {least} must be from 1 to num_samples {rows}")
-    return Draw(table, rows, least, distinct, scope, frozenset(exclude))
+    return DrawOfAll(table, rows, least, distinct, scope, frozenset(exclude))
 
 
 AsyncReplayClient.of_several = ShardedClient

@@ -5,7 +5,9 @@ import inspect
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
+import grpc
 import numpy as np
 import pytest
 
@@ -18,8 +20,9 @@ from replay_client.errors import (
     ServerUnavailableError,
     TableNotFoundError,
 )
+from replay_client.sampling import DrawStream
 from replay_client.shards import ShardedClient
-from replay_protos import replay_pb2 as pb
+from replay_client.streams import failure
 from replay_server.tables.config import AdmissionConfig
 from tests.factories import make_group, until
 
@@ -211,29 +214,27 @@ def test_a_sampler_puts_batches_together_and_gives_back_what_it_drew_ahead(clien
     assert set(got) < keys
 
 
-async def test_a_draw_that_is_given_up_gives_back_what_the_shards_gave_it(service, monkeypatch):
+async def test_a_draw_that_is_given_up_gives_back_what_the_shards_gave_it(service):
     async with AsyncReplayClient(service.addresses) as client:
         for _ in range(6):
             await client.insert(b"", {"queue": 1.0})
-        given, go_on = asyncio.Event(), asyncio.Event()
-        for shard in client._fleet.shards:
 
-            async def slow(*arguments, sample=shard.client.sample, **options):
-                samples = await sample(*arguments, **options)
-                given.set()
-                await go_on.wait()
-                return samples
+        async def tables():
+            return (await client.server_info()).tables["queue"]
 
-            monkeypatch.setattr(shard.client, "sample", slow)
-        draw = asyncio.create_task(client.sample("queue", 6))
-        await given.wait()
-        draw.cancel()
-        await asyncio.sleep(0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await draw
-        info = (await client.server_info()).tables["queue"]
-        assert (info.size, info.reserved, info.samples) == (6, 0, 0)
+        for points in range(40):  # interrupted at one of the first points where it waits
+            draw = asyncio.create_task(client.sample("queue", 6, lease=60.0))
+            for _ in range(points):
+                await asyncio.sleep(0)
+            if draw.cancel():
+                with suppress(asyncio.CancelledError):
+                    await draw
+            if not draw.cancelled():
+                await client.acknowledge(draw.result(), give_back=True)
+            while (await tables()).reserved:
+                await asyncio.sleep(0.01)
+            queue = await tables()
+            assert (queue.size, queue.samples) == (6, 0)
 
 
 def test_a_sampler_hands_out_no_batch_that_became_stale_meanwhile(client):
@@ -494,20 +495,22 @@ def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, c
 
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("how", ["sample", "sampler"])
-async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(service, how, committed):
+async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(service, monkeypatch, how, committed):
     """`committed`: the shard took the part, and the answer is lost. Else the request was."""
     async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
         keys = {await client.insert(bytes([i]), {"queue": 1.0}) for i in range(60)}
-        connection = client._fleet.shards[0].client.connection
-        short, cuts = connection.short, []
+        end, cuts = DrawStream.end, []
+        broken = client._fleet.shards[0].client.connection
 
-        async def cut(method, request, timeout):
-            if isinstance(request, pb.AcknowledgeSamplesRequest) and request.unread and len(cuts) < 2:
-                cuts.append(await short(method, request, timeout) if committed else None)
-                raise ServerUnavailableError("the connection broke")
-            return await short(method, request, timeout)
+        def cut(stream, request):
+            if stream._connection is not broken or not request.take or len(cuts) == 2:
+                return end(stream, request)
+            cuts.append(end(stream, request) if committed else None)
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(failure(grpc.StatusCode.UNAVAILABLE, "the connection broke"))
+            return answer
 
-        connection.short = cut
+        monkeypatch.setattr(DrawStream, "end", cut)
         got = []
         if how == "sample":
             while len(got) < 60:

@@ -142,7 +142,7 @@ def test_a_refused_stream_ends_before_anything_of_it_is_read(server):
         yield b""
 
     with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/SampleStream")(requests(), timeout=15)
+        call = channel.stream_stream(f"/{SERVICE}/Draw")(requests(), timeout=15)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is Code.UNAUTHENTICATED
@@ -231,7 +231,7 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
         stub = ReplayStub(channel)
         of_writer, of_reader = [bearer(TOKENS[Role.READ_WRITE])], [bearer(TOKENS[Role.READ_ONLY])]
         table = TABLES[0].name
-        opened = pb.SampleStreamRequest(open=pb.SampleRequest(table=table, num_samples=1), credit=1)
+        opened = pb.DrawRequest(draw=pb.SampleRequest(table=table, num_samples=1, id=1 << 40))
         never = threading.Event()
 
         def requests(*messages):
@@ -240,7 +240,7 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
 
         calls = [
             stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_writer),
-            stub.SampleStream(requests(opened), metadata=of_writer),
+            stub.Draw(requests(opened), metadata=of_writer),
             stub.InsertStream(requests(), metadata=of_writer),
             stub.Sample(pb.SampleRequest(table=table, num_samples=1), metadata=of_writer),  # waits for ever
         ]

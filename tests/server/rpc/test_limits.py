@@ -343,16 +343,16 @@ def test_what_a_reader_holds_counts_until_it_is_sent():
 
 def test_sample_streams_of_a_connection_are_bounded():
     with server_with() as server, connection(server) as stub:
-        opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=1), credit=1)
+        opening = pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=1 << 40))
         end = threading.Event()
 
         def stay():
             yield opening
             end.wait(60)
 
-        calls = [stub.SampleStream(stay()) for _ in range(MAX_SAMPLE_STREAMS)]
+        calls = [stub.Draw(stay()) for _ in range(MAX_SAMPLE_STREAMS)]
         until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == MAX_SAMPLE_STREAMS)
-        assert refused(lambda: stub.SampleStream(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
+        assert refused(lambda: stub.Draw(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
         end.set()
         for call in calls:
             call.cancel()

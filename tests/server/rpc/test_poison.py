@@ -5,6 +5,7 @@ import math
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import grpc
 import msgpack
@@ -18,6 +19,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.limits import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
+from replay_server.rpc import sampling
 from tests.factories import make_group, until
 from tests.server.rpc.bystander import bystander
 from tests.server.rpc.vanish import hanging
@@ -32,6 +34,8 @@ Code = grpc.StatusCode
 CODES = {code.value[0]: code for code in Code}
 METHODS = pb.DESCRIPTOR.services_by_name["Replay"].methods_by_name
 MB = 1 << 20
+ID = 1 << 40
+"""Of a draw."""
 GROUPS_PER_STEP = 100
 
 
@@ -128,6 +132,10 @@ def sample_request(**fields) -> pb.SampleRequest:
     return pb.SampleRequest(**{"table": "plain", "num_samples": 1, "timeout": 0} | fields)
 
 
+def draw_request(**fields) -> pb.DrawRequest:
+    return pb.DrawRequest(draw=sample_request(**{"id": ID} | fields))
+
+
 def permits_request(count: int = 1, **fields) -> pb.AcquirePermitsRequest:
     return pb.AcquirePermitsRequest(count=count, **fields)
 
@@ -149,6 +157,7 @@ def end_of(stub: ReplayStub, method: str, *requests) -> tuple[grpc.StatusCode, s
     except grpc.RpcError as error:
         return error.code(), error.details()
     refused = [error for each in answers for error in getattr(each, "errors", ())]
+    refused += [each.error for each in answers if isinstance(each, pb.SampleResponse) and each.HasField("error")]
     return (CODES[refused[0].code], refused[0].message) if refused else (Code.OK, "")
 
 
@@ -207,7 +216,8 @@ def of_unknown_table(table: str) -> list[tuple]:
     return [
         ("Insert", insert_request(table=table)),
         ("Sample", sample_request(table=table)),
-        ("SampleStream", pb.SampleStreamRequest(open=sample_request(table=table), credit=1)),
+        ("Draw", draw_request(table=table)),
+        ("Draw", draw_request(table=table, num_samples=0, weigh=True)),
         ("UpdatePriorities", pb.UpdatePrioritiesRequest(table=table)),
         ("Delete", pb.DeleteRequest(table=table)),
         ("ListItems", pb.ListItemsRequest(table=table)),
@@ -229,15 +239,16 @@ INVALID = [
     *((f"policy version {bad}", "Insert", insert_request(policy_versions=[bad])) for bad in (-(2**63), -1, 2**63 - 1)),
     *(("timeout must be", "Insert", insert_request(timeout=bad)) for bad in (math.nan, -1.0, -math.inf)),
     *((word, "Sample", sample_request(**bad)) for bad, word in BAD_BATCHES),
+    *((word, "Draw", draw_request(**bad)) for bad, word in BAD_BATCHES),
+    ("a draw on a stream has an id", "Draw", draw_request(id=0)),
+    *((f"id {bad} of a draw", "Draw", draw_request(id=bad)) for bad in (7, 2**32 - 1, 2**63, 2**64 - 1)),
+    ("scope of 257", "Draw", draw_request(num_samples=0, weigh=True, scope="x" * (MAX_SCOPE + 1))),
     *(
-        (word, "SampleStream", pb.SampleStreamRequest(open=sample_request(**bad), credit=1))
-        for bad, word in BAD_BATCHES
+        ("65537 batches", "Draw", pb.DrawRequest(**{end: range(MAX_ROWS + 1)}))
+        for end in ("take", "give_back", "renew")
     ),
-    ("`open`", "SampleStream", pb.SampleStreamRequest()),
-    ("`open`", "SampleStream", pb.SampleStreamRequest(credit=1)),
-    ("`open`", "SampleStream", pb.SampleStreamRequest(take=1)),
-    ("`open`", "SampleStream"),
-    ("credit", "SampleStream", pb.SampleStreamRequest(open=sample_request(), credit=2**32 - 1)),
+    ("seconds of a renewal must be above 0", "Draw", pb.DrawRequest(renew=[ID])),
+    *(("lease must be", "Draw", pb.DrawRequest(renew=[ID], seconds=bad)) for bad in (math.nan, math.inf, -1.0)),
     *(
         ("is not one that this server gave out", "ListItems", pb.ListItemsRequest(table="plain", page=bad))
         for bad in ("-1", "abc", "1.5", "²", "0x10", "9" * 5000, "\0")
@@ -258,7 +269,6 @@ INVALID = [
     ("8 for each", "UpdatePriorities", pb.UpdatePrioritiesRequest(table="plain", keys=bytes(12), priorities=bytes(12))),
     ("1048577 keys", "Delete", pb.DeleteRequest(table="plain", keys=range(MAX_KEYS + 1))),
     ("65537 keys", "Get", pb.GetRequest(keys=range(MAX_ROWS + 1))),
-    ("65537 batches", "AcknowledgeSamples", pb.AcknowledgeSamplesRequest(batches=range(MAX_ROWS + 1))),
 ]
 BIG = insert_request(payload=bytes(17 * MB))
 POISON = [
@@ -266,10 +276,7 @@ POISON = [
     *((Code.NOT_FOUND, "no table", *case) for table in UNKNOWN_TABLES for case in of_unknown_table(table)),
     (Code.RESOURCE_EXHAUSTED, "larger", "Insert", BIG),
     (Code.RESOURCE_EXHAUSTED, "larger", "InsertStream", BIG),
-    (
-        *(Code.RESOURCE_EXHAUSTED, "larger", "SampleStream"),
-        pb.SampleStreamRequest(open=sample_request(table="x" * 17 * MB)),
-    ),
+    (Code.RESOURCE_EXHAUSTED, "larger", "Draw", draw_request(table="x" * 17 * MB)),
 ]
 
 
@@ -399,41 +406,66 @@ def test_many_keys_and_tables_that_nobody_knows_are_only_said_to_be_missing(pois
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def code_of(call) -> grpc.StatusCode:
-    """The status with which a stream ends."""
+@contextmanager
+def drawing(stub: ReplayStub, *requests: pb.DrawRequest):
+    """The answers to these requests, on a stream that stays open meanwhile."""
+    end = threading.Event()
+
+    def and_stay():
+        yield from requests
+        end.wait()
+
+    answers = stub.Draw(and_stay())
     try:
-        list(call)
-    except grpc.RpcError as error:
-        return error.code()
-    return Code.OK
+        yield answers
+    finally:
+        end.set()
+        answers.cancel()
 
 
-def test_nobody_takes_a_batch_of_another_stream_and_taking_one_twice_takes_it_once(stub, client):
+def test_a_request_that_is_refused_ends_alone_and_its_stream_goes_on(stub, client):
+    key = client.insert(b"x", {"plain": 1.0})
+    bad, good = draw_request(table="nope"), draw_request(id=ID + 1)
+    with drawing(stub, bad, pb.DrawRequest(renew=[ID]), pb.DrawRequest(), good) as answers:
+        assert [(next(answers).error.code, next(answers).error.code)] == [(5, 3)]
+        assert next(answers).keys == [key]
+
+
+def test_a_draw_that_cannot_be_served_does_not_hold_up_those_behind_it(stub, client):
+    key = client.insert(b"x", {"queue": 1.0})
+    waits, goes = draw_request(table="pool", timeout=60.0), draw_request(table="queue", id=ID + 1)
+    with drawing(stub, waits, goes) as answers:
+        assert next(answers).keys == [key]
+
+
+def test_a_batch_ends_once_whoever_names_it_and_however_often(stub, client):
+    """An unknown id is missing. A known one may be named on any stream: its reader may have lost its own."""
     for n in range(4):
         client.insert(bytes([n]), {"queue": 1.0})
-    opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=2)
-    go_on = threading.Event()
 
-    def owner():
-        yield opening
-        go_on.wait(20)
+    def told(**ids) -> tuple[list[int], list[int]]:
+        (answer,) = stub.Draw(iter([pb.DrawRequest(**ids)]))
+        return list(answer.done), list(answer.missing)
 
-    mine = stub.SampleStream(owner())
-    batch = next(mine).batch
-    for foreign in (batch, batch + 1, 1, 2**64 - 1):
-        thief = stub.SampleStream(iter([opening, pb.SampleStreamRequest(take=foreign)]))
-        assert code_of(thief) is Code.INVALID_ARGUMENT
-    acknowledged = stub.AcknowledgeSamples(pb.AcknowledgeSamplesRequest(batches=[batch, batch], give_back=True))
-    assert list(acknowledged.missing) == [batch, batch]
-    go_on.set()
-    mine.cancel()
-    until(lambda: client.server_info().tables["queue"].size == 4, "all four must come back")
-    twice = []
-    with_take = stub.SampleStream(iter_later(opening, twice))
-    first = next(with_take).batch
-    twice += [pb.SampleStreamRequest(take=first), pb.SampleStreamRequest(take=first)]
-    assert code_of(with_take) is Code.OK
-    until(lambda: client.server_info().tables["queue"].size == 3, "only what was taken once is gone")
+    with drawing(stub, *(draw_request(table="queue", id=ID + n) for n in range(2))) as answers:
+        assert [next(answers).batch for _ in range(2)] == [ID, ID + 1]
+        unknown = [0, 1, ID + 2, 2**63 + ID, 2**64 - 1]
+        assert told(take=unknown) == told(give_back=unknown) == told(renew=unknown, seconds=9.0) == ([], unknown)
+        assert told(take=[ID, ID]) == ([ID, ID], [])
+        assert told(give_back=[ID]) == ([], [ID])
+        assert told(renew=[ID], seconds=9.0) == ([ID], [])
+    until(lambda: client.server_info().tables["queue"].size == 3, "what nobody took must come back")
+    assert told(take=[ID, ID + 1]) == ([ID], [ID + 1])
+    assert client.server_info().tables["queue"].consumed == 1
+
+
+def test_draws_of_one_stream_are_bounded(stub, client, monkeypatch):
+    monkeypatch.setattr(sampling, "MAX_DRAWS", 3)
+    with drawing(stub, *(draw_request(id=ID + n, timeout=60.0) for n in range(4))) as answers:
+        refused = next(answers)
+        assert (refused.batch, refused.error.code) == (ID + 3, Code.RESOURCE_EXHAUSTED.value[0])
+        assert "3 draws of this stream" in refused.error.message
+        assert waiting(client) == 3
 
 
 def iter_later(first, later):
@@ -457,16 +489,13 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub,
     assert len(answers) > 3  # one or two is what others get when the server does not yield in between
 
 
-def test_a_large_credit_holds_nobody_up(stub, client):
+def test_many_draws_at_once_hold_nobody_up(stub, client):
     with client.writer() as writer:
         for _ in range(500):
             writer.insert(b"x" * 100, {"plain": 1.0})
-    opening = pb.SampleStreamRequest(open=pb.SampleRequest(table="plain", num_samples=500), credit=130)
-    stream = stub.SampleStream(iter_later(opening, []))
-    with bystander(client) as answers:
-        next(stream)
-        time.sleep(0.5)
-        stream.cancel()
+    draws = [draw_request(num_samples=500, id=ID + n) for n in range(130)]
+    with drawing(stub, *draws) as drawn, bystander(client) as answers:
+        assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
     assert answers
 
 

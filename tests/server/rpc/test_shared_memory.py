@@ -339,11 +339,12 @@ def test_a_reader_that_takes_nothing_holds_only_its_own_ring(server, stub, clien
         segment, stop = session.ring(4 * MB), threading.Event()
 
         def requests():
-            yield pb.SampleStreamRequest(open=pb.SampleRequest(table="pool", num_samples=4), credit=8)
-            yield pb.SampleStreamRequest(ring=segment.ring_id)
+            for number in range(8):
+                yield pb.DrawRequest(draw=pb.SampleRequest(table="pool", num_samples=4, id=(1 << 40) + number))
+            yield pb.DrawRequest(ring=segment.ring_id)
             stop.wait(20)
 
-        call = stub.SampleStream(requests(), timeout=30)
+        call = stub.Draw(requests(), timeout=30)
         next(call)
         try:
             with bystander(client) as answers:

@@ -34,7 +34,7 @@ def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
         end.wait()
 
     many = pb.SampleRequest(table="plain", num_samples=100)
-    untaken = pb.SampleStreamRequest(open=pb.SampleRequest(table="queue", num_samples=1), credit=4)
+    untaken = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=2**40 + n)) for n in range(4)]
     match where:
         case "mid item":
             half = insert(11, 5_000_000, bytes(1_000_000), "plain")
@@ -46,9 +46,10 @@ def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
         case "waiting sample":
             return stub.Sample(many)
         case "waiting sample stream":
-            return stub.SampleStream(and_stay(pb.SampleStreamRequest(open=many, credit=1)))
+            many.id = 2**40
+            return stub.Draw(and_stay(pb.DrawRequest(draw=many)))
         case "untaken batches":
-            call = stub.SampleStream(and_stay(untaken))
+            call = stub.Draw(and_stay(*untaken))
             for _ in range(4):
                 next(call)
         case "mid get":

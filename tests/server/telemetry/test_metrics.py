@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
 from tests.commands import fails
@@ -93,17 +94,20 @@ def test_calls_are_timed_and_counted_by_method_and_status(server, client):
     before = scrape(server.metrics_address)
     for _ in range(3):
         client.insert(b"x", {"replay": 1.0})
+    with grpc.insecure_channel(server.address) as channel:
+        sample = ReplayStub(channel).Sample
+        list(sample(pb.SampleRequest(table="replay", num_samples=1)))
+        for refused in (
+            pb.SampleRequest(table="replay", num_samples=50, timeout=0.3),
+            pb.SampleRequest(table="nope", num_samples=1),
+        ):
+            with pytest.raises(grpc.RpcError):
+                list(sample(refused))
     client.sample("replay")
-    with pytest.raises(ReplayError):
-        client.sample("replay", 50, timeout=0.3)
-    with pytest.raises(ReplayError):
-        client.sample("nope")
-    sampler = client.sampler("replay", 1)
-    next(sampler)
     after = scrape(server.metrics_address)
     assert count(after, "Sample") - count(before, "Sample") == 3
     assert count(after, "InsertStream") - count(before, "InsertStream") == 3
-    assert count(after, "SampleStream") > count(before, "SampleStream")
+    assert count(after, "Draw") > count(before, "Draw")
     for code, number in {"OK": 1, "DEADLINE_EXCEEDED": 1, "NOT_FOUND": 1}.items():
         assert value(after, "replay_grpc_handled_total", method="Sample", code=code) == number
     fast, all_calls = (
@@ -120,7 +124,7 @@ def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(serv
         next(sampler)
     until(lambda: not client.server_info().sample_streams)
     samples = scrape(server.metrics_address)
-    ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "SampleStream") in key]
+    ended = [key for key in samples if key[0] == "replay_grpc_handled_total" and ("method", "Draw") in key]
     assert ended
     assert client.server_info().tables["replay"].reserved == 0
 
@@ -181,7 +185,7 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
 
 def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
     client.insert(b"x", {"replay": 1.0})
-    client.sample("replay")
+    client.policy()
     names = {key[0] for key in scrape(server.metrics_address)}
     dashboard = json.loads((ROOT / "docker/grafana/replay.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]

@@ -1,0 +1,416 @@
+"""Sampling: draws batches over a stream, and hands each one to the caller when the server has confirmed that it may.
+
+`DrawStream` carries draws, and the ids of the batches that their reader takes, gives back or renews. The head of
+replay_server/rpc/sampling.py shows one exchange. Two readers work on such streams:
+
+* `SingleBatches`, for `sample`, `acknowledge` and `renew`: one draw, and when all of its bytes are here, one `take`.
+* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the take of one goes out together
+  with the next draw.
+
+A batch is the caller's only when its take is confirmed. If the stream breaks before, only the server knows whether it
+was taken. The client then names the same id again, on a new stream: the server recognises what is done. A batch that
+went back meanwhile is drawn again. So no broken answer costs a batch, and none comes twice.
+
+Each sampler has a stream of its own. Whatever ends it, the server takes back what the sampler had drawn ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self
+
+import grpc
+
+from replay_client import tracing
+from replay_client.connection import Connection, Patience
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError
+from replay_client.records import MutationResult, Sample, samples_of
+from replay_client.shared_memory import SharedSamples
+from replay_client.streams import end_stream, failure, read_message
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
+
+MOST_UNTAKEN = 16
+"""Batches kept because no server answered when they were to be taken."""
+TAKE_SECONDS = 30.0
+"""A batch that was drawn with a call, and not on a stream, goes back if it is not taken after this many seconds."""
+_ANSWER_SECONDS = 5.0
+"""Seconds past the timeout of a sampler to wait for the answer to its take."""
+
+_CLOSED = "this client was closed while the call waited"
+_GOODBYE_SECONDS = 1.0
+"""Seconds in which a stream that ends sends its last requests."""
+
+Batch = Frame[pb.SampleResponse]
+"""The columns of a batch, and one payload for each row."""
+OnLease = Callable[[list[Sample]], None]
+"""Called with each leased batch before the client takes it. A trainer uses it to renew its leases."""
+
+
+def ignore(_: list[Sample]) -> None:
+    """The default of `on_lease`."""
+
+
+def new_id() -> int:
+    """For a draw. No other client chooses the same one."""
+    return secrets.randbits(62) | 1 << 62
+
+
+class DrawStream:
+    """A stream of draws to one server. The first request opens it, and so does the first one after it broke."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._call: SharedSamples | None = None
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unsent: deque[pb.DrawRequest | None] = deque()
+        """None: the stream ends."""
+        self._more = asyncio.Event()
+        """Set when there is something to send."""
+        self._draws: dict[int, asyncio.Future[Batch]] = {}
+        self._answers: deque[asyncio.Future[pb.SampleResponse]] = deque()
+        """The server answers to takes, give-backs and renewals in the order of the requests."""
+
+    def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
+        """Begins a draw. The result raises AioRpcError if there is no batch."""
+        self._send(pb.DrawRequest(draw=request))
+        return self._draws[request.id]
+
+    def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
+        """Takes, gives back or renews. The result says what was done, or raises AioRpcError.
+
+        `request.draw` begins in the same message; `drawn` has its result.
+        """
+        self._send(request)
+        self._answers.append(answer := self._new_future())
+        return answer
+
+    def drawn(self, draw_id: int) -> asyncio.Future[Batch]:
+        """The result of a draw that has begun."""
+        return self._draws[draw_id]
+
+    def give_up(self, draw_id: int) -> None:
+        """Nobody wants this batch any more, whether it is drawn or not."""
+        self._draws.pop(draw_id, None)
+        if self._call is not None:
+            self.end(pb.DrawRequest(give_back=[draw_id]))
+
+    async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
+        """The result of a draw or an end. Drops a stream whose server does not answer within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            self.drop()
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+
+    def drop(self) -> None:
+        """Ends the stream at once. The server takes back what it drew, apart from what is taken or leased."""
+        if self._call is not None:
+            self._break(failure(grpc.StatusCode.CANCELLED, "the client ended the stream"))
+
+    def drop_soon(self) -> None:
+        """As `drop`, from any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.drop)
+
+    async def close(self) -> None:
+        """Ends the stream in good order."""
+        if self._call is not None:
+            call, (reader, writer), self._closing = self._call, self._tasks, True
+            self._unsent.append(None)
+            self._more.set()
+            await asyncio.wait({writer}, timeout=_GOODBYE_SECONDS)
+            await end_stream(call, reader)
+            self.drop()
+            self._closing = False
+
+    def _new_future(self) -> asyncio.Future[Any]:
+        assert self._loop is not None
+        return self._loop.create_future()
+
+    def _send(self, request: pb.DrawRequest) -> None:
+        if self._call is None:
+            self._loop = asyncio.get_running_loop()
+            self._call = self._connection.payloads.Draw(self._send)
+            self._unsent.clear()
+            self._tasks = [
+                self._loop.create_task(self._read(self._call)),
+                self._loop.create_task(self._write(self._call)),
+            ]
+        if request.HasField("draw"):
+            self._draws[request.draw.id] = self._new_future()
+        self._unsent.append(request)
+        self._more.set()
+
+    async def _write(self, call: SharedSamples) -> None:
+        # One task writes for all callers: gRPC ends a stream if a caller is cancelled while it writes.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader raises the reason
+            while True:
+                while self._unsent:
+                    if (request := self._unsent.popleft()) is None:
+                        return
+                    await call.write(request)
+                self._more.clear()
+                await self._more.wait()
+
+    async def _read(self, call: SharedSamples) -> None:
+        error: Exception
+        try:
+            while True:
+                self._receive(await read_message(call))
+        except asyncio.CancelledError:
+            if call is self._call:  # the channel was closed
+                self._break(ServerClosedError(_CLOSED))
+            raise
+        except grpc.aio.AioRpcError as broken:
+            error = ServerClosedError(_CLOSED) if self._closing else broken
+        except (ReplayError, LookupError, ValueError) as wrong:  # an answer that breaks the protocol
+            error = wrong
+        if call is self._call:
+            self._break(error)
+
+    def _receive(self, batch: Batch) -> None:
+        head, future = batch.head, None
+        if not head.batch:
+            future = self._answers.popleft()
+        elif (future := self._draws.pop(head.batch, None)) is None:
+            return  # given up meanwhile
+        if future.done():  # its caller was cancelled
+            return
+        if head.HasField("error"):
+            future.set_exception(failure(head.error.code, head.error.message, head.error.reason))
+            future.exception()  # perhaps nobody waits for it any more
+        else:
+            future.set_result(batch if head.batch else head)
+
+    def _break(self, error: Exception) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        call.cancel()
+        waiting = [*self._draws.values(), *self._answers]
+        self._draws.clear()
+        self._answers.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # perhaps nobody waits for it any more
+
+
+class SingleBatches:
+    """The single batches of one client, and the ends of its leases."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._stream = DrawStream(connection)
+        self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
+        """Batches whose time was up before the server confirmed them, by the request."""
+
+    async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
+        """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not taken."""
+        patience = Patience(self._connection, seconds)
+        patience.start()
+        same_call = request.SerializeToString(deterministic=True)
+        while True:
+            if (drawn := self._untaken.pop(same_call, None)) is None:
+                drawn = await self._draw(request, seconds, patience)
+            draw_id, samples = drawn
+            if request.lease or await self._take(draw_id, samples, same_call, patience.left()):
+                return samples
+
+    async def end(self, request: pb.DrawRequest, timeout: float | None) -> MutationResult:
+        """Takes, gives back or renews batches. It may be repeated, also after a restart of the server."""
+
+        async def attempt(rpc_timeout: float | None) -> pb.SampleResponse:
+            answer: pb.SampleResponse = await self._stream.result(self._stream.end(request), rpc_timeout)
+            return answer
+
+        answer = await self._connection.call(attempt, timeout)
+        return MutationResult(len(answer.done), tuple(answer.missing))
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+    async def _draw(
+        self, request: pb.SampleRequest, seconds: float | None, patience: Patience
+    ) -> tuple[int, list[Sample]]:
+        request.id = new_id()  # the same at each attempt
+
+        async def attempt(rpc_timeout: float | None) -> Batch:
+            if seconds is not None:  # the server waits for what is left of the timeout, and not for all of it again
+                request.timeout = patience.remaining()
+            if tracing.active():  # a call carries a trace context, a stream does not
+                call = pb.SampleRequest(lease=request.lease or TAKE_SECONDS)
+                call.MergeFrom(request)
+                return await self._connection.payloads.Sample(call, timeout=rpc_timeout)
+            try:
+                batch: Batch = await self._stream.result(self._stream.draw(request), rpc_timeout)
+            except asyncio.CancelledError:
+                self._stream.give_up(request.id)
+                raise
+            return batch
+
+        head, payloads = await self._connection.call(attempt, patience.left())
+        return request.id, samples_of(head, payloads, request.lease > 0)
+
+    async def _take(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
+        """Whether the batch is taken. If only the server knows, it is kept for the next equal call."""
+        try:
+            return not (await self.end(pb.DrawRequest(take=[draw_id]), timeout)).missing
+        except BaseException:
+            self._untaken[same_call] = draw_id, samples
+            while len(self._untaken) > MOST_UNTAKEN:
+                del self._untaken[next(iter(self._untaken))]
+            raise
+
+
+class AsyncSampler:
+    """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
+
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
+    server takes it back if this client goes away, or if an item in it becomes stale. A broken connection or an
+    interrupt can lose the server's answer to `take`. The caller then gets that batch next. With a lease the caller
+    must acknowledge each batch, or the batch goes back to its table when the lease ends.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        request: pb.SampleRequest,
+        prefetch: int,
+        timeout: float | None,
+        on_lease: OnLease,
+    ) -> None:
+        """`request.lease`: seconds for which the caller has each batch; 0: for good."""
+        check_prefetch(prefetch)
+        self._connection = connection
+        self._stream = DrawStream(connection)
+        self._lease, self._on_lease = request.lease, on_lease
+        self._request = request
+        # Drawn ahead, a batch belongs to the stream. Its lease begins when the caller asks for it.
+        self._request.lease = 0.0
+        self._prefetch = prefetch
+        self._timeout = timeout
+        self._ahead: deque[asyncio.Future[Batch]] = deque()
+        """The draws under way."""
+        self._taking: tuple[int, list[Sample]] | None = None
+        """The batch that the caller gets next, until the server has confirmed or revoked it."""
+        self._answer: asyncio.Future[pb.SampleResponse] | None = None
+        """Of the server, to the take of that batch."""
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Sample]:
+        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await self._next()
+            except TimeoutError:
+                reason = await self._explain()  # the draws still wait in the server's line
+            if self._answer is not None:  # the batch has come, and only the answer to `take` is missing
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_ANSWER_SECONDS):
+                        return await self._next()
+            raise DeadlineExceededError(reason)
+        except BaseException:
+            self._drop()  # so that nothing is drawn for a caller who may not come back
+            raise
+
+    async def _explain(self) -> str:
+        """Why sampling this table waits."""
+        table, stub = self._request.table, self._connection.stub
+        with suppress(ReplayError):
+            info = await self._connection.unary(stub.GetServerInfo, pb.GetServerInfoRequest(tables=[table]), 1.0)
+            if reason := info.tables[0].sampling.reason:
+                return reason
+        return f"{table}: no batch of {self._request.num_samples} within the time"
+
+    async def _next(self) -> list[Sample]:
+        patience = Patience(self._connection, self._connection.timeout)
+        while True:
+            try:
+                if self._taking is None:
+                    self._taking = await self._receive()
+                batch_id, samples = self._taking
+                if await self._confirmed(batch_id):
+                    return samples
+            except grpc.aio.AioRpcError as error:
+                self._drop()
+                await patience.pause_or_raise(error)
+
+    async def _receive(self) -> tuple[int, list[Sample]]:
+        self._draw_ahead(max(1, self._prefetch))
+        if not any(draw.done() for draw in self._ahead):
+            await asyncio.wait(self._ahead, return_when=asyncio.FIRST_COMPLETED)
+        # The first one that is there: the server may serve a later draw before.
+        drawn = next(draw for draw in self._ahead if draw.done())
+        head, payloads = drawn.result()
+        self._ahead.remove(drawn)
+        samples = samples_of(head, payloads, leased=self._lease > 0)
+        if self._lease:
+            self._on_lease(samples)
+        return head.batch, samples
+
+    async def _confirmed(self, batch_id: int) -> bool:
+        """Whether the batch is the caller's. False: an item in it became stale, or it went back with its stream."""
+        if self._answer is None:
+            ids = [batch_id]
+            request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)
+            draws = len(self._ahead) < self._prefetch
+            if draws:
+                self._request.id = new_id()
+                request.draw.CopyFrom(self._request)
+            self._answer = self._stream.end(request)
+            if draws:
+                self._ahead.append(self._stream.drawn(self._request.id))
+                self._draw_ahead(self._prefetch)
+        answer = await asyncio.shield(self._answer)
+        self._answer = self._taking = None
+        return not answer.missing
+
+    def _draw_ahead(self, batches: int) -> None:
+        while len(self._ahead) < batches:
+            self._request.id = new_id()
+            self._ahead.append(self._stream.draw(self._request))
+
+    def _drop(self) -> None:
+        self._stream.drop()
+        self._ahead.clear()
+        self._answer = None
+
+    async def close(self) -> None:
+        """Gives back what was drawn ahead."""
+        self._closed = True
+        await self._stream.close()
+        self._drop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream.drop_soon()
+
+
+def check_prefetch(prefetch: int) -> None:
+    """Raises InvalidRequestError."""
+    if prefetch < 0:
+        raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
