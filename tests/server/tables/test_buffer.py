@@ -369,3 +369,71 @@ def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
     assert list(bench.buffer.items) == best
     assert bench.table("pool").counters.evicted_on_arrival == 1
     assert worst not in bench.buffer.items
+
+
+def test_inserting_a_key_again_does_nothing_even_after_it_was_consumed():
+    bench = Bench(queue())
+    bench.insert(key=5)
+    assert bench.insert(key=5) == 5
+    assert bench.take(1) == [5]
+    assert bench.insert(key=5) == 5
+    assert bench.table().size == 0
+    assert bench.table().counters.duplicates == 2
+    assert bench.table().limiter.inserts == 1
+
+
+def test_a_retry_of_an_insert_that_waits_is_taken_once():
+    bench = Bench(queue(size=1))
+    bench.insert()
+    lost, retry = bench.insert(key=9), bench.insert(key=9)
+    assert bench.take(1) == [1]
+    assert lost.done
+    assert retry.done
+    assert bench.keys() == [9]
+
+
+def test_a_first_sample_forwards_the_item_with_its_priority_unless_that_is_zero():
+    bench = Bench(queue("rollouts", forward_to="replay"), table("replay", sampler="prioritized"))
+    bench.insert("rollouts", priority=0.7)
+    bench.insert("rollouts", priority=0.0)
+    assert bench.take(2, "rollouts") == [1, 2]
+    assert bench.keys("replay") == [1]
+    columns = bench.table("replay").columns
+    assert columns.priority[columns.used()].tolist() == [0.7]
+    assert list(bench.buffer.items) == [1]
+    assert bench.table("rollouts").counters.forwarded == 1
+
+
+def test_an_item_is_forwarded_when_it_is_taken_and_only_once():
+    bench = Bench(table("a", forward_to="b"), table("b"))
+    bench.insert("a")
+    batch_id, _ = bench.sample(1, "a").result()
+    assert bench.keys("b") == []
+    bench.buffer.take(batch_id)
+    assert bench.keys("b") == [1]
+    bench.buffer.delete("b", [1])
+    bench.take(1, "a")
+    assert bench.keys("b") == []
+
+
+def test_what_is_given_back_is_as_if_it_had_never_been_drawn():
+    bench = Bench(queue("q", size=8, forward_to="pool"), table("pool"))
+    keys = [bench.insert("q") for _ in range(4)]
+    batch_id, _ = bench.sample(3, "q").result()
+    assert bench.keys("q") == keys[3:]
+    bench.buffer.give_back(batch_id)
+    assert bench.keys("q") == keys
+    assert bench.table("q").counters.samples == 0
+    assert bench.table("q").outstanding == 0
+    assert bench.keys("pool") == []
+    assert bench.take(4, "q") == keys
+
+
+def test_an_item_that_is_too_stale_is_refused_on_arrival_and_while_it_waits():
+    bench = Bench(queue(size=1, max_staleness=0))
+    bench.insert(version=0)
+    waiting = bench.insert(version=0)
+    bench.buffer.set_policy_version(1, "")
+    assert refusal(waiting.result).code is Code.FAILED_PRECONDITION
+    assert "lags 1 behind the current 1" in refusal(bench.insert, version=0).message
+    assert bench.table().counters.stale_refused == 2
