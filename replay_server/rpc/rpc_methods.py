@@ -117,7 +117,7 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         except asyncio.CancelledError:
             if not calls.closing:
                 raise
-            # UNAVAILABLE lets clients try again until a server is back. The reason is for those that would wait for ever.
+            # UNAVAILABLE lets clients try again until a server is back. The reason is for those without a timeout.
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ((REASON_KEY, CLOSING),))
         finally:
             calls.endless.discard(task)

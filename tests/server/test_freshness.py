@@ -54,18 +54,6 @@ def test_list_show_and_info_give_raw_and_effective_priority():
         assert (info.effective_priority.min, info.effective_priority.max) == pytest.approx((0.5, 3.0))
 
 
-def test_an_updated_priority_keeps_the_age_of_its_item():
-    with serving() as client:
-        client.set_policy_version(8)
-        first, second, third = insert_three(client)
-        client.update_priorities("pool", {first: 16.0, third: 0.0})
-        assert effective(client) == pytest.approx({first: 4.0 * 0.25, second: 0.5, third: 0.0})
-        samples = client.sample("pool", 2)
-        assert {sample.info.key: sample.info.probability for sample in samples} == pytest.approx(
-            {first: 2 / 3, second: 1 / 3}
-        )
-
-
 def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
     with serving(TableConfig(name="pool", sampler="prioritized", seed=0)) as client:
         client.set_policy_version(8)

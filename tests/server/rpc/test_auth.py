@@ -203,11 +203,6 @@ def use_everything(client: ReplayClient) -> None:
     assert client.reset("plain") == 1
 
 
-def test_the_whole_client_works_with_a_token(server):
-    with ReplayClient(server.address, timeout=10.0, token=ADMIN) as client:
-        use_everything(client)
-
-
 def until_code(address: str, expected: grpc.StatusCode, token: str) -> None:
     until(lambda: code_of(address, "GetPolicy", bearer(token)) is expected, pause=0.1)
 

@@ -319,13 +319,6 @@ def in_hand(client: ReplayClient) -> int:
     return client.server_info().tables["plain"].reserved
 
 
-def test_a_client_reads_any_number_of_answers_one_after_the_other():
-    with server_with() as server, ReplayClient(server.address, timeout=10.0) as client:
-        client.insert(b"x", {"plain": 1.0})
-        for _ in range(300):
-            client.sample("plain", 1)
-
-
 def test_what_a_reader_holds_counts_until_it_is_sent():
     with (
         server_with(max_bytes=16 * MB) as server,

@@ -3,7 +3,7 @@
 A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
 gives back what was in hand. Moving writes a checkpoint, and begins with it in an empty directory.
 
-`make test-long` looks at five times as many sequences as `make test`; REPLAY_MODEL_EXAMPLES=2000 at more.
+REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 """
 
 import asyncio
@@ -124,5 +124,4 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = test_model.case_of(DurableMachine, 30)
-TestDurableModelForLong = pytest.mark.long(test_model.case_of(DurableMachine, 150))
+TestDurableModel = test_model.case_of(DurableMachine, 150)

@@ -1,4 +1,4 @@
-"""ReplayBuffer: what it says, and what the model does not look at: closing, long lines, configurations.
+"""ReplayBuffer: what it says, and what the model does not look at: closing, long lines, rare sequences.
 
 What operations mean is stated in reference.py, and compared with it by test_model.py.
 """
@@ -242,3 +242,198 @@ def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged
     bench.buffer.delete("t", [key])
     assert refusal(bench.insert, "other", key=key).code is Code.INVALID_ARGUMENT
     assert bench.table("other").size == 0
+
+
+# ------------------------------------------------------------------------------ what random sequences seldom meet
+
+
+def test_giving_back_after_a_reset_or_delete_brings_nothing_back():
+    bench = Bench(table("a"))
+    bench.insert("a")
+    batch_id, _ = bench.sample(1, "a").result()
+    bench.buffer.reset("a")
+    bench.buffer.give_back(batch_id)
+    assert bench.buffer.items == {}
+    assert bench.table("a").outstanding == 0
+    bench.insert("a", key=7)
+    batch_id, _ = bench.sample(1, "a").result()
+    bench.buffer.delete("a", [7])
+    bench.buffer.give_back(batch_id)
+    assert bench.keys("a") == []
+    assert bench.buffer.items == {}
+
+
+def test_a_batch_drawn_ahead_is_withdrawn_when_something_in_it_goes_stale():
+    bench = Bench(queue(size=4, max_staleness=1))
+    bench.insert(version=0), bench.insert(version=1)
+    batch_id, _ = bench.sample(2).result()
+    bench.buffer.set_policy_version(2, "")
+    assert not bench.buffer.take(batch_id)
+    assert bench.keys() == [2]
+    assert bench.table().counters.stale == 1
+    assert bench.table().counters.samples == 0
+
+
+def test_an_insert_uses_a_permit_up_release_and_expiry_give_it_back():
+    bench = admission(permit_ttl=60.0)
+    permits = bench.buffer.admission
+    lease = permits.acquire(4, math.inf).result()
+    bench.insert(permits=lease.id)
+    assert (permits.accepted, permits.running, permits.capacity) == (1, 3, 0)
+    assert permits.release(lease.id, 1) == 1
+    assert (permits.running, permits.capacity) == (2, 1)
+    bench.now += 61
+    permits.expire()
+    assert (permits.running, permits.expired, permits.capacity) == (0, 2, 3)
+    assert permits.release(lease.id) == 0
+    bench.insert(permits=lease.id)  # late work still counts
+    assert permits.accepted == 2
+
+
+def test_a_group_that_is_dropped_before_anyone_sampled_it_gives_its_place_back():
+    bench = Bench(queue(size=100, max_staleness=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    permits = bench.buffer.admission
+    bench.buffer.set_policy_version(0, "")
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(4):
+        bench.insert(version=0, permits=lease.id)
+    bench.take(1)
+    assert (permits.accepted, permits.capacity) == (4, 0)
+    bench.buffer.set_policy_version(2, "")
+    assert bench.table().counters.stale == 3
+    assert (permits.accepted, permits.capacity) == (1, 7)
+
+
+def test_a_trainer_that_begins_again_at_a_version_counts_only_its_finished_steps():
+    bench = admission()
+    permits = bench.buffer.admission
+    bench.buffer.set_policy_version(3, "")
+    assert permits.accepted == 6  # of the three steps before this server
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(4):
+        bench.insert(version=3, permits=lease.id)
+    bench.take(4)
+    assert permits.accepted == 10
+    bench.buffer.set_policy_version(3, "")
+    assert permits.accepted == 10  # said again after a lost answer: nothing changes
+    bench.buffer.set_policy_version(3, "", rollback=True)
+    assert permits.accepted == 6
+    bench.buffer.set_policy_version(1, "", rollback=True)
+    assert permits.accepted == 2
+
+
+def test_a_fresh_server_in_the_middle_of_a_run_grants_no_more_than_at_its_beginning():
+    bench = admission()
+    permits = bench.buffer.admission
+    bench.buffer.set_policy_version(30, "")
+    assert permits.capacity == 4  # (max_staleness + 1) * groups_per_step
+    assert not permits.acquire(5, math.inf).done
+    bench.buffer.set_policy_version(31, "")
+    assert permits.capacity == 2 - 1  # the version admits two more, and the fifth permit came out of them
+
+
+def test_groups_inserted_before_a_fresh_server_hears_of_the_run_still_count():
+    bench = admission()
+    permits = bench.buffer.admission
+    lease = permits.acquire(4, math.inf).result()
+    for _ in range(3):
+        bench.insert(permits=lease.id)
+    bench.take(1)
+    bench.buffer.set_policy_version(30, "")
+    assert (permits.accepted, permits.running, permits.capacity) == (60 + 2, 1, 1)
+
+
+def test_only_inserts_into_the_table_that_is_trained_on_use_permits():
+    tables = [TableConfig(name="eval", rate_limiter={"type": "queue", "max_size": 9}), queue(size=100)]
+    bench = Bench(*tables, admission=AdmissionConfig(table="t", groups_per_step=2, max_staleness=1))
+    permits = bench.buffer.admission
+    bench.insert("eval")
+    assert (permits.accepted, permits.capacity) == (0, 4)
+    lease = permits.acquire(2, math.inf).result()
+    bench.insert("eval", permits=lease.id)  # an older generator, which asks for permits always
+    assert (permits.accepted, permits.running, permits.capacity) == (0, 1, 3)
+    bench.insert(permits=lease.id, eval=1.0, t=1.0)
+    assert (permits.accepted, permits.running, permits.capacity) == (1, 0, 3)
+    bench.take(2, "eval")  # evaluation is no training: the group still counts as not used
+    bench.take(1, "eval")
+    bench.buffer.delete("t", bench.keys())
+    assert permits.accepted == 0
+
+
+def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
+    bench = Bench(queue(forward_to="pool"), table("pool", remover="min_heap", max_size=2))
+    best = [bench.insert(priority=priority) for priority in (3.0, 2.0)]
+    worst = bench.insert(priority=1.0)
+    bench.take(3)
+    assert bench.keys("pool") == best
+    assert list(bench.buffer.items) == best
+    assert bench.table("pool").counters.evicted_on_arrival == 1
+    assert worst not in bench.buffer.items
+
+
+def test_inserting_a_key_again_does_nothing_even_after_it_was_consumed():
+    bench = Bench(queue())
+    bench.insert(key=5)
+    assert bench.insert(key=5) == 5
+    assert bench.take(1) == [5]
+    assert bench.insert(key=5) == 5
+    assert bench.table().size == 0
+    assert bench.table().counters.duplicates == 2
+    assert bench.table().limiter.inserts == 1
+
+
+def test_a_retry_of_an_insert_that_waits_is_taken_once():
+    bench = Bench(queue(size=1))
+    bench.insert()
+    lost, retry = bench.insert(key=9), bench.insert(key=9)
+    assert bench.take(1) == [1]
+    assert lost.done
+    assert retry.done
+    assert bench.keys() == [9]
+
+
+def test_a_first_sample_forwards_the_item_with_its_priority_unless_that_is_zero():
+    bench = Bench(queue("rollouts", forward_to="replay"), table("replay", sampler="prioritized"))
+    bench.insert("rollouts", priority=0.7)
+    bench.insert("rollouts", priority=0.0)
+    assert bench.take(2, "rollouts") == [1, 2]
+    assert bench.keys("replay") == [1]
+    columns = bench.table("replay").columns
+    assert columns.priority[columns.used()].tolist() == [0.7]
+    assert list(bench.buffer.items) == [1]
+    assert bench.table("rollouts").counters.forwarded == 1
+
+
+def test_an_item_is_forwarded_when_it_is_taken_and_only_once():
+    bench = Bench(table("a", forward_to="b"), table("b"))
+    bench.insert("a")
+    batch_id, _ = bench.sample(1, "a").result()
+    assert bench.keys("b") == []
+    bench.buffer.take(batch_id)
+    assert bench.keys("b") == [1]
+    bench.buffer.delete("b", [1])
+    bench.take(1, "a")
+    assert bench.keys("b") == []
+
+
+def test_what_is_given_back_is_as_if_it_had_never_been_drawn():
+    bench = Bench(queue("q", size=8, forward_to="pool"), table("pool"))
+    keys = [bench.insert("q") for _ in range(4)]
+    batch_id, _ = bench.sample(3, "q").result()
+    assert bench.keys("q") == keys[3:]
+    bench.buffer.give_back(batch_id)
+    assert bench.keys("q") == keys
+    assert bench.table("q").counters.samples == 0
+    assert bench.table("q").outstanding == 0
+    assert bench.keys("pool") == []
+    assert bench.take(4, "q") == keys
+
+
+def test_an_item_that_is_too_stale_is_refused_on_arrival_and_while_it_waits():
+    bench = Bench(queue(size=1, max_staleness=0))
+    bench.insert(version=0)
+    waiting = bench.insert(version=0)
+    bench.buffer.set_policy_version(1, "")
+    assert refusal(waiting.result).code is Code.FAILED_PRECONDITION
+    assert "lags 1 behind the current 1" in refusal(bench.insert, version=0).message
+    assert bench.table().counters.stale_refused == 2
