@@ -21,7 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -46,6 +46,7 @@ _CLOSED = "this client was closed while the call waited"
 _GOODBYE_SECONDS = 1.0
 """Seconds in which a stream that ends sends its last requests."""
 
+T = TypeVar("T")
 Batch = Frame[pb.SampleResponse]
 """The columns of a batch, and one payload for each row."""
 OnLease = Callable[[list[Sample]], None]
@@ -179,18 +180,11 @@ class DrawStream:
             self._break(error)
 
     def _receive(self, batch: Batch) -> None:
-        head, future = batch.head, None
+        head = batch.head
         if not head.batch:
-            future = self._answers.popleft()
-        elif (future := self._draws.pop(head.batch, None)) is None:
-            return  # given up meanwhile
-        if future.done():  # its caller was cancelled
-            return
-        if head.HasField("error"):
-            future.set_exception(failure(head.error.code, head.error.message, head.error.reason))
-            future.exception()  # perhaps nobody waits for it any more
-        else:
-            future.set_result(batch if head.batch else head)
+            _settle(self._answers.popleft(), head, head)
+        elif (future := self._draws.pop(head.batch, None)) is not None:  # else it was given up meanwhile
+            _settle(future, head, batch)
 
     def _break(self, error: Exception) -> None:
         call, self._call = self._call, None
@@ -199,13 +193,24 @@ class DrawStream:
             if task is not asyncio.current_task():
                 task.cancel()
         call.cancel()
-        waiting = [*self._draws.values(), *self._answers]
+        waiting: list[asyncio.Future[Any]] = [*self._draws.values(), *self._answers]
         self._draws.clear()
         self._answers.clear()
         for future in waiting:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # perhaps nobody waits for it any more
+            _fail(future, error)
+
+
+def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> None:
+    if head.HasField("error"):
+        _fail(future, failure(head.error.code, head.error.message, head.error.reason))
+    elif not future.done():  # its caller was cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # perhaps nobody waits for it any more
 
 
 class SingleBatches:

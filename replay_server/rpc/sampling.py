@@ -105,7 +105,7 @@ class SampleMethods:
         self._streams[client] += 1
         try:
             with self.backend.clients.calling(context, Side.TRAINER) as seen:
-                draws = DrawStream(self.backend, self.draws, client, requests, seen)
+                draws = DrawResponder(self.backend, self.draws, client, requests, seen)
                 async with aclosing(draws.responses()) as responses:
                     async for response in responses:
                         yield response
@@ -171,7 +171,7 @@ class OpenDraw:
     """When its wait ends, by the clock of the buffer."""
     on_ready: Callable[[OpenDraw], None]
     """Called when its batch is drawn, or cannot be. It must not change anything at once."""
-    stream: DrawStream | None
+    stream: DrawResponder | None
     """The stream with which the draw ends; None: it is leased, or a call of its own."""
     in_use: bool
     """Whether its reader uses the batch. It may then grow stale."""
@@ -207,7 +207,7 @@ class OpenDraws:
         client: str,
         deadline: float,
         on_ready: Callable[[OpenDraw], None],
-        stream: DrawStream | None,
+        stream: DrawResponder | None,
     ) -> OpenDraw:
         """Puts a draw into the line of its table. Raises Refused for one that can never be served."""
         wanted = _wanted(request)
@@ -372,7 +372,7 @@ class OpenDraws:
             draw.stream.forget(draw)
 
 
-class DrawStream:
+class DrawResponder:
     """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
 
     def __init__(
