@@ -17,7 +17,6 @@ from replay_client.access import TLS, Access, is_several
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError, error_of
 from replay_client.frames import Item, pack_items
-from replay_client.insert_streams import InsertStreams
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -38,7 +37,7 @@ from replay_client.records import (
 from replay_client.requests import KeySequence, column, leases_of, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
-from replay_client.writer import AsyncWriter, Pipeline
+from replay_client.writer import AsyncWriter, InsertStreams, Pipeline
 from replay_protos import replay_pb2 as pb
 
 WRITER_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from replay_client.errors import ReplayError
+from replay_client.errors import DeadlineExceededError, ReplayError
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ async def patiently(
     """The result of `attempt`, made again until it succeeds.
 
     `failed` is told each ReplayError of an attempt, and raises it if another attempt is useless. The pause after an
-    attempt is `first` seconds, and doubles up to `longest`.
+    attempt is `first` seconds, and doubles up to `longest`. An attempt that its deadline ended has waited already, and
+    keeps its place in the server's line only if the next one follows at once.
     """
     pause = first
     while True:
@@ -90,5 +91,7 @@ async def patiently(
             return await attempt()
         except ReplayError as error:
             await failed(error)
+            if isinstance(error, DeadlineExceededError):
+                continue
         await asyncio.sleep(pause)
         pause = min(2 * pause, longest)

@@ -10,7 +10,6 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,30 +155,22 @@ _ITEMS_PER_PAGE = 1000
 _PAYLOADS_PER_CALL = 32
 
 
-@dataclass(frozen=True)
-class GroupColumn:
-    """One column of the file."""
+_GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
+    "prompt_id": ("str", lambda group: group.prompt_id),
+    "group_size": ("int", lambda group: group.group_size),
+    "prompt_tokens": ("int", lambda group: int(group.prompt_ids.size)),
+    "context_tokens": ("list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
+    "completion_tokens": ("list of int", lambda group: group.sampled_lengths.tolist()),
+    "rewards": ("list of float", lambda group: group.rewards.tolist()),
+    "advantages": ("list of float", lambda group: group.advantages.tolist()),
+    "mean_logprobs": ("list of float", lambda group: _mean_logprobs(group)),
+    "finish_reasons": ("list of str", lambda group: list(group.finish_reasons or ())),
+    "reward_mean": ("float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
+    "reward_std": ("float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
+}
+"""What a group says of itself: by column its type (int, float, str, or list of one of them) and its value.
 
-    name: str
-    kind: str
-    """Type of its values: int, float, str, bytes, or list of one of them."""
-    of: Callable[[RolloutGroup], Any]
-
-
-_GROUP_COLUMNS = (
-    GroupColumn("prompt_id", "str", lambda group: group.prompt_id),
-    GroupColumn("group_size", "int", lambda group: group.group_size),
-    GroupColumn("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
-    GroupColumn("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
-    GroupColumn("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
-    GroupColumn("rewards", "list of float", lambda group: group.rewards.tolist()),
-    GroupColumn("advantages", "list of float", lambda group: group.advantages.tolist()),
-    GroupColumn("mean_logprobs", "list of float", lambda group: _mean_logprobs(group)),
-    GroupColumn("finish_reasons", "list of str", lambda group: list(group.finish_reasons or ())),
-    GroupColumn("reward_mean", "float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
-    GroupColumn("reward_std", "float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
-)
-"""What a group says of itself; a list has one value for each completion. Null where an item is not a group."""
+A list has one value for each completion. Null where an item is not a group."""
 _ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -199,7 +190,7 @@ _PAYLOAD = "payload"
 
 def _columns(texts: bool, payloads: bool) -> dict[str, str]:
     """The type of each column of a file, in their order."""
-    kinds = _ITEM_COLUMNS | {column.name: column.kind for column in _GROUP_COLUMNS}
+    kinds = _ITEM_COLUMNS | {name: kind for name, (kind, _) in _GROUP_COLUMNS.items()}
     return kinds | (_TEXT_COLUMNS if texts else {}) | ({_PAYLOAD: "bytes"} if payloads else {})
 
 
@@ -227,7 +218,7 @@ def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payload
         group = _group_of(item)
         facts = item_document(info) | {"table": table}
         row = {name: facts[name] for name in _ITEM_COLUMNS}
-        row |= {column.name: None if group is None else column.of(group) for column in _GROUP_COLUMNS}
+        row |= {name: None if group is None else of(group) for name, (_, of) in _GROUP_COLUMNS.items()}
         if decoder is not None:
             row |= _texts(group, decoder)
         if payloads:

@@ -18,9 +18,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from replay_server.config import LimitsSection
+from replay_server.config import MAX_ROWS_OUTSTANDING, LimitsSection
 from replay_server.errors import busy, deadline
-from replay_server.limits import MAX_ROWS_OUTSTANDING
 from replay_server.rpc.clients import Clients, Context
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer

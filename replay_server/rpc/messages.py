@@ -17,8 +17,8 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
+from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, deadline, invalid, too_large
-from replay_server.limits import MAX_ROWS
 from replay_server.rpc.backend import Budget
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.items import InsertBatch, Payload

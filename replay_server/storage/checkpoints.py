@@ -45,6 +45,20 @@ SUFFIX = ".checkpoint"
 PARTIAL = ".partial"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
+HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
+CHECKPOINT_FORMAT = 2
+_MAGIC = b"replay checkpoint\0"
+_FRAME = struct.Struct("<QQQ")
+"""Kind, bytes that follow, checksum of both and of these."""
+_TAIL = struct.Struct("<Q8s")
+_TAIL_MARK = b"complete"
+_CHUNK = 1 << 20
+_SYNC = 32 << 20
+"""Bytes after which the disk is told to write them."""
+_MOST_RECORDS = 1 << 30
+"""Bytes of a frame that is not of payloads; no frame is as large, unless its length is damaged."""
+PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
+"""Where in the file the payload of an item lies."""
 
 
 @dataclass(frozen=True)
@@ -156,21 +170,6 @@ class CheckpointDirectory:
 def own_name(now: float) -> str:
     """The name that the server gives a checkpoint made at `now` (seconds since the epoch)."""
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
-
-
-HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
-
-CHECKPOINT_FORMAT = 2
-_MAGIC = b"replay checkpoint\0"
-_FRAME = struct.Struct("<QQQ")
-"""Kind, bytes that follow, checksum of both and of these."""
-_TAIL = struct.Struct("<Q8s")
-_TAIL_MARK = b"complete"
-_CHUNK = 1 << 20
-_SYNC = 32 << 20
-"""Bytes after which the disk is told to write them."""
-_MOST_RECORDS = 1 << 30
-"""Bytes of a frame that is not of payloads; no frame is as large, unless its length is damaged."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -285,10 +284,6 @@ def summary_of(path: Path) -> Summary:
         if kind != FOOT:
             raise DamagedCheckpoint("its end is damaged")
         return Summary(*msgpack.unpackb(body))
-
-
-PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
-"""Where in the file the payload of an item lies."""
 
 
 def read_contents(path: Path) -> OpenCheckpoint:

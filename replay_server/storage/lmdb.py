@@ -66,6 +66,14 @@ RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
+MAP_SIZE = 1 << 42
+"""Of the address space only: the file grows with what it holds."""
+_RECORDS_AT_ONCE = 1 << 16
+CHUNK_KEY = struct.Struct(">QI")
+CHUNK_BYTES = 256 * 1024 - 16 - 8
+"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
+chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
+CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class LmdbStorage:
@@ -351,11 +359,6 @@ def _length(payload: Payload) -> int:
     return sum(map(len, payload))
 
 
-MAP_SIZE = 1 << 42
-"""Of the address space only: the file grows with what it holds."""
-_RECORDS_AT_ONCE = 1 << 16
-
-
 def _check_format(commit: bytes, directory: Path) -> None:
     try:
         version, _ = COMMIT_RECORD.unpack(unseal(commit))
@@ -366,13 +369,6 @@ def _check_format(commit: bytes, directory: Path) -> None:
             f"data_dir {directory} has format {version}, and this version of the software reads {FORMAT}: use "
             f"the version that wrote it, or restore a checkpoint of this version into another directory"
         )
-
-
-CHUNK_KEY = struct.Struct(">QI")
-CHUNK_BYTES = 256 * 1024 - 16 - 8
-"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
-chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
-CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class ChunkReader:

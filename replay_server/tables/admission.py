@@ -21,10 +21,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 from replay_server.errors import deadline, invalid, try_again
-from replay_server.limits import MAX_ROWS
 from replay_server.tables.config import AdmissionConfig
 from replay_server.tables.waiting import Line, Pending
 
@@ -65,8 +63,6 @@ class Admission:
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
-        self._asking: WeakValueDictionary[int, PendingPermits] = WeakValueDictionary()
-        """The last attempt of each request, by the client's id."""
         self.line: Line[PendingPermits] = Line(clock)
 
     @property
@@ -116,13 +112,11 @@ class Admission:
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        if count > MAX_ROWS:
-            raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
         pending = PendingPermits(count, self._clock(), deadline_at, request)
         if request:
-            if (before := self._asking.get(request)) is not None and not before.done:
-                before.fail(try_again("the client has asked for these permits again"))
-            self._asking[request] = pending
+            for before in self.line:
+                if before.request == request:
+                    before.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
         if (grant := self._grants.get(request)) is not None:
             grant.attempt = pending

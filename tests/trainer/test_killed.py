@@ -13,7 +13,8 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from tests.factories import make_group, server_process, until
 from tests.trainer.factories import NEAR, OnStep, assert_same_weights
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
@@ -21,27 +22,22 @@ from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 # The limit is a guard against hanging; processes start where others may be busy.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS, GROUPS = 4, 2
-CONFIG = """
-[[tables]]
-name = "rollouts"
-rate_limiter = { type = "queue", max_size = 64 }
-forward_to = "replay"
 
-[[tables]]
-name = "replay"
-sampler = "prioritized"
-remover = "min_heap"
-max_size = 64
-"""
+
+def durable(folder: Path) -> str:
+    """The default tables on a disk."""
+    return f"""
+    server.data_dir = "{folder}/data"
+    tables = [
+        {{ name = "rollouts", rate_limiter = {{ type = "queue", max_size = 64 }}, forward_to = "replay" }},
+        {{ name = "replay", sampler = "prioritized", remover = "min_heap" }},
+    ]
+    """
 
 
 @pytest.fixture
 def client() -> Iterator[ReplayClient]:
-    tables = [
-        TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
-        TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64),
-    ]
-    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as connected:
+    with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as connected:
         yield connected
 
 
@@ -73,8 +69,7 @@ def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("whole")
-    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64})]
-    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as client:
+    with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         model = run(server.address, folder)
         assert trained(folder) == sorted(keys)
@@ -147,7 +142,7 @@ def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayCli
 
 @pytest.mark.parametrize("phase", ["updated", "written"])
 def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, phase: str) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         kill_in_a_process(server.address, tmp_path, phase, 2)
@@ -159,7 +154,7 @@ def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, p
 
 
 def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     servers = []
 
     def restart(metrics: dict[str, float]) -> None:

@@ -17,7 +17,7 @@ from replay_client import ReplayClient
 from replay_trainer.weights import saved
 from tests.factories import ServerProcess, server_process, start
 from tests.trainer.killed_trainer import run_rank, trained
-from tests.trainer.test_killed import CONFIG, check_used_up, insert, until_gone
+from tests.trainer.test_killed import check_used_up, durable, insert, until_gone
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 RANKS = 2
@@ -25,7 +25,7 @@ RANKS = 2
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_process(tmp_path, CONFIG) as process:
+    with server_process(tmp_path) as process:
         yield process
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
 
 
 def test_ranks_and_server_killed_together_come_back_together(tmp_path: Path) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         kill_ranks(server.address, tmp_path, 0, "written", 2, all_ranks=True)

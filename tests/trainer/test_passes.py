@@ -134,7 +134,7 @@ def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str, fsdp: b
     assert_same_weights(two, one, **NEAR)
 
 
-def test_sharded_ranks_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
+def test_ranks_of_partitioned_weights_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"memory ran out .* The groups 77 are put aside and deleted"):
         run(tmp_path / "two", 2, poison="memory", max_tokens_per_micro_batch=1, fsdp=True)
 

@@ -1,4 +1,4 @@
-"""Several ranks over gloo: the same groups give the same weights as on one, whole or sharded, resumed or not."""
+"""Several ranks over gloo: the same groups give the same weights as on one, whole or partitioned, resumed or not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"},
         {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],
-    ids=["dapo", "grpo sharded and tied", "bnpo", "dr_grpo sharded", "an idle rank", "a share of replay"],
+    ids=["dapo", "grpo partitioned and tied", "bnpo", "dr_grpo partitioned", "an idle rank", "a share of replay"],
 )
 def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
@@ -73,7 +73,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]
     assert_same_weights({f"model.{name}": tensor for name, tensor in saved.state_dict().items()}, two, **NEAR)
 
 
-def test_sharded_ranks_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> None:
+def test_ranks_of_partitioned_weights_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> None:
     run(tmp_path / "one", 1, max_steps=2)
     weights = run(tmp_path / "two", 2, max_steps=2, fsdp=True, bf16=True)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

@@ -13,7 +13,8 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer, grpo, publication
 from replay_trainer.background import ServerWaits
 from replay_trainer.weights import published
@@ -33,8 +34,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(tmp_path: Path, port: int = 0) -> ReplayServer:
-    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay")
-    server = ReplayServer(tables=[queue, TableConfig(name="replay")], port=port, data_dir=tmp_path / "data")
+    server = ReplayServer(DEFAULT_TABLES, port=port, data_dir=tmp_path / "data")
     server.start()
     return server
 

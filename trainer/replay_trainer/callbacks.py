@@ -93,20 +93,16 @@ class StepMetricsFile(Callback):
 
 
 @dataclass
-class CompletionsFile(Callback):
+class CompletionsFile(StepMetricsFile):
     """Shows some completions of each step: a line of JSON each, and a table on the screen.
 
     Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
     """
 
-    path: Path
     count: int
     """Completions of a step."""
     console: Console | None
     """None: no table."""
-
-    def on_start(self, trainer: Run, version: int) -> None:
-        truncate_lines(self.path, version)
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         rows = completion_rows(report, self.count, trainer.decode)

@@ -105,11 +105,6 @@ class Inspector:
         self._reasons.append(f"key {key} of table {table!r}: {reason}")
         logger.warning("group put aside, it cannot be trained on: %s", self._reasons[-1])
 
-    def stream(self, batches: Iterator[list[Sample]], table: str) -> Iterator[list[Sample]]:
-        """The batches without bad groups."""
-        for batch in batches:
-            yield self.usable(batch, table)
-
     def returned(self, keys: Iterable[int], table: str) -> None:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
         if bad := sorted(self.bad_keys.intersection(keys)):

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_client import ReplayClient
+from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.background import ServerWaits
@@ -228,9 +228,15 @@ class GRPOTrainer:
             lease=config.lease,
             on_lease=leases.expect,
         ) as stream:
-            batches = self._laps.timed("sample", leases.watch(self._waits.watch(stream)))
+
+            def fresh() -> Iterator[list[Sample]]:
+                for batch in self._waits.watch(stream):
+                    leases.hold(batch)
+                    self._laps.lap("sample")
+                    yield self.inspector.usable(batch, table)
+
             yield GroupSource(
-                self.inspector.stream(batches, table),
+                fresh(),
                 self.replacer,
                 self.ranks,
                 run,

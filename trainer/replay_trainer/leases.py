@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,12 +93,6 @@ class GroupLeases:
     def start(self) -> None:
         """Renew the leases from now on, until `give_back`."""
         threading.Thread(target=self._renew, name="replay-leases", daemon=True).start()
-
-    def watch(self, batches: Iterator[list[Sample]]) -> Iterator[list[Sample]]:
-        """Yields the batches, and holds the leases that they come under."""
-        for batch in batches:
-            self.hold(batch)
-            yield batch
 
     def hold(self, batch: Iterable[Sample]) -> None:
         """Hold the lease that a batch came under, from now until it is settled or given back."""

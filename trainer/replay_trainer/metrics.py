@@ -135,12 +135,6 @@ class Laps:
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
 
-    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield `items`, and count the wait for each as time of `name`."""
-        for item in items:
-            self.lap(name)
-            yield item
-
     def take(self) -> dict[str, float]:
         """All laps and their sum, "step"; then start again at zero."""
         seconds, self._seconds = self._seconds, {}

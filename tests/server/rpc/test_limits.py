@@ -17,7 +17,7 @@ from replay_server import (
     ServerSection,
     TableConfig,
 )
-from replay_server.limits import MAX_SAMPLE_STREAMS
+from replay_server.config import MAX_SAMPLE_STREAMS
 from replay_server.rpc import backend, sampling
 from replay_server.tables import table as tables
 from tests.factories import until

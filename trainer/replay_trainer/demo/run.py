@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -40,43 +40,43 @@ SMOOTH = 10
 
 def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     """Writes a PNG with a panel for each of PANELS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
-        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
-        axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
-        axis.set_title(f"{title}\n{meaning}", fontsize=9)
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("training step")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with _figure(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
+        for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
+            points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+            steps, values = [step for step, _ in points], [value for _, value in points]
+            axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
+            axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
+            axis.set_title(f"{title}\n{meaning}", fontsize=9)
+            axis.grid(alpha=0.3)
+        for axis in axes[1]:
+            axis.set_xlabel("training step")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
+        figure.tight_layout(rect=(0, 0.05, 1, 1))
 
 
 def draw_comparison(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
     """Writes a PNG with the fresh reward of each variant by generated tokens."""
+    with _figure(path, figsize=(7, 4.5)) as (figure, axis):
+        for name, (tokens, rewards) in curves.items():
+            axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
+        axis.set_xlabel("thousand generated tokens")
+        axis.set_ylabel("mean reward of the groups generated now")
+        axis.grid(alpha=0.3)
+        axis.legend()
+        figure.tight_layout()
+
+
+@contextmanager
+def _figure(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, which are saved at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for name, (tokens, rewards) in curves.items():
-        axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
-    axis.set_xlabel("thousand generated tokens")
-    axis.set_ylabel("mean reward of the groups generated now")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
+    figure, axes = pyplot.subplots(*shape, **options)
+    yield figure, axes
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
