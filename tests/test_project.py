@@ -24,7 +24,7 @@ ALLOWED = {
 # The commands join all packages, and one adapter starts a server inside the trainer's process.
 JOINS = (ROOT / "replay_server/cli", ROOT / "trainer/replay_trainer/integrations/trl.py")
 LEVELS = [
-    {"errors", "limits"},
+    {"errors"},
     {"tables"},
     {"config", "storage", "telemetry"},
     {"rpc"},
@@ -74,7 +74,7 @@ def test_a_room_of_the_server_imports_lower_rooms_only_and_none_is_forgotten():
 
 def test_the_tables_know_neither_grpc_nor_the_wire_nor_the_disk():
     for module, path in modules_of("replay_server").items():
-        if module.startswith("replay_server.tables") or module in ("replay_server.errors", "replay_server.limits"):
+        if module.startswith("replay_server.tables") or module == "replay_server.errors":
             assert not {name.partition(".")[0] for name in imports_in(path)} & {"grpc", "replay_protos", "lmdb"}, module
 
 
