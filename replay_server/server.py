@@ -29,7 +29,7 @@ from replay_server.telemetry.blocked_log import BlockedLog
 from replay_server.telemetry.latency import Latencies
 
 if TYPE_CHECKING:
-    from replay_server.telemetry.endpoint import MetricsEndpoint
+    from replay_server.telemetry.prometheus import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
 
@@ -189,7 +189,7 @@ class ReplayServer:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
-            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.contents.summary.name}"
+            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.summary.name}"
             log.error("%s; all later changes are lost", said)
             await self._serve(checkpoint, True, said, on_started)
 
@@ -226,7 +226,8 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                journal = Journal.start(buffer, storage, checkpoint)
+                restored = () if checkpoint is None else (checkpoint.load, checkpoint.summary.bytes)
+                journal = Journal.start(buffer, storage, *restored)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
                 checkpoint.load(buffer)
@@ -235,7 +236,7 @@ class ReplayServer:
                 ends.push_async_callback(checkpointer.close)
             if journal is not None:
                 await journal.durable()
-            await self._listen(buffer, journal, checkpointer, on_started)
+            await self._listen(buffer, journal, checkpointer, ends, on_started)
 
     def _log_end(self) -> None:
         if self._address is not None:  # otherwise it never started
@@ -246,21 +247,19 @@ class ReplayServer:
         buffer: ReplayBuffer,
         journal: Journal | None,
         checkpointer: Checkpointer | None,
+        ends: AsyncExitStack,
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
         metrics, latencies = _metrics_endpoint(section.metrics_address)
+        if metrics is not None:
+            ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer, config.limits, section.data_dir, journal, checkpointer, section.shared_memory or None
         )
-        try:
-            listener = Listener(
-                self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
-            )
-        except OSError:
-            if metrics is not None:
-                metrics.close()
-            raise
+        listener = Listener(
+            self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
+        )
         self._address = listener.address
         warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
         await listener.start()
@@ -284,8 +283,6 @@ class ReplayServer:
                 task.cancel()
             buffer.close()
             await listener.stop(self._grace)
-            if metrics is not None:
-                await asyncio.to_thread(metrics.close)
             if checkpointer is not None and checkpoints.on_stop:
                 try:
                     await checkpointer.write()
@@ -305,6 +302,6 @@ class ReplayServer:
 def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
     if address is None:
         return None, None
-    from replay_server.telemetry.endpoint import MetricsEndpoint  # imports packages that nothing else needs
+    from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
     return MetricsEndpoint(address), Latencies()

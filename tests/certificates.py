@@ -17,8 +17,8 @@ from cryptography.x509.oid import NameOID
 class Certificate:
     cert: Path
     key: Path
-    _key: ec.EllipticCurvePrivateKey
-    _name: x509.Name
+    private_key: ec.EllipticCurvePrivateKey
+    subject: x509.Name
 
 
 def make_certificate(
@@ -39,14 +39,14 @@ def make_certificate(
     signed = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer._name if issuer else subject)
+        .issuer_name(issuer.subject if issuer else subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=30))
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .sign(issuer._key if issuer else key, hashes.SHA256())
+        .sign(issuer.private_key if issuer else key, hashes.SHA256())
     )
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key", key, subject)
     made.cert.write_bytes(signed.public_bytes(serialization.Encoding.PEM))

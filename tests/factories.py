@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pytest
+from prometheus_client import parser as prometheus
+from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
@@ -92,6 +96,12 @@ async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> No
             await asyncio.sleep(0.005)
 
 
+async def turns(count: int = 200) -> None:
+    """Lets the event loop turn: what waits for nothing outside of this thread has happened afterwards."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 @dataclass
 class ServerProcess:
     """`replay serve` as a process of its own."""
@@ -102,37 +112,51 @@ class ServerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
-@contextmanager
-def server_process(
-    tmp_path: Path,
-    config: str = "",
+def start_server(
+    config: Path | None = None,
+    *options: str,
     address: str = "127.0.0.1:0",
-    stderr: IO[str] | None = None,
-    options: Sequence[str] = (),
+    stderr: IO[str] | int | None = None,
     before: Callable[[], None] | None = None,
-) -> Iterator[ServerProcess]:
-    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
+    **environment: str,
+) -> ServerProcess:
+    """Starts `replay serve` with a file of configuration (None: the default tables). Returns when clients can connect.
 
     `before` runs in the process before the server does.
     """
     command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
-    if config:
-        path = tmp_path / "replay.toml"
-        path.write_text(config)
-        command += ["--config", str(path)]
-    command += options
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before)
+    command += [*(["--config", str(config)] if config else []), *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before, env=os.environ | environment
+    )
     assert process.stdout is not None
+    line = process.stdout.readline()
+    started = ServerProcess(process, line.removeprefix("listening on ").strip())
+    if not line.startswith("listening on "):
+        started.kill()
+        raise AssertionError(f"the server did not start: {line!r}")
+    return started
+
+
+@contextmanager
+def server_process(
+    tmp_path: Path, config: str = "", address: str = "127.0.0.1:0", options: Sequence[str] = (), **more: Any
+) -> Iterator[ServerProcess]:
+    """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
+
+    `more` goes to `start_server`.
+    """
+    path = tmp_path / "replay.toml"
+    path.write_text(config)
+    server = start_server(path if config else None, *options, address=address, **more)
     try:
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), line
-        yield ServerProcess(process, line.removeprefix("listening on ").strip())
+        yield server
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        server.kill()
 
 
 def start(function: Callable[..., Any], *arguments: Any, module: str = "", **options: Any) -> BaseProcess:
@@ -176,6 +200,34 @@ def _run_rank(rank: int, size: int, port: int, error: Path, function: Callable[.
     except BaseException:
         error.write_text(traceback.format_exc())
         raise
+
+
+def scrape(address: str, accept: str = "") -> dict[tuple[Any, ...], float]:
+    """What Prometheus gets from a server: values by metric and labels, as `sample_of` names them."""
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text, kind = response.read().decode(), response.headers["Content-Type"]
+    parse = openmetrics if "openmetrics" in kind else prometheus
+    samples = (sample for family in parse.text_string_to_metric_families(text) for sample in family.samples)
+    return {sample_of(sample.name, **sample.labels): sample.value for sample in samples}
+
+
+def sample_of(metric: str, **labels: str) -> tuple[Any, ...]:
+    return (metric, *sorted(labels.items()))
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @contextmanager

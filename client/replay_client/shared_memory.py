@@ -57,7 +57,7 @@ class SharedMemory:
         self._idle_writers: list[FrameWriter] = []
         """Rings that later insert streams may use."""
         self._asked: asyncio.Task[Segment | None] | None = None
-        """The last request for an idle ring."""
+        """The request for an idle ring that is under way."""
         self.large_responses = False
         """Whether the last response was so large that a ring is worth while."""
         self.transport = "" if wanted else "grpc: shared memory is turned off in this client (shared_memory=False)"
@@ -81,13 +81,14 @@ class SharedMemory:
 
     async def idle_ring(self) -> RingReader | None:
         """A ring for one response; None while there is no ring."""
-        if not self._idle and (self._asked is None or self._asked.done()) and (asked := self.ask()) is not None:
+        if not self._idle and self._asked is None and (asked := self.ask()) is not None:
             self._asked = asked
             asked.add_done_callback(self._keep)
             await asyncio.wait({asked}, timeout=_MOMENT)
         return self._idle.pop() if self._idle else None
 
     def _keep(self, asked: asyncio.Task[Segment | None]) -> None:
+        self._asked = None  # its result would keep the memory of the ring for as long as this client
         if (segment := _result(asked)) is not None:
             self._idle.append(RingReader(segment))
 

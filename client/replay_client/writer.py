@@ -1,4 +1,4 @@
-"""AsyncWriter: sends inserts in order without waiting for each acknowledgement.
+"""AsyncWriter: sends inserts in order without waiting for each acknowledgement. InsertStreams: sends single ones.
 
 insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ gone
                 ▲                     │
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 
 import grpc
@@ -25,16 +26,20 @@ from replay_client.errors import (
     error_of,
 )
 from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_items
-from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shared_memory import SharedInserts
-from replay_client.streams import end_stream
+from replay_client.streams import end_stream, read_message
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
 
 _WORTH_A_MESSAGE = 1 << 18
 """Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them."""
 _LINGER = 0.002
 """The most seconds that such items wait after an acknowledgement."""
+_MOST_IDLE = 16
+"""Streams for single inserts that stay open."""
 
 
 class Pipeline:
@@ -364,3 +369,42 @@ class AsyncWriter:
                 await self.flush()
         finally:
             await self.close()
+
+
+class InsertStreams:
+    """The idle streams of one client, for single inserts. A round trip on an open stream costs half of a new call.
+
+    Each stream carries one insert at a time. So an insert that waits for its table does not delay another one.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._idle: list[SharedInserts] = []
+
+    async def insert(self, frames: Sequence[Frame[pb.InsertRequest]], timeout: float | None) -> pb.InsertResponse:
+        """Sends one item and returns the server's decision. Raises AioRpcError if the stream breaks."""
+        call = self._idle.pop() if self._idle else self._connection.payloads.InsertStream()
+        try:
+            async with asyncio.timeout(timeout):
+                with suppress(asyncio.InvalidStateError):  # the idle stream has ended; the read raises the reason
+                    for frame in frames:
+                        await call.write(frame)
+                response: pb.InsertResponse = await read_message(call)
+        except TimeoutError:
+            call.cancel()
+            address = self._connection.address
+            raise DeadlineExceededError(f"{address} did not answer an insert within {timeout:g} s") from None
+        except BaseException:
+            for broken in [call, *self._idle]:  # they share a connection, so all of them are broken
+                broken.cancel()
+            self._idle.clear()
+            raise
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(call)
+        else:
+            call.cancel()
+        return response
+
+    async def close(self) -> None:
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(end_stream, idle))

@@ -13,7 +13,9 @@ NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
 (docs/performance.md)."""
 
 REASON_KEY = "replay-reason"
-"""Trailing metadata of a call that ends with RESOURCE_EXHAUSTED; its values are those of RowError.reason."""
+"""Trailing metadata: why a call ends with RESOURCE_EXHAUSTED (the values of RowError.reason), or CLOSING."""
+CLOSING = "closing"
+"""The reason with which a server that stops ends a stream."""
 
 if "grpc" in sys.modules and "GRPC_EXPERIMENTS" not in os.environ:
     logging.getLogger(__name__).warning(

@@ -1,4 +1,4 @@
-"""What replay.proto declares about the fields of ServerInfo, and the document that `--json` prints of them.
+"""What replay.proto declares about the fields of ServerInfo, and how they and other values become JSON.
 
 A field of ServerInfo, or of a message in it, has the option `field`: how shards are merged, its metric, and whether 0
 means unknown. Whoever passes the state of a server on reads the options here and keeps no list of the fields.
@@ -7,6 +7,7 @@ means unknown. Whoever passes the state of a server on reads the options here an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -49,3 +50,18 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     if option.json:
         return json.loads(value)
     return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
+
+
+def plain(value: Any) -> Any:
+    """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None."""
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int) or value is None:
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

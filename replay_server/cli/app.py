@@ -13,14 +13,13 @@ import typer
 
 from replay_server.cli.bench import bench
 from replay_server.cli.change import policy, reset, update
-from replay_server.cli.dashboard import dashboard
 from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items, show
 from replay_server.cli.keep import checkpoint, checkpoints, export, import_items
 from replay_server.cli.output import complain, say
 from replay_server.cli.servers import serve, shards
-from replay_server.cli.tables import tables, top, watch
+from replay_server.cli.tables import dashboard, tables, top, watch
 from replay_server.cli.train import demo, train
 
 app = typer.Typer(

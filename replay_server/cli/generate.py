@@ -100,8 +100,8 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
-    from replay_client.heartbeat import beat
     from replay_client.scoring import carries_gradient
+    from replay_client.waits import beat
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")

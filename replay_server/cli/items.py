@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from replay_protos.state import Document
+from replay_protos.state import Document, plain
 from replay_server.cli.connection import Key, Keys, TableName, Timeout, ask, connect
 from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, plain_table, print_json, say
@@ -196,8 +196,6 @@ def load_tokenizer(path: Path) -> Decoder:
 
 
 def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
-    from replay_client.documents import plain
-
     prompt: Document = {"tokens": int(group.prompt_ids.size)}
     if decoder is not None:
         prompt["text"] = decoder.decode(group.prompt_ids.tolist())

@@ -10,14 +10,13 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_protos.state import document
+from replay_protos.state import document, plain
 from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
 from replay_server.cli.items import item_document, load_tokenizer
 from replay_server.cli.options import with_access
@@ -156,30 +155,22 @@ _ITEMS_PER_PAGE = 1000
 _PAYLOADS_PER_CALL = 32
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the file."""
+_GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
+    "prompt_id": ("str", lambda group: group.prompt_id),
+    "group_size": ("int", lambda group: group.group_size),
+    "prompt_tokens": ("int", lambda group: int(group.prompt_ids.size)),
+    "context_tokens": ("list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
+    "completion_tokens": ("list of int", lambda group: group.sampled_lengths.tolist()),
+    "rewards": ("list of float", lambda group: group.rewards.tolist()),
+    "advantages": ("list of float", lambda group: group.advantages.tolist()),
+    "mean_logprobs": ("list of float", lambda group: _mean_logprobs(group)),
+    "finish_reasons": ("list of str", lambda group: list(group.finish_reasons or ())),
+    "reward_mean": ("float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
+    "reward_std": ("float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
+}
+"""What a group says of itself: by column its type (int, float, str, or list of one of them) and its value.
 
-    name: str
-    kind: str
-    """Type of its values: int, float, str, bytes, or list of one of them."""
-    of: Callable[[RolloutGroup], Any]
-
-
-_GROUP_COLUMNS = (
-    Column("prompt_id", "str", lambda group: group.prompt_id),
-    Column("group_size", "int", lambda group: group.group_size),
-    Column("prompt_tokens", "int", lambda group: int(group.prompt_ids.size)),
-    Column("context_tokens", "list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
-    Column("completion_tokens", "list of int", lambda group: group.sampled_lengths.tolist()),
-    Column("rewards", "list of float", lambda group: group.rewards.tolist()),
-    Column("advantages", "list of float", lambda group: group.advantages.tolist()),
-    Column("mean_logprobs", "list of float", lambda group: _mean_logprobs(group)),
-    Column("finish_reasons", "list of str", lambda group: list(group.finish_reasons or ())),
-    Column("reward_mean", "float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
-    Column("reward_std", "float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
-)
-"""What a group says of itself; a list has one value for each completion. Null where an item is not a group."""
+A list has one value for each completion. Null where an item is not a group."""
 _ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -199,7 +190,7 @@ _PAYLOAD = "payload"
 
 def _columns(texts: bool, payloads: bool) -> dict[str, str]:
     """The type of each column of a file, in their order."""
-    kinds = _ITEM_COLUMNS | {column.name: column.kind for column in _GROUP_COLUMNS}
+    kinds = _ITEM_COLUMNS | {name: kind for name, (kind, _) in _GROUP_COLUMNS.items()}
     return kinds | (_TEXT_COLUMNS if texts else {}) | ({_PAYLOAD: "bytes"} if payloads else {})
 
 
@@ -227,7 +218,7 @@ def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payload
         group = _group_of(item)
         facts = item_document(info) | {"table": table}
         row = {name: facts[name] for name in _ITEM_COLUMNS}
-        row |= {column.name: None if group is None else column.of(group) for column in _GROUP_COLUMNS}
+        row |= {name: None if group is None else of(group) for name, (_, of) in _GROUP_COLUMNS.items()}
         if decoder is not None:
             row |= _texts(group, decoder)
         if payloads:
@@ -306,12 +297,12 @@ def _write(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
 
 def _read(path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError that names a file of another kind, OSError if it cannot be read."""
-    return _read_jsonl(path) if format_of(path) == "jsonl" else _read_parquet(path)
+    from replay_client.json_lines import json_lines
+
+    return (row for _, row in json_lines(path)) if format_of(path) == "jsonl" else _read_parquet(path)
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    from replay_client.documents import plain
-
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -322,34 +313,6 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
             file.write(json.dumps(plain(encoded), ensure_ascii=False) + "\n")
             count += 1
     return count
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    try:
-        yield from _rows_of_lines(path)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text{_other_kind(path)}") from None
-
-
-def _other_kind(path: Path) -> str:
-    """What the first bytes of a file that is no text look like, and the remedy."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    if head.startswith(b"\x1f\x8b"):
-        return ": it is packed with gzip, unpack it first"
-    return ": it looks like a parquet file, whose name ends with .parquet" if head == b"PAR1" else ""
-
-
-def _rows_of_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: not a JSON object")
-            yield row
 
 
 def _schema(columns: Mapping[str, str]) -> Any:

@@ -28,7 +28,8 @@ def option(name: str, text: str, kind: Any = str, default: Any = None) -> inspec
     """The option `--name` as a parameter of a command. A default of None means: not given."""
     # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
     names = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
-    annotation = Annotated[kind if default is not None else kind | None, typer.Option(*names, help=text)]
+    shown = typer.Option(*names, help=text)
+    annotation = Annotated[kind | None, shown] if default is None else Annotated[kind, shown]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -49,7 +50,8 @@ def options_of(file: str, kind: str, *, without: Collection[str]) -> Options:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id not in without:
             assert field.value is not None
             assert isinstance(below, ast.Expr)
-            text, default = ast.literal_eval(below.value), ast.literal_eval(field.value)
+            value = field.value.args[0] if isinstance(field.value, ast.Call) else field.value  # bounded(8, least=1)
+            text, default = ast.literal_eval(below.value), ast.literal_eval(value)
             first_sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
             options.append(option(field.target.id, first_sentence, _type_of(ast.unparse(field.annotation)), default))
     return options
@@ -126,7 +128,7 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the values of the file the defaults of the command's options. Runs before they are looked at."""
     if path is None:
         return None
-    from replay_client.names import unknown_name
+    from replay_client.settings import unknown_name
 
     try:
         given = tomllib.loads(path.read_text())

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from replay_protos.state import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -101,8 +103,6 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
-    from replay_client.documents import plain
-
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
     print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)

@@ -16,6 +16,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from replay_client.records import rates_between
+from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, waiting
 
 if TYPE_CHECKING:
@@ -58,13 +60,6 @@ def headline(address: str, info: ServerInfo) -> Text:
     return line
 
 
-def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """Each server of several by its name; None: it does not answer."""
-    from replay_client.shards import merging
-
-    return merging.shards_of(info)
-
-
 def shard_line(name: str, shard: ServerInfo | None) -> Text:
     return Text(f"{name}  does not answer", style="red") if shard is None else headline(name, shard)
 
@@ -74,7 +69,7 @@ Key = float | str
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One fact about a table, as `tables` and `top` show it."""
 
     name: str
@@ -107,16 +102,20 @@ def _stale(table: TableInfo) -> Text:
 
 
 COLUMNS = (
-    Column("table", lambda table: table.name, lambda table: table.name),
-    Column("size", lambda table: f"{table.size} / {capacity(table)}", lambda table: float(table.size)),
-    Column("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
-    Column("in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1),
-    Column("out/s", lambda table: f"{table.samples_per_second:.1f}", lambda table: table.samples_per_second, goes=2),
-    Column("staleness", _staleness, lambda table: table.staleness.p50, goes=6),
-    Column("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
-    Column("blocked", _blocked, goes=5),
-    Column("evicted", _evicted, goes=3),
-    Column("stale", _stale, goes=4),
+    TableColumn("table", lambda table: table.name, lambda table: table.name),
+    TableColumn("size", lambda table: f"{table.size} / {capacity(table)}", lambda table: float(table.size)),
+    TableColumn("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
+    TableColumn(
+        "in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1
+    ),
+    TableColumn(
+        "out/s", lambda table: f"{table.samples_per_second:.1f}", lambda table: table.samples_per_second, goes=2
+    ),
+    TableColumn("staleness", _staleness, lambda table: table.staleness.p50, goes=6),
+    TableColumn("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
+    TableColumn("blocked", _blocked, goes=5),
+    TableColumn("evicted", _evicted, goes=3),
+    TableColumn("stale", _stale, goes=4),
 )
 SORTS: dict[str, Callable[[TableInfo], Key]] = {
     "configured": lambda table: 0.0,
@@ -223,19 +222,13 @@ class Screen:
     _rates: defaultdict[str, tuple[deque[float], deque[float]]] = field(
         default_factory=lambda: defaultdict(lambda: (deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)))
     )
-    _seen_at: float = 0.0
 
-    def see(self, info: ServerInfo, now: float) -> None:
-        """The server at a time of a clock: rates are what the counters did since the look before."""
-        last, seconds = self.info, now - self._seen_at
-        self.info, self._seen_at, self.problem = info, now, ""
-        if last is None or last.server_id != info.server_id:
-            return
-        for name, table in info.tables.items():
-            if (before := last.tables.get(name)) is not None:
-                ins, outs = self._rates[name]
-                ins.append(max(0, table.inserts - before.inserts) / seconds)
-                outs.append(max(0, table.samples - before.samples) / seconds)
+    def see(self, info: ServerInfo) -> None:
+        """A look at the server. Rates are what the counters did since the look before."""
+        for name, rates in rates_between(self.info, info).items():
+            for past, rate in zip(self._rates[name], rates, strict=True):
+                past.append(rate)
+        self.info, self.problem = info, ""
 
     def press(self, key: str) -> None:
         match key:

@@ -125,41 +125,40 @@ RayAddress = Annotated[
 Timeout = Annotated[float, typer.Option(help="Seconds in which all shards must serve.", min=0)]
 
 
-def _add_sizing(verb: str, text: str) -> None:
-    """Adds `up` or `resize`, which take the same options."""
-
-    def size(
-        shards: Count,
-        config: ConfigFile = None,
-        data_dir: DataDir = None,
-        pin: Pin = False,
-        port: Port = 0,
-        memory: Memory = None,
-        name: Name = "replay",
-        namespace: Namespace = "replay",
-        ray_address: RayAddress = None,
-        timeout: Timeout = 120.0,
-        as_json: AsJson = False,
-    ) -> None:
-        found = _of_ray(
-            verb,
-            shards,
-            _load(config),
-            data_dir=data_dir,
-            pin=pin,
-            port=port,
-            memory=_bytes(memory),
-            name=name,
-            namespace=namespace,
-            ray_address=ray_address,
-            timeout=timeout,
-        )
-        _show(found, name, namespace, as_json)
-
-    shards.command(verb, help=text)(size)
+def _size(
+    context: typer.Context,
+    shards: Count,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    pin: Pin = False,
+    port: Port = 0,
+    memory: Memory = None,
+    name: Name = "replay",
+    namespace: Namespace = "replay",
+    ray_address: RayAddress = None,
+    timeout: Timeout = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """`up` and `resize`, which take the same options."""
+    found = _of_ray(
+        str(context.info_name),
+        shards,
+        _load(config),
+        data_dir=data_dir,
+        pin=pin,
+        port=port,
+        memory=_bytes(memory),
+        name=name,
+        namespace=namespace,
+        ray_address=ray_address,
+        timeout=timeout,
+    )
+    _show(found, name, namespace, as_json)
 
 
-_add_sizing("up", "Start the shards that do not run yet, and wait until all serve. They outlive this command.")
+shards.command("up", help="Start the shards that do not run yet, and wait until all serve. They outlive this command.")(
+    _size
+)
 
 
 @shards.command()
@@ -191,9 +190,10 @@ def down(
     say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
 
 
-_add_sizing(
-    "resize", "Add shards, or empty the last ones and take them away. Status 1 with the reason while that is not safe."
-)
+shards.command(
+    "resize",
+    help="Add shards, or empty the last ones and take them away. Status 1 with the reason while that is not safe.",
+)(_size)
 
 
 def _of_ray(verb: str, *given: Any, **named: Any) -> Any:

@@ -74,7 +74,7 @@ def train(
 
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
-    from replay_client.heartbeat import beat
+    from replay_client.waits import beat
     from replay_trainer import GRPOTrainer
     from replay_trainer.config import config_from
 

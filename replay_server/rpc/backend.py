@@ -14,17 +14,16 @@ import ctypes
 import logging
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from replay_server.config import LimitsSection
+from replay_server.config import MAX_ROWS_OUTSTANDING, LimitsSection
 from replay_server.errors import busy, deadline
-from replay_server.limits import MAX_ROWS_OUTSTANDING
 from replay_server.rpc.clients import Clients, Context
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
 from replay_server.telemetry.host import Memory, memories
 
 log = logging.getLogger("replay_server")
@@ -57,6 +56,13 @@ class Backend:
             await self.journal.durable()
 
 
+class PendingShare(Pending[int]):
+    def __init__(self, client: str, n: int, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.client = client
+        self.n = n
+
+
 class Budget:
     """At most `total` is in use, and at most half of it by one client that already uses some.
 
@@ -70,7 +76,7 @@ class Budget:
         self.used = 0
         self._name = name
         self._used_by: dict[str, int] = {}
-        self._line: OrderedDict[asyncio.Future[None], tuple[str, int]] = OrderedDict()
+        self._line: Line[PendingShare] = Line(time.monotonic)
 
     def why_not(self, client: str, n: int) -> str | None:
         """Why the client cannot have n more; None if it can."""
@@ -103,42 +109,34 @@ class Budget:
         finally:
             self.give_back(client, n)
 
-    @asynccontextmanager
-    async def held_in_turn(self, client: str, n: int, timeout: float | None) -> AsyncIterator[None]:
+    async def take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
         """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
-        await self._take_in_turn(client, n, timeout)
-        try:
-            yield
-        finally:
-            self.give_back(client, n)
-
-    async def _take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line[future] = client, n
+        now = time.monotonic()
+        pending = PendingShare(client, n, now, deadline_at(now, timeout))
+        self._line.join(pending)
         self._serve()
-        try:
-            async with asyncio.timeout(timeout):
-                await future
-        except BaseException as error:
-            if future.done() and not future.cancelled():  # it was served just before the wait ended
-                self.give_back(client, n)
-            if isinstance(error, TimeoutError):
-                why = self.why_not(client, n) or f"others came first for the {self.total} {self._name}"
-                raise deadline(why) from None
-            raise
-        finally:
-            del self._line[future]
+        await result_of(pending, now, self._time_out, self._abandon)
+
+    def _time_out(self, pending: PendingShare) -> None:
+        if not pending.done:
+            why = self.why_not(pending.client, pending.n) or f"others came first for the {self.total} {self._name}"
+            pending.fail(deadline(why))
             self._serve()
 
+    def _abandon(self, pending: PendingShare) -> None:
+        if not pending.done:
+            pending.abandon()
+            self._serve()
+        elif pending.value is not None:  # it was served just before
+            self.give_back(pending.client, pending.n)
+
     def _serve(self) -> None:
-        for future, (client, n) in self._line.items():
-            if future.done():
-                continue
-            if self.used + n > self.total:
+        for pending in self._line:
+            if self.used + pending.n > self.total:
                 break
-            if self.why_not(client, n) is None:
-                self._take(client, n)
-                future.set_result(None)
+            if self.why_not(pending.client, pending.n) is None:
+                self._take(pending.client, pending.n)
+                pending.finish(pending.n)
 
     def _take(self, client: str, n: int) -> None:
         self.used += n

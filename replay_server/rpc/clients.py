@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from replay_protos import replay_pb2 as pb
-from replay_server.limits import MAX_CLIENTS, MAX_NAME
+from replay_server.config import MAX_CLIENTS, MAX_NAME
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line

@@ -9,8 +9,8 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
-from replay_server.limits import MAX_KEYS, MAX_ROWS
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context
 from replay_server.rpc.messages import split_payloads

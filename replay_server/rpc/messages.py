@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, M
+from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, deadline, invalid, too_large
-from replay_server.limits import MAX_ROWS
 from replay_server.rpc.backend import Budget
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.items import InsertBatch, Payload
@@ -61,10 +61,11 @@ async def read_messages(
                 f"{total} bytes in one message; this server takes at most {max_bytes} (max_payload_bytes)"
             )
         if missing > 0:
-            async with AsyncExitStack() as held:
+            with ExitStack() as held:
                 try:
                     if refusal is None:
-                        await held.enter_async_context(unfinished.held_in_turn(client, total, timeout))
+                        await unfinished.take_in_turn(client, total, timeout)
+                        held.callback(unfinished.give_back, client, total)
                 except Refused as no_room_in_time:
                     refusal = no_room_in_time
                 rest = await _read_rest(requests, chunks if refusal is None else None, missing, stall)

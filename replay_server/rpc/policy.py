@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from replay_protos import replay_pb2 as pb
+from replay_server.config import MAX_ROWS, MAX_SHARE, MAX_WEIGHTS
 from replay_server.errors import invalid, unsupported
-from replay_server.limits import MAX_SHARE, MAX_WEIGHTS
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context, Side
@@ -64,6 +64,8 @@ class PolicyMethods:
     async def AcquirePermits(self, request: pb.AcquirePermitsRequest, context: Context) -> pb.Permits:
         admission = self._admission()
         self.buffer.check_open()
+        if request.count > MAX_ROWS:
+            raise invalid(f"{request.count} permits: at most {MAX_ROWS} in one request")
         timeout = request.timeout if request.HasField("timeout") else None
         pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout), request.request)
         try:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from replay_protos import REASON_KEY
+from replay_protos import CLOSING, REASON_KEY
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend
@@ -117,8 +117,8 @@ def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncItera
         except asyncio.CancelledError:
             if not calls.closing:
                 raise
-            # UNAVAILABLE lets clients try again until a server is back.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+            # UNAVAILABLE lets clients try again until a server is back. The reason is for those without a timeout.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ((REASON_KEY, CLOSING),))
         finally:
             calls.endless.discard(task)
 

@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
-from replay_server.errors import Refused, busy, invalid, try_again
-from replay_server.limits import (
+from replay_server.config import (
     MAX_BYTES_AHEAD,
     MAX_DRAWS,
     MAX_EXCLUDE,
@@ -42,6 +41,7 @@ from replay_server.limits import (
     MAX_SAMPLE_STREAMS,
     MAX_SCOPE,
 )
+from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.rpc.backend import Backend
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads

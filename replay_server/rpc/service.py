@@ -17,8 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader, write_frame
-from replay_server.config import LimitsSection
-from replay_server.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from replay_server.config import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, LimitsSection
 from replay_server.rpc.administration import AdministrationMethods
 from replay_server.rpc.auth import Authorizer, ServerCertificates, TokenInterceptor
 from replay_server.rpc.backend import Backend

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from replay_server.storage.checkpoints import (
     Summary,
     own_name,
 )
+from replay_server.storage.data_dir import sync_directory
 from replay_server.storage.records import Delta, ItemRecords
 from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
@@ -192,21 +192,8 @@ class _Copy:
         """Writes items that were not written before, as of the moment of the call. Damaged ones are removed."""
         keys: list[int] = records.items["key"].tolist()
         sizes: list[int] = records.items["nbytes"].tolist()
-        reader = self._buffer.storage.reader(keys, sizes)
-        try:
-            damaged = await self.in_thread(self._copy_items, keys, sizes, reader, records)
-        finally:
-            reader.close()
         self._first.append((keys, sizes))
-        self.items += len(keys)
-        self.bytes += sum(sizes)
-        if damaged:
-            self._buffer.discard(damaged)
-
-    def _copy_items(self, keys: list[int], sizes: list[int], reader: Reader, records: ItemRecords) -> list[int]:
-        damaged = self._copy(keys, sizes, reader, slice(None))
-        self._writer.item_columns(records)
-        return damaged
+        await self._write(keys, sizes, lambda: self._writer.item_columns(records))
 
     async def write(self, delta: Delta) -> bool:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
@@ -218,6 +205,13 @@ class _Copy:
             self.bytes -= self._sizes.pop(key, 0)
         keys = [key for key in delta.items.items["key"].tolist() if key not in self._sizes]
         sizes = [self._buffer.items[key].nbytes for key in keys]
+        self._sizes.update(zip(keys, sizes, strict=True))
+        return await self._write(keys, sizes, lambda: self._write_records(delta))
+
+    async def _write(self, keys: list[int], sizes: list[int], write_records: Callable[[], None]) -> bool:
+        """Writes payloads as of the moment of the call, and then their records. False: as `write`."""
+        self.items = sum(len(first) for first, _ in self._first) + len(self._sizes)
+        self.bytes += sum(sizes)
         reader = self._buffer.storage.reader(keys, sizes)
         try:
             damaged = [
@@ -227,24 +221,16 @@ class _Copy:
             ]
         finally:
             reader.close()
-        self._sizes.update(zip(keys, sizes, strict=True))
-        self.items = sum(len(keys) for keys, _ in self._first) + len(self._sizes)
-        self.bytes += sum(sizes)
-        await self.in_thread(self._write_records, delta)
+        await self.in_thread(write_records)
         if damaged:
             self._buffer.discard(damaged)
         return not damaged
 
     def _copy(self, keys: list[int], sizes: list[int], reader: Reader, part: slice) -> list[int]:
         """Writes some payloads. Returns the keys of those that are damaged."""
-        found = reader.read(part)
-        whole = [payload for payload in found if payload is not None]
-        if len(whole) == len(keys):
-            self._writer.payloads(keys, sizes, whole)
-            return []
-        there = [place for place, payload in enumerate(found) if payload is not None]
-        self._writer.payloads([keys[place] for place in there], [sizes[place] for place in there], whole)
-        return [key for key, payload in zip(keys, found, strict=True) if payload is None]
+        found = list(zip(keys, sizes, reader.read(part), strict=True))
+        self._writer.payloads([(key, size, payload) for key, size, payload in found if payload is not None])
+        return [key for key, _, payload in found if payload is None]
 
     def _write_records(self, delta: Delta) -> None:
         self._writer.item_columns(delta.items)
@@ -256,8 +242,4 @@ class _Copy:
 def _put_in_place(partial: Path, path: Path) -> None:
     """Renames a file and syncs the name to the disk."""
     partial.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path.parent)

@@ -45,6 +45,20 @@ SUFFIX = ".checkpoint"
 PARTIAL = ".partial"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
+HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
+CHECKPOINT_FORMAT = 2
+_MAGIC = b"replay checkpoint\0"
+_FRAME = struct.Struct("<QQQ")
+"""Kind, bytes that follow, checksum of both and of these."""
+_TAIL = struct.Struct("<Q8s")
+_TAIL_MARK = b"complete"
+_CHUNK = 1 << 20
+_SYNC = 32 << 20
+"""Bytes after which the disk is told to write them."""
+_MOST_RECORDS = 1 << 30
+"""Bytes of a frame that is not of payloads; no frame is as large, unless its length is damaged."""
+PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
+"""Where in the file the payload of an item lies."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +74,21 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that has been verified."""
+    """A checkpoint that has been verified as a whole."""
 
     path: Path
-    contents: Contents
+    summary: Summary
+    state: State
+    places: npt.NDArray[np.void]
+    """A PLACE for each item (n,), in the order of the file."""
 
     def load(self, buffer: ReplayBuffer, write: Callable[[], None] = lambda: None) -> None:
         """Fills a new buffer; calls `write` after each portion of payloads."""
         with no_garbage_collection():
-            for keys, payloads in read_payloads(self.path, self.contents.places):
+            for keys, payloads in read_payloads(self.path, self.places):
                 buffer.storage.put(keys, payloads)
                 write()
-            restore(buffer, self.contents.state)
+            restore(buffer, self.state)
         log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
 
 
@@ -130,13 +147,13 @@ class CheckpointDirectory:
         for other in order:
             path = self.path / (other + SUFFIX)
             try:
-                contents = read_contents(path)
+                checkpoint = read_contents(path)
             except (DamagedCheckpoint, OSError) as error:
                 log.error("checkpoint %s is damaged: %s", path, error)
                 continue
             if other != order[0]:
                 log.warning("falling back to checkpoint %s, the newest that is whole", other)
-            return OpenCheckpoint(path, contents)
+            return checkpoint
         raise ValueError(f"no whole checkpoint in {self.path}")
 
     def prune(self, keep: int) -> None:
@@ -153,21 +170,6 @@ class CheckpointDirectory:
 def own_name(now: float) -> str:
     """The name that the server gives a checkpoint made at `now` (seconds since the epoch)."""
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
-
-
-HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
-
-CHECKPOINT_FORMAT = 2
-_MAGIC = b"replay checkpoint\0"
-_FRAME = struct.Struct("<QQQ")
-"""Kind, bytes that follow, checksum of both and of these."""
-_TAIL = struct.Struct("<Q8s")
-_TAIL_MARK = b"complete"
-_CHUNK = 1 << 20
-_SYNC = 32 << 20
-"""Bytes after which the disk is told to write them."""
-_MOST_RECORDS = 1 << 30
-"""Bytes of a frame that is not of payloads; no frame is as large, unless its length is damaged."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -200,9 +202,11 @@ class CheckpointWriter:
         self._file.write(_MAGIC)
         self._frame(HEAD, [msgpack.packb([CHECKPOINT_FORMAT, name, created])])
 
-    def payloads(self, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]) -> None:
-        table = b"".join(np.array(column, "<u8").tobytes() for column in ([len(keys)], keys, sizes))
-        self._frame(PAYLOADS, [table, *chain.from_iterable(payloads)])
+    def payloads(self, payloads: Sequence[tuple[int, int, Payload]]) -> None:
+        """Writes (key, bytes, payload) of some items."""
+        columns = [len(payloads)], [key for key, _, _ in payloads], [size for _, size, _ in payloads]
+        table = b"".join(np.array(column, "<u8").tobytes() for column in columns)
+        self._frame(PAYLOADS, [table, *chain.from_iterable(payload for _, _, payload in payloads)])
 
     def item_columns(self, records: ItemRecords) -> None:
         counts = np.array([len(records), records.rows.size], "<u8")
@@ -282,21 +286,7 @@ def summary_of(path: Path) -> Summary:
         return Summary(*msgpack.unpackb(body))
 
 
-PLACE = np.dtype([("key", "<u8"), ("start", "<i8"), ("size", "<i8")])
-"""Where in the file the payload of an item lies."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint that has been verified as a whole."""
-
-    summary: Summary
-    state: State
-    places: npt.NDArray[np.void]
-    """A PLACE for each item (n,), in the order of the file."""
-
-
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> OpenCheckpoint:
     """Verifies every byte of a checkpoint, and keeps all but the payloads. Raises DamagedCheckpoint."""
     summary = summary_of(path)
     records: list[ItemRecords | npt.NDArray[np.uint64]] = []
@@ -330,7 +320,7 @@ def read_contents(path: Path) -> Contents:
     found, total = places.size, int(places["size"].sum())
     if not len(state.items) == found == summary.items or total != summary.bytes:
         raise DamagedCheckpoint(f"it has {found} items of {total} bytes, not {summary.items} of {summary.bytes}")
-    return Contents(summary, state, places)
+    return OpenCheckpoint(path, summary, state, places)
 
 
 def _is_last(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

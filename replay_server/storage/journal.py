@@ -4,10 +4,18 @@
           ▲                                           │
           └───────── the server goes on ──────────────┘
 
+A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before
+it may still be under way on the journal's thread. When that one has ended, the journal collects all changes since
+then, as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their
+changes belong to the transaction after it. So a sync of the disk costs a thousand clients as much as one, and a busy
+server commits more at once instead of more often. A transaction always leads from one state of the server to a later
+one, never to half of a request: that is why a killed server finds counters, items and scopes that fit each other.
+
 * No client is told of a change before the change is written.
-* When a commit fails, its inserts that were never drawn are rolled back and refused. Everything else is written again.
-* A response can be waiting on a later commit than the one that failed with its insert. We therefore remember the keys
-  of rolled-back inserts and check them before responding.
+* When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
+  else again.
+* A response can be waiting on a later commit than the one that failed with its insert. The journal therefore remembers
+  the keys of inserts that it has rolled back, and each insert asks for them before it responds.
 """
 
 from __future__ import annotations
@@ -15,14 +23,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
 
 from replay_server.errors import broken
-from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
@@ -54,34 +61,41 @@ class Journal:
         self._task = asyncio.create_task(self._run())
 
     @classmethod
-    def start(cls, buffer: ReplayBuffer, storage: LmdbStorage, checkpoint: OpenCheckpoint | None = None) -> Journal:
-        """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
+    def start(
+        cls,
+        buffer: ReplayBuffer,
+        storage: LmdbStorage,
+        fill: Callable[[ReplayBuffer, Callable[[], None]], None] | None = None,
+        nbytes: int = 0,
+    ) -> Journal:
+        """Fills the buffer from its storage, and keeps the storage up to date from then on.
 
-        Raises UnusableDirectory, and ValueError where there is a checkpoint and the storage is not empty.
+        `fill` fills it instead, with `nbytes` of a checkpoint. It is called with the buffer, and with what it has to
+        call after each portion of payloads. Raises UnusableDirectory, and ValueError if the storage holds items then.
         """
         began = time.monotonic()
         try:
             state = storage.load()
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
-            if checkpoint is None:
+            if fill is None:
                 restore(buffer, state)
         except UnusableDirectory:
             raise
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        if checkpoint is not None:
+        if fill is not None:
             if held := len(state.items) + len(state.skipped):
                 raise ValueError(
                     f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
                     f"without --restore to go on with them, or with --replace to put them aside"
                 )
             try:
-                checkpoint.load(buffer, storage.write_payloads)
+                fill(buffer, storage.write_payloads)
             except lmdb.Error as error:
                 raise UnusableDirectory(
-                    f"data_dir {storage.directory} cannot take the {checkpoint.contents.summary.bytes} bytes of the "
-                    f"checkpoint: {error}; make room, and restore it again"
+                    f"data_dir {storage.directory} cannot take the {nbytes} bytes of the checkpoint: {error}; make "
+                    f"room, and restore it again"
                 ) from error
             collector.all_changed()
         buffer.damaged += len(state.skipped)

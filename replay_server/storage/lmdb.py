@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -46,8 +45,6 @@ from replay_server.storage.data_dir import (
 )
 from replay_server.storage.records import (
     FORMAT,
-    REMEMBERED,
-    SCOPE,
     Damaged,
     Delta,
     ItemRecords,
@@ -69,6 +66,14 @@ RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
+MAP_SIZE = 1 << 42
+"""Of the address space only: the file grows with what it holds."""
+_RECORDS_AT_ONCE = 1 << 16
+CHUNK_KEY = struct.Struct(">QI")
+CHUNK_BYTES = 256 * 1024 - 16 - 8
+"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
+chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
+CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class LmdbStorage:
@@ -140,7 +145,7 @@ class LmdbStorage:
                 readahead=False,
                 max_spare_txns=4,
             )
-            self._databases = Databases(*(self._env.open_db(name.encode()) for name in Databases._fields))
+            self._databases = [self._env.open_db(name) for name in (b"payloads", b"items", b"pieces")]
             if self._fsync:
                 self.sync()
             else:
@@ -186,25 +191,19 @@ class LmdbStorage:
             free, reserve = self._free_bytes()
             self._looked_at, self._room = now, free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
+            free, reserve = self._free_bytes()
+            why = (
+                f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
+                f"{reserve} stay so"
+            )
             if not self._lacking:
-                log.error("%s: such inserts are refused until there is room", self._no_room(nbytes))
+                log.error("%s: such inserts are refused until there is room", why)
             self._lacking = nbytes
-            return self._no_room(nbytes)
-        if nbytes >= self._lacking:
-            self._has_room()
-        return None
-
-    def _no_room(self, nbytes: int) -> str:
-        free, reserve = self._free_bytes()
-        return (
-            f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
-            f"{reserve} stay so"
-        )
-
-    def _has_room(self) -> None:
-        if self._lacking:
+            return why
+        if self._lacking and nbytes >= self._lacking:
             log.warning("data_dir %s has room again", self.directory)
-        self._lacking = 0
+            self._lacking = 0
+        return None
 
     def _free_bytes(self) -> tuple[int, int]:
         """The free bytes of the disk, and how many of them are reserved."""
@@ -328,79 +327,36 @@ class LmdbStorage:
     def load(self) -> State:
         """The committed state, without payloads. Items whose payload is incomplete are left out.
 
-        Raises UnusableDirectory if the directory is not one, of another version, or damaged.
+        Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
         """
-        state, self._strays = load(self._env, self._databases, self.directory)
-        return state
+        with self._env.begin() as txn:
+            commit = txn.get(COMMIT)
+            if commit is None and any(txn.stat(db)["entries"] for db in self._databases):
+                raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
+            if commit is not None:
+                _check_format(commit, self.directory)
+            pieces = dict(txn.cursor(self._pieces))
+            parts: list[ItemRecords] = []
+            skipped: list[int] = []
+            entries = iter(txn.cursor(self._items))
+            while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+                part = unpack_items(keys_there, [record for _, record in portion])
+                if len(part) < len(portion):
+                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                parts.append(part)
+            chunks = [np.empty(0, CHUNK_NAME)]
+            names = txn.cursor(self._payloads).iternext(values=False)
+            while some := list(islice(names, _RECORDS_AT_ONCE)):
+                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
+        items = join_items(parts)
+        complete, self._strays = match_payloads(items, np.concatenate(chunks))
+        skipped += items.items["key"][~complete].tolist()
+        return State(pieces, items.select(complete), skipped)
 
 
 def _length(payload: Payload) -> int:
     return sum(map(len, payload))
-
-
-MAP_SIZE = 1 << 42
-"""Of the address space only: the file grows with what it holds."""
-_RECORDS_AT_ONCE = 1 << 16
-_MAY_BE_LOST = (SCOPE, REMEMBERED)
-"""Names of the records without which a server can start."""
-
-
-class Databases(NamedTuple):
-    """The databases of a file, as LMDB names them."""
-
-    payloads: Any
-    items: Any
-    pieces: Any
-
-
-def load(env: lmdb.Environment, databases: Databases, directory: Path) -> tuple[State, list[bytes]]:
-    """The committed state, without payloads; and the names of chunks that no item needs. Items whose payload is
-    incomplete are left out.
-
-    Raises UnusableDirectory if the directory is not one, or of another version; DamagedDirectory if a record is damaged
-    without which no server can start.
-    """
-    with env.begin() as txn:
-        commit = txn.get(COMMIT)
-        if commit is None and any(txn.stat(db)["entries"] for db in databases):
-            raise UnusableDirectory(f"data_dir {directory} holds data of something else; name another one")
-        if commit is not None:
-            _check_format(commit, directory)
-        pieces = dict(txn.cursor(databases.pieces))
-        parts: list[ItemRecords] = []
-        skipped: list[int] = []
-        entries = iter(txn.cursor(databases.items))
-        while portion := list(islice(entries, _RECORDS_AT_ONCE)):
-            keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-            part = unpack_items(keys_there, [record for _, record in portion])
-            if len(part) < len(portion):
-                skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
-            parts.append(part)
-        names = txn.cursor(databases.payloads).iternext(values=False)
-        there = np.concatenate(
-            [
-                np.empty(0, CHUNK_NAME),
-                *(
-                    np.frombuffer(b"".join(some), dtype=CHUNK_NAME)
-                    for some in iter(lambda: list(islice(names, _RECORDS_AT_ONCE)), [])
-                ),
-            ]
-        )
-    items = join_items(parts)
-    complete, strays = match_payloads(items, there)
-    _check_state_records(pieces, directory)
-    skipped += items.items["key"][~complete].tolist()
-    return State(pieces, items.select(complete), skipped), strays
-
-
-def _check_state_records(pieces: dict[bytes, bytes], directory: Path) -> None:
-    for name, record in pieces.items():
-        if not name.startswith(_MAY_BE_LOST):
-            try:
-                unseal(record)
-            except Damaged:
-                what = f"the record {name.decode(errors='replace')!r} is damaged"
-                raise DamagedDirectory(directory, what) from None
 
 
 def _check_format(commit: bytes, directory: Path) -> None:
@@ -413,13 +369,6 @@ def _check_format(commit: bytes, directory: Path) -> None:
             f"data_dir {directory} has format {version}, and this version of the software reads {FORMAT}: use "
             f"the version that wrote it, or restore a checkpoint of this version into another directory"
         )
-
-
-CHUNK_KEY = struct.Struct(">QI")
-CHUNK_BYTES = 256 * 1024 - 16 - 8
-"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
-chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
-CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
 
 
 class ChunkReader:

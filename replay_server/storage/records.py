@@ -103,7 +103,7 @@ class RememberedIds(NamedTuple):
     stamp: int
     """Ascends from record to record."""
     ids: list[int]
-    answers: list[tuple[bytes, ...]] | None
+    answers: list[Any] | None
     """Of each id, where answers are durable."""
 
     @classmethod

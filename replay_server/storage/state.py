@@ -298,16 +298,16 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     for name, record in state.state_records.items():
         if name.startswith(REMEMBERED):
             continue
-        if name.startswith((SCOPE, LEASE)):
+        if name.startswith(SCOPE):
             try:
-                value = unpack(record)
+                scopes.append(unpack(record))
             except Damaged:
                 state.damaged += 1
-                continue
-            (scopes if name.startswith(SCOPE) else leases).append(value)
             continue
         value = unpack_named(name, record)
-        if name.startswith(TABLE) and value["name"] in buffer.tables:
+        if name.startswith(LEASE):
+            leases.append(value)
+        elif name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
             buffer.policy = Policy(value[0], value[1], min(value[2] - offset, now))
@@ -347,10 +347,10 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
         chosen = np.flatnonzero(in_table & (rows["table"] == number))
         chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
         mine, own = rows[chosen], owners[chosen]
-        if name in buffer.tables:
+        if own.size and name in buffer.tables:
             holders[own] += 1
-            buffer.tables[name].load_rows(
-                keys[own],
+            buffer.tables[name].add_rows(
+                keys[own].tolist(),
                 mine["priority"],
                 items["policy_version"][own],
                 items["nbytes"][own],
@@ -359,9 +359,10 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
                 mine["times_sampled"],
             )
             continue
-        log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
-        for watcher in buffer.watchers:
-            watcher.changed(keys[own].tolist())
+        if own.size:
+            log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
+            for watcher in buffer.watchers:
+                watcher.changed(keys[own].tolist())
     forwarded: dict[int, tuple[str, ...]] = {}
     passed = np.flatnonzero(rows["kind"] == FORWARDED)
     for owner, number in zip(owners[passed].tolist(), rows["table"][passed].tolist(), strict=True):

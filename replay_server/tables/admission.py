@@ -21,10 +21,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 from replay_server.errors import deadline, invalid, try_again
-from replay_server.limits import MAX_ROWS
 from replay_server.tables.config import AdmissionConfig
 from replay_server.tables.waiting import Line, Pending
 
@@ -49,11 +47,6 @@ class PendingPermits(Pending[Grant]):
         self.count = count
         self.request = request
 
-    @property
-    def grant(self) -> Grant | None:
-        """The grant, once there is one."""
-        return self.value
-
 
 class Admission:
     def __init__(self, config: AdmissionConfig, table: str, clock: Callable[[], float]) -> None:
@@ -70,8 +63,6 @@ class Admission:
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
-        self._asking: WeakValueDictionary[int, PendingPermits] = WeakValueDictionary()
-        """The last attempt of each request, by the client's id."""
         self.line: Line[PendingPermits] = Line(clock)
 
     @property
@@ -121,13 +112,11 @@ class Admission:
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        if count > MAX_ROWS:
-            raise invalid(f"{count} permits: at most {MAX_ROWS} in one request")
         pending = PendingPermits(count, self._clock(), deadline_at, request)
         if request:
-            if (before := self._asking.get(request)) is not None and not before.done:
-                before.fail(try_again("the client has asked for these permits again"))
-            self._asking[request] = pending
+            for before in self.line:
+                if before.request == request:
+                    before.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
         if (grant := self._grants.get(request)) is not None:
             grant.attempt = pending
@@ -214,7 +203,7 @@ class Admission:
         if not pending.done:
             pending.abandon()
             self.progress()
-        elif (grant := pending.grant) is not None and grant.attempt is pending:
+        elif (grant := pending.value) is not None and grant.attempt is pending:
             self.release(grant.id)
 
     def progress(self) -> None:
@@ -254,9 +243,8 @@ class Admission:
                 self.restart(version)
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
-        self._began, self._version = state.get("began", version > 0), version  # older records do not say
-        self._share = state.get("share", 1.0)
-        self._earlier = state.get("earlier", float(version * self.config.groups_per_step))
+        self._began, self._version = state["began"], version
+        self._share, self._earlier = state["share"], state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

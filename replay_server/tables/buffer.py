@@ -1,10 +1,18 @@
 """ReplayBuffer: all tables of a server over one set of payloads, and the operations that clients call.
 
-* Everything is synchronous and runs on one event loop. Each operation checks its whole request first and then applies
-  all of it, so it is atomic.
-* A request that may not proceed becomes a Pending in the line of its table, first come first served.
-* After every change the lines of the changed tables are served again.
+Every operation is a plain function that runs on the event loop from its beginning to its end. It checks its whole
+request first, and then applies all of it. So tables need no locks, and no client sees half of a change.
+
+An insert asks the insert rules whether its rows enter their tables, wait, or are refused. A sample asks its table
+whether it may draw now. A request that has to wait becomes a Pending in the line of each of its tables, and the
+caller gets it at once. Nobody polls: each operation that changes a table ends with `_progress`. That serves the first
+request of each line of the table, then the lines of all tables that this changes, until no first request can go on.
+So a wait ends within the operation that makes its end possible. Requests are served first come, first served,
+whatever the event loop runs next. And a wait can always say why it lasts, because the rule that holds the request
+back has the words.
+
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
+* A row of several tables waits in the lines of all of them, and enters all of them at once.
 """
 
 from __future__ import annotations

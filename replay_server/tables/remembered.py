@@ -32,7 +32,7 @@ class Watcher(Protocol):
         """The reader of this batch has it now under a lease, or has it no longer."""
 
 
-A = TypeVar("A", bound=Collection[Any] | None)
+A = TypeVar("A")
 
 
 class Remembered(Generic[A]):
@@ -77,7 +77,7 @@ class Remembered(Generic[A]):
         """As `remember`, from a record of before."""
         self._answers.update(dict.fromkeys(ids, answer))
         if self.has_bytes:
-            self._bytes += sum(len(part) for part in answer or ())
+            self._bytes += _bytes_of(answer)
         # A dict that has lost its first entries takes long to find the next one, so many go at once.
         while len(self._answers) > self._most or (self._bytes > self._most_bytes and len(self._answers) > 1):
             for oldest in list(islice(self._answers, 1 + (len(self._answers) >> 8))):
@@ -87,4 +87,8 @@ class Remembered(Generic[A]):
         """What was remembered was undone."""
         answer = self._answers.pop(id, None)
         if self.has_bytes:
-            self._bytes -= sum(len(part) for part in answer or ())
+            self._bytes -= _bytes_of(answer)
+
+
+def _bytes_of(answer: Any) -> int:
+    return 0 if answer is None else sum(map(len, answer))

@@ -15,9 +15,9 @@ versions that it lags by.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,22 +35,28 @@ _LOG_OF_ZERO = -1e300
 """The rank of priority 0. It is below all other ranks, and finite: infinity marks a free slot of the tree."""
 
 
-class Selector(Protocol):
+class Selector(ABC):
+    """An order or a distribution. Where nothing else is said here, it is an order that ignores priorities."""
+
+    @abstractmethod
     def insert(self, slots: IntArray) -> None:
         """Add slots. Their columns are filled, and no slot is given twice."""
 
+    @abstractmethod
     def delete(self, slots: IntArray) -> None:
         """Remove slots. The caller frees them afterwards."""
 
-    def update(self, slots: IntArray) -> None:
+    def update(self, slots: IntArray) -> None:  # noqa: B027  # most selectors ignore priorities
         """Read the priorities of these slots again."""
 
-    def version_moved(self, before: int) -> None:
+    def version_moved(self, before: int) -> None:  # noqa: B027
         """The current policy version has changed; it was `before`."""
 
+    @abstractmethod
     def selectable(self) -> int:
         """How many distinct slots `select` can return."""
 
+    @abstractmethod
     def holds(self, slot: int) -> bool:
         """Whether `select` can return this slot."""
 
@@ -59,7 +65,10 @@ class Selector(Protocol):
 
         The selector must hold all excluded slots. In a selector with an order every slot weighs 1.
         """
+        slots = float(self.selectable() - excluded.size)
+        return slots, slots
 
+    @abstractmethod
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         """Up to n distinct slots (n,) without the excluded ones, and the probability (n,) of each to come first.
 
@@ -67,10 +76,12 @@ class Selector(Protocol):
         """
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        """n independent draws from all slots; empty if there are no slots."""
+        """n independent draws from all slots; empty if there are no slots. An order always draws its first slot."""
+        slots, probabilities = self.select(1, rng)
+        return np.repeat(slots, n), np.repeat(probabilities, n)
 
 
-class Fifo:
+class Fifo(Selector):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised.
 
     To give an item back is O(size) if older and newer items are there.
@@ -108,21 +119,11 @@ class Fifo:
         if len(entries) > 2 * len(live) + 64:
             self._entries = deque(entry for entry in entries if live.get(entry[1]) == entry[0])
 
-    def update(self, slots: IntArray) -> None:
-        pass
-
-    def version_moved(self, before: int) -> None:
-        pass
-
     def selectable(self) -> int:
         return len(self._live)
 
     def holds(self, slot: int) -> bool:
         return slot in self._live
-
-    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        slots = float(self.selectable() - excluded.size)
-        return slots, slots
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         chosen: list[int] = []
@@ -134,11 +135,8 @@ class Fifo:
                 chosen.append(slot)
         return _certain(np.array(chosen, dtype=np.int64))
 
-    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        return _repeat(self.select(1, rng), n)
 
-
-class Heap:
+class Heap(Selector):
     """Selects by priority, lowest first (or highest first), then by age. An operation is O(log size).
 
     With a half-life the rank is log2(priority) + version / half_life, which orders items as their effective priorities
@@ -177,21 +175,14 @@ class Heap:
     def holds(self, slot: int) -> bool:
         return self._tree.holds(slot)
 
-    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        slots = float(self.selectable() - excluded.size)
-        return slots, slots
-
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         slots = self._tree.first(n + excluded.size)
         if excluded.size:
             slots = slots[~np.isin(slots, excluded)]
         return _certain(slots[:n])
 
-    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        return _repeat(self.select(1, rng), n)
 
-
-class Uniform:
+class Uniform(Selector):
     """Selects every item with the same probability. An operation is O(1)."""
 
     def __init__(self, columns: Columns) -> None:
@@ -215,21 +206,11 @@ class Uniform:
                 self._slots[index] = last
                 self._where[last] = index
 
-    def update(self, slots: IntArray) -> None:
-        pass
-
-    def version_moved(self, before: int) -> None:
-        pass
-
     def selectable(self) -> int:
         return self._count
 
     def holds(self, slot: int) -> bool:
         return slot in self._where
-
-    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        slots = float(self.selectable() - excluded.size)
-        return slots, slots
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
@@ -278,7 +259,7 @@ class Freshness:
         return slots[versions > lower]
 
 
-class Prioritized:
+class Prioritized(Selector):
     """Draws in proportion to priority ** exponent (Schaul et al., arXiv 1511.05952). An operation is O(log size).
 
     An item of priority 0 is never drawn. `select` draws one slot after the other, each from the slots that are left.
@@ -413,10 +394,6 @@ def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
     probabilities = np.zeros(slots.size)
     probabilities[:1] = 1.0
     return slots, probabilities
-
-
-def _repeat(first: tuple[IntArray, FloatArray], n: int) -> tuple[IntArray, FloatArray]:
-    return np.repeat(first[0], n), np.repeat(first[1], n)
 
 
 S = TypeVar("S", np.float64, np.complex128)

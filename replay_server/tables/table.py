@@ -4,6 +4,12 @@
                     │                     └────give_back──▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
+A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
+each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
+the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
+counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
+always passes `_show` or `_hide`, which tell all selectors of it.
+
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
 * After `give_back` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
@@ -13,6 +19,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -177,7 +184,7 @@ class Table:
         n, now = len(keys), self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self._insert_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
+        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -199,7 +206,7 @@ class Table:
         while (excess := self.size - max_size) > 0 or self.bytes > max_bytes:
             self.evict(max(1, excess))
 
-    def _insert_rows(
+    def add_rows(
         self,
         keys: Sequence[int],
         priorities: FloatArray,
@@ -209,6 +216,7 @@ class Table:
         inserted_at: FloatArray | float,
         times_sampled: IntArray | int,
     ) -> None:
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts them."""
         columns = self.columns
         slots = columns.add(keys)
         rows = rows_at(slots)
@@ -454,46 +462,21 @@ class Table:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but items and scopes, as if outstanding batches had been given back."""
-        limiter, consumed, rng = self.limiter, len(self.columns.reserved), self.rng.bit_generator.state
+        limiter, consumed = self.limiter, len(self.columns.reserved)
         return {
             "name": self.name,
             "order": self._order,
             "limiter": [limiter.inserts, limiter.samples - self.outstanding, limiter.deletes - consumed],
             "counters": self.counts()
             | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
-            "rng": [
-                rng["state"]["state"].to_bytes(16),
-                rng["state"]["inc"].to_bytes(16),
-                rng["has_uint32"],
-                rng["uinteger"],
-            ],
+            "rng": json.dumps(self.rng.bit_generator.state),  # its numbers have 128 bits
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order = state["order"]
         self.limiter.inserts, self.limiter.samples, self.limiter.deletes = state["limiter"]
         self.counters = Counters(**state["counters"])
-        current, increment, has_uint32, uinteger = state["rng"]
-        self.rng.bit_generator.state = {
-            "bit_generator": "PCG64",
-            "state": {"state": int.from_bytes(current), "inc": int.from_bytes(increment)},
-            "has_uint32": has_uint32,
-            "uinteger": uinteger,
-        }
-
-    def load_rows(
-        self,
-        keys: KeyArray,
-        priorities: FloatArray,
-        policy_versions: IntArray,
-        sizes: IntArray,
-        orders: IntArray,
-        inserted_at: FloatArray,
-        times_sampled: IntArray,
-    ) -> None:
-        """Restores items, which come in the order of their insertion. The loaded counters count them already."""
-        if keys.size:
-            self._insert_rows(keys.tolist(), priorities, policy_versions, sizes, orders, inserted_at, times_sampled)
+        self.rng.bit_generator.state = json.loads(state["rng"])
 
     def reconcile(self) -> int:
         """Makes the counters fit the loaded items, and the items the configuration. Returns how many were missing."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import grpc
 import numpy as np
@@ -27,7 +26,7 @@ from replay_client.errors import (
 )
 from replay_client.streams import end_stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group, until
+from tests.factories import ctrl_c_raises, make_group, until
 
 TABLES = [
     TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),
@@ -429,8 +428,7 @@ def wait_in_a_thread(client: ReplayClient) -> tuple[threading.Thread, list[str]]
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not client.server_info().tables["plain"].sampling.count:
-        time.sleep(0.01)
+    until(lambda: client.server_info().tables["plain"].sampling.count)
     return thread, outcome
 
 
@@ -443,14 +441,20 @@ def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
 
 
 def test_ctrl_c_ends_a_wait_and_the_client_goes_on(server, client):
-    interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        client.sample("plain", 1, timeout=None)
-    interrupt.join()
-    until_nobody_waits = time.monotonic() + 10
-    while client.server_info().tables["plain"].sampling.count and time.monotonic() < until_nobody_waits:
-        time.sleep(0.01)
+    waiter = threading.get_ident()
+
+    def interrupt() -> None:
+        with ReplayClient(server.address) as other:
+            until(lambda: other.server_info().tables["plain"].sampling.count)
+        signal.pthread_kill(waiter, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    with ctrl_c_raises():
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.sample("plain", 1, timeout=None)
+    interrupter.join()
+    until(lambda: not client.server_info().tables["plain"].sampling.count)
     key = client.insert(b"x", {"plain": 1.0})
     assert client.sample("plain")[0].info.key == key
 

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from replay_client.heartbeat import beat
-from replay_trainer.background import WaitLog
+from replay_client.waits import beat
+from replay_trainer.background import ServerWaits
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator, running
-from tests.factories import async_until, until
+from tests.factories import async_until, turns, until
 from tests.trainer.factories import FakeClient, make_batches, make_trainer
 from tests.trainer.test_wait_log import Server
 
@@ -54,7 +54,7 @@ async def test_a_generator_beats_with_each_group_and_not_while_its_engine_hangs(
     engine.hold = asyncio.Event()
     await async_until(lambda: engine.generating == 1)
     age(heartbeat)
-    await asyncio.sleep(0.2)
+    await turns()
     assert is_old(heartbeat)
     engine.hold.set()
     await async_until(lambda: not is_old(heartbeat))
@@ -77,7 +77,9 @@ def test_a_trainer_beats_while_it_waits_for_groups(heartbeat):
         go_on.wait(60)
         yield 1
 
-    trainer = threading.Thread(target=lambda: list(WaitLog(Server(1), "rollouts", look_seconds=0.02).watch(batches())))
+    trainer = threading.Thread(
+        target=lambda: list(ServerWaits(Server(1), "rollouts", look_seconds=0.02).watch(batches()))
+    )
     trainer.start()
     for _ in range(2):
         until(heartbeat.exists)

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from replay_client import ReplayClient
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, write_files
 from tests.factories import make_group, run_ranks
 from tests.trainer.factories import NEAR, assert_same_weights, make_model
@@ -35,11 +36,7 @@ def test_two_processes_under_accelerate_train_as_one_does(tmp_path: Path) -> Non
         folder.mkdir()
         write_files(ROOT / "docs/how-to/lora.md", folder)
         make_model().save_pretrained(folder / "base")
-        tables = [
-            TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),
-            TableConfig(name="replay", sampler="prioritized", remover="min_heap"),
-        ]
-        with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as client:
+        with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
             # Unequal lengths: a mean over the processes of each one's mean would be another gradient.
             for number in range(4):
                 completions = [[3 + number] * (1 + 3 * number), [9, 10]]

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import itertools
 import os
 import socket
 import subprocess
@@ -75,9 +76,11 @@ def test_a_writer_never_runs_over_what_it_put_in_because_of_what_the_reader_writ
     assert writer.put([bytes(CAPACITY)], CAPACITY) is None
 
 
-def open_rings() -> int:
+def open_rings() -> set[int]:
+    """The file descriptors of the rings of this process."""
     gc.collect()  # what earlier tests left in cycles
-    return sum("replay-ring" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists())
+    links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+    return {int(fd.name) for fd, link in links.items() if "replay-ring" in link}
 
 
 def ask(handover: Handover, ring_id: int) -> Segment:
@@ -158,11 +161,14 @@ def test_a_system_without_room_is_an_error_and_leaves_nothing(monkeypatch):
 
 
 def test_nobody_can_change_the_size_of_the_memory():
+    before = open_rings()
     made = Segment.create(CAPACITY)
-    for size in (0, HEADER, HEADER + CAPACITY - 1, HEADER + CAPACITY + 1):
+    descriptors = open_rings() - before  # of the segment, and of its mapping
+    assert descriptors
+    for fd, size in itertools.product(descriptors, (0, HEADER, HEADER + CAPACITY - 1, HEADER + CAPACITY + 1)):
         with pytest.raises(PermissionError):
-            os.ftruncate(made._fd, size)
-    assert os.fstat(made._fd).st_size == HEADER + CAPACITY
+            os.ftruncate(fd, size)
+        assert os.fstat(fd).st_size == len(made.view) == HEADER + CAPACITY
 
 
 def test_sockets_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):

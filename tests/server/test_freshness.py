@@ -1,6 +1,5 @@
 """Priorities with a half-life, over gRPC: what is drawn, shown and evicted, through moves, rollbacks and restarts."""
 
-import math
 from contextlib import contextmanager
 
 import pytest
@@ -53,31 +52,6 @@ def test_list_show_and_info_give_raw_and_effective_priority():
         info = client.server_info().tables["pool"]
         assert (info.priority.min, info.priority.max) == (1.0, 9.0)
         assert (info.effective_priority.min, info.effective_priority.max) == pytest.approx((0.5, 3.0))
-
-
-def test_what_is_drawn_follows_the_effective_priorities_as_the_version_moves_and_rolls_back():
-    with serving() as client:
-        client.set_policy_version(8)
-        keys = insert_three(client)
-        for version, rollback in ((9, False), (400, False), (4, True), (0, True), (8, False)):
-            client.set_policy_version(version, rollback=rollback)
-            now = effective(client)
-            staleness = [max(0, version - made) for made in (0, 4, 8)]
-            for key, priority, lag in zip(keys, (4.0, 1.0, 9.0), staleness, strict=True):
-                assert now[key] == pytest.approx(math.sqrt(priority) * 0.5 ** (lag / 4.0))
-            assert drawn_probabilities(client) == pytest.approx(shares(now))
-
-
-def test_an_updated_priority_keeps_the_age_of_its_item():
-    with serving() as client:
-        client.set_policy_version(8)
-        first, second, third = insert_three(client)
-        client.update_priorities("pool", {first: 16.0, third: 0.0})
-        assert effective(client) == pytest.approx({first: 4.0 * 0.25, second: 0.5, third: 0.0})
-        samples = client.sample("pool", 2)
-        assert {sample.info.key: sample.info.probability for sample in samples} == pytest.approx(
-            {first: 2 / 3, second: 1 / 3}
-        )
 
 
 def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():

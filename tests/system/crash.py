@@ -13,9 +13,6 @@ import argparse
 import itertools
 import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +22,7 @@ from pathlib import Path
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from tests.factories import until
+from tests.factories import free_port, start_server, until
 from tests.system.ledger import Ledger, payload_of
 
 CONFIG = """
@@ -225,27 +222,12 @@ class Workload:
         return self.rng.choice(there) if there else None
 
 
-def serve(config: Path, address: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(config), "--address", address]
-    process = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("listening on "), f"the server did not start: {line!r}"
-    return process
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
     rng, ledger, keys = random.Random(seed), Ledger(), itertools.count(1)
     ledger.totals["kills"] = 0
-    config, address = folder / "replay.toml", free_address()
+    config, address = folder / "replay.toml", f"127.0.0.1:{free_port()}"
     config.write_text(CONFIG.format(data_dir=folder / "data", fsync=fsync))
-    process = serve(config, address)
+    server = start_server(config, address=address)
     try:
         with ReplayClient(address) as client:
             client.set_policy_version(0, weights="step-0")
@@ -255,8 +237,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
             time.sleep(0.1 + rng.random())
             # On a loaded machine the clients may not have begun by then.
             until(lambda inserts=inserts: ledger.totals["inserts"] >= inserts + 10, "nobody inserts", 60.0)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            server.kill()
             ledger.totals["kills"] += 1
             # Taken, and the answer that says so was under way: no more than one batch of each reader.
             ledger.tables["work"].may_be_lost, ledger.tables["queue"].may_be_lost = PLAIN_BATCH, AHEAD_BATCH
@@ -266,7 +247,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
             if clients_go:
                 workload.stop(at_once=True)
             began = time.monotonic()
-            process = serve(config, address)
+            server = start_server(config, address=address)
             ledger.totals["milliseconds of restarts"] += int(1000 * (time.monotonic() - began))
             if not clients_go:
                 time.sleep(0.3 + rng.random())
@@ -276,8 +257,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
             if ledger.violations:
                 break
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
     return ledger
 
 

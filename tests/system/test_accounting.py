@@ -140,13 +140,14 @@ def left_in_table(client: ReplayClient) -> list[int]:
 
 
 @pytest.mark.timeout(120 + 3 * SECONDS)
-def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transport):
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(SECONDS, marks=pytest.mark.long)])
+def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transport, seconds):
     rng = random.Random(1)
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=20.0) as client:
         producers = Fleet(PRODUCER, "producer", PRODUCERS, server.address, tmp_path)
         consumers = Fleet(CONSUMER, "consumer", CONSUMERS, server.address, tmp_path)
         try:
-            end = time.monotonic() + SECONDS
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
                 time.sleep(rng.uniform(0.3, 1.5))
                 fleet = rng.choice([producers, consumers])

@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+
+from tests.factories import until
 
 CODE = (
     "import sys; from pathlib import Path; from replay_trainer.demo.run import DemoError, run\n"
@@ -35,13 +36,11 @@ def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
 
 
 def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and demo.poll() is None:
-        path = out / "train" / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) > 2:
-            return parts(demo)
-        time.sleep(0.1)
-    raise AssertionError(f"no steps; the demo said: {demo.communicate()[0]}")
+    metrics = out / "train" / "metrics.jsonl"
+    steps = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2  # noqa: E731
+    until(lambda: steps() or demo.poll() is not None, "no steps", seconds=120, pause=0.1)
+    assert demo.poll() is None, demo.communicate()[0]
+    return parts(demo)
 
 
 @pytest.mark.timeout(240)

@@ -7,10 +7,13 @@ import socket
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerBusyError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
 from tests.factories import server_process, until
 
 MB = 1 << 20
@@ -63,20 +66,19 @@ def inserts_again(client: ReplayClient) -> bool:
     return True
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_there_is_room(tmp_path, durable):
-    limit = str(300 * MB)
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n' * durable + CONFIG
+@contextmanager
+def served_in(memory: int, tmp_path: Path, config: str):
+    limit = str(memory)
     with (
         control_group("memory", {"memory.limit_in_bytes": limit, "memory.max": limit}) as group,
         server_process(tmp_path, config, before=joins(group)) as server,
         ReplayClient(server.address, timeout=60) as client,
     ):
-        if durable:  # payloads lie in the file, and its cache in memory can be freed
-            for _ in range(350):
-                client.insert(os.urandom(MB), {"pool": 1.0})
-            assert client.server_info().items == 350
-            return
+        yield client
+
+
+def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_there_is_room(tmp_path):
+    with served_in(300 * MB, tmp_path, CONFIG) as client:
         kept = fill(client)
         assert len(kept) > 50, "the server refused too early, for another reason, or never"
         assert client.server_info().items == len(kept)
@@ -85,6 +87,22 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
         client.delete("pool", kept[:40])
         until(lambda: inserts_again(client), "the server never accepts inserts again", 60)
         assert {item.key for item in client.list_items("pool", limit=2000).items} >= set(kept[40:])
+
+
+def test_a_durable_server_holds_more_than_its_memory_and_answers_that_nobody_reads_do_not_fill_it(tmp_path):
+    """Payloads lie in the file, and its cache in memory can be freed."""
+    with served_in(200 * MB, tmp_path, f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}') as client:
+        keys = [client.insert(os.urandom(MB), {"pool": 1.0}) for _ in range(250)]
+        with grpc.insecure_channel(client.address) as channel:
+            stub, calls = ReplayStub(channel), []
+            for _ in range(3):
+                calls.append(stub.Get(pb.GetRequest(keys=keys)))
+                calls.append(stub.Sample(pb.SampleRequest(table="pool", num_samples=250, lease=9)))
+            for call in calls[:2]:  # the others are given up unread
+                assert sum(len(piece.payloads) for piece in call) == 250 * MB
+            for call in calls:
+                call.cancel()
+        assert client.server_info().items == 250
 
 
 def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_in_later(tmp_path):

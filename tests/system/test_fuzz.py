@@ -176,20 +176,20 @@ GROUP = make_group(extras={"x": [1, 2, 3]}, meta={"a": [1, {"b": 2.5}]}, loss_ma
 
 
 @given(damage)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_damaged_group_decodes_to_a_group_or_a_value_error(steps):
     rollout(damaged(GROUP, steps))
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_bytes_decode_to_a_group_or_a_value_error(data):
     rollout(data)
     rollout(GROUP[:16] + data)
 
 
 @given(messages(pb.InsertRequest) | messages(pb.SampleResponse) | messages(pb.GetResponse), damage)
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_framing_agrees_with_protobuf_about_any_bytes(message, steps):
     frame(message.SerializeToString())
     frame(damaged(message.SerializeToString(), steps))
@@ -227,7 +227,7 @@ def server(request):
 
 
 @given(st.lists(calls, min_size=1, max_size=3))
-@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_message_breaks_a_server_and_every_answer_is_one_of_ours(server, sequence):
     """Over a socket, as they are made and as damaged bytes."""
     with grpc.insecure_channel(server.address) as channel:
@@ -252,7 +252,7 @@ PLACES = st.lists(st.tuples(PLACE, PLACE), min_size=1, max_size=6)
 
 
 @given(PLACES)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_no_place_in_a_ring_brings_other_bytes_than_the_ring_s_or_breaks_a_server(ring_server, places):
     stored, codes = dict[int, int](), set()
     with grpc.insecure_channel(ring_server.address) as channel, asking(stub := ReplayStub(channel)) as session:

@@ -49,8 +49,6 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
     ("options", "says"),
     [
         (("--chat",), "the tokenizer has no chat template"),
-        (("--reload", "later"), "reload must be one of between_groups, at_once, not 'later'"),
-        (("--system", "Add."), "--system needs --chat"),
         (("--engine-arg", "dtype"), "--engine-arg must be name=value, not 'dtype'"),
         (("--engine-arg", "speed=9"), "unexpected keyword argument 'speed'"),
     ],

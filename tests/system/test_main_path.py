@@ -60,6 +60,7 @@ def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
         assert batch.advantages_B[row].item() == pytest.approx(float(advantage))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, monkeypatch, model_folder, generate):
     pytest.importorskip("vllm", reason="the set-up installs vLLM unless ENGINE=transformers")

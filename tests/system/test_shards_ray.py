@@ -148,6 +148,7 @@ def kill_and_wait(load: Load, number: int) -> None:
     until(lambda: len(load.kept) > inserted + 10, seconds=60)
 
 
+@pytest.mark.long
 def test_shards_spread_and_come_back_under_load_after_kills_with_what_they_held(service):
     assert len({shard.node for shard in service}) == 3
     with Load() as load:

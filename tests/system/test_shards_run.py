@@ -1,17 +1,11 @@
 """A whole run over three shards, as its user starts it: one shard is killed in the middle, and comes back."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import until
-from tests.system.crash import free_address
+from tests.factories import free_port, start_server, until
 
 STEPS = 12
 CONFIG = """
@@ -35,23 +29,15 @@ max_size = 64
 """
 
 
-def serve(folder: Path, address: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(folder / "replay.toml")]
-    process = subprocess.Popen([*command, "--address", address], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("listening on ")
-    return process
-
-
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, generate, model_folder):
-    addresses, servers = [free_address() for _ in range(3)], []
+    addresses, servers = [f"127.0.0.1:{free_port()}" for _ in range(3)], []
     for number, (address, share) in enumerate(zip(addresses, (2, 1, 1), strict=True)):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "replay.toml").write_text(CONFIG.format(data_dir=folder / "data", share=share))
-        servers.append(serve(folder, address))
+        servers.append(start_server(folder / "replay.toml", address=address))
     every = ",".join(addresses)
     (tmp_path / "train.toml").write_text("groups_per_step = 4\nmax_tokens_per_micro_batch = 64\nlearning_rate = 1e-3\n")
     try:
@@ -62,11 +48,10 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
         )
         metrics = tmp_path / "run/metrics.jsonl"
         until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=150)
-        os.kill(servers[0].pid, signal.SIGKILL)
-        servers[0].wait()
+        servers[0].kill()
         with ReplayClient(every, timeout=30.0) as client:
             until(lambda: client.server_info().gone == (addresses[0],), seconds=30)
-            servers[0] = serve(tmp_path / "0", addresses[0])
+            servers[0] = start_server(tmp_path / "0/replay.toml", address=addresses[0])
             assert trainer.wait(timeout=150) == 0, trainer.output()
             until(lambda: client.policy().version == STEPS, seconds=30)
             info = client.server_info()
@@ -82,6 +67,3 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
     finally:
         for server in servers:
             server.kill()
-            server.wait()
-            assert server.stdout is not None
-            server.stdout.close()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,15 +31,25 @@ def client() -> Iterator[ReplayClient]:
         yield client
 
 
+def switches(thread: int) -> list[str]:
+    """How often a thread of this process has begun to wait, and has been made to."""
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return [line for line in status.splitlines() if "ctxt_switches" in line]
+
+
 def hears_a_signal_in(wait: Callable[[], object]) -> bool:
     """Whether a signal that another thread receives ends the wait."""
 
     def hear(number: int, frame: object) -> None:
         raise Heard
 
+    waiting = threading.get_native_id()
+
     def send() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        time.sleep(0.5)  # until the other thread waits
+        before = []
+        while before != (before := switches(waiting)):  # until the other thread waits
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, hear)

@@ -13,6 +13,7 @@ from replay_client import ReplayClient
 from replay_client.errors import AuthenticationError
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from replay_server.rpc import clients as rpc_clients
+from tests.commands import run_replay
 from tests.factories import until
 
 GENERATOR = """
@@ -75,8 +76,7 @@ def sides(client):
 
 
 def doctor(server):
-    command = [sys.executable, "-m", "replay_server.cli", "doctor", "--address", server.address, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_replay("doctor", "--json", address=server.address)
     findings = json.loads(done.stdout)["findings"]
     return done.returncode, {each["check"]: each["message"] for each in findings if each["level"] == "failure"}
 

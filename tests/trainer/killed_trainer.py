@@ -71,18 +71,22 @@ def trained(folder: Path) -> list[int]:
 
 def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
     """Notes the keys of each step, and draws for no step after `last` (0: all)."""
-    collect = trainer._collect
+    make_step, replace = trainer.step, trainer._replace
 
-    def noting(step: int) -> Any:
+    def bounded(step: int) -> None:
         if 0 < last < step:
             threading.Event().wait()  # the process dies beside the loop
-        taken = collect(step)
+        make_step(step)
+
+    def noting(step: int, taken: Any) -> Any:
+        taken = replace(step, taken)
         keys = [sample.info.key for sample in taken.samples]
         with path.open("a") as file:
             file.write(json.dumps({"step": step, "rank": trainer.ranks.index, "keys": keys}) + "\n")
         return taken
 
-    trainer._collect = noting  # type: ignore[method-assign]
+    trainer.step = bounded  # type: ignore[method-assign]
+    trainer._replace = noting  # type: ignore[method-assign]
 
 
 def _die(trainer: Any, phase: str, step: int) -> None:

@@ -48,7 +48,7 @@ def with_adapter(folder: Path) -> Any:
 def count_bytes(folder: Path) -> None:
     """Writes to bytes-RANK.json what this rank reads at a resume, and what it copies for each full state.
 
-    {"read": [[bytes, bytes of the whole tensor], ...], "files": files of rows it opens, "copied": [bytes, ...]}
+    {"read": [[bytes, bytes of the whole tensor], ...], "files": safetensors files it opens, "copied": [bytes, ...]}
     """
     counts: dict[str, list[Any]] = {"read": [], "files": [], "copied": []}
     read, take, open_file = partitions.read_rows, background.HostCopy.take, partitions.safe_open

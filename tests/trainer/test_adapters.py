@@ -13,24 +13,26 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from replay_client.generator.engines.transformers import TransformersEngine
-from replay_client.generator.probe import Probe
-from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
+from replay_client.generator.weights import Probe
+from replay_trainer import GRPOTrainer
 from replay_trainer.weights import published
 from tests.client.generator.factories import make_model as make_model_with_tokenizer
-from tests.trainer.factories import FakeClient, OnlineClient, make_batches, make_model
+from tests.trainer.factories import (
+    FakeClient,
+    Killed,
+    OnlineClient,
+    assert_same_weights,
+    killed_in,
+    lines_of,
+    make_batches,
+    make_model,
+    make_trainer,
+)
 
 
 def lora(**options: Any) -> LoraConfig:
     few = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**(few | options))
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def on_step(self, trainer: Run, report: StepReport) -> None:
-        self.lines.append(dict(report.metrics))
 
 
 @pytest.fixture
@@ -45,10 +47,8 @@ def with_adapter(base: Path, config: Any = None, *, seed: int = 0) -> Any:
     return get_peft_model(model, config or lora())
 
 
-def trainer_of(model: Any, client: FakeClient, output_dir: Path, *callbacks: Callback, **options: Any) -> GRPOTrainer:
-    few = {"max_steps": 3, "learning_rate": 1e-2, "progress": False, "report_to": ()}
-    config = GRPOConfig(output_dir=output_dir, **(few | options))  # type: ignore[arg-type]
-    return GRPOTrainer(model, client, config, callbacks=callbacks)  # type: ignore[arg-type]
+def trainer_of(model: Any, client: FakeClient, output_dir: Path, **options: Any) -> GRPOTrainer:
+    return make_trainer(client, output_dir, model=model, **({"learning_rate": 1e-2} | options))
 
 
 def copies(model: Any) -> dict[str, torch.Tensor]:
@@ -81,8 +81,7 @@ def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base.resolve())
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"]), folder)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert_same_weights(loaded, model)
     assert probe_difference(loaded, folder) < 1e-4
     assert probe_difference(AutoModelForCausalLM.from_pretrained(base), folder) > 1e-3
 
@@ -130,28 +129,21 @@ def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base: Path, 
     whole = with_adapter(base)
     trainer_of(whole, FakeClient(make_batches(4)), tmp_path / "whole", **options).train()
 
-    class Stop(Callback):
-        def on_step(self, trainer: Run, report: StepReport) -> None:
-            if report.metrics["step"] == 3:
-                raise KeyboardInterrupt
-
     client = FakeClient(make_batches(4))
-    with pytest.raises(KeyboardInterrupt):
-        trainer_of(with_adapter(base), client, tmp_path / "run", Stop(), **options).train()
+    with pytest.raises(Killed):
+        trainer_of(with_adapter(base), client, tmp_path / "run", on_step=killed_in(3), **options).train()
     assert client.version == 2
     resumed = with_adapter(base, seed=7)  # another start; the state replaces it
     trainer_of(resumed, client, tmp_path / "run", resume=True, **options).train()
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
+    assert_same_weights(resumed, whole)
 
 
 def test_an_adapter_of_layers_and_head_learns_a_task(base: Path, tmp_path: Path) -> None:
     model = with_adapter(base, lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]))
     client = OnlineClient(model, prompts=[[5], [9]], group_size=8)
-    losses = Losses()
     options: dict[str, Any] = {"max_steps": 60, "learning_rate": 3e-2, "groups_per_step": 4, "publish_every": 60}
-    trainer_of(model, client, tmp_path / "run", losses, **options).train()
-    rewards = [line["fresh/reward_mean"] for line in losses.lines]
+    trainer_of(model, client, tmp_path / "run", **options).train()
+    rewards = [line["fresh/reward_mean"] for line in lines_of(tmp_path / "run")]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.3
 
 
@@ -164,15 +156,15 @@ def test_the_reference_of_the_kl_is_the_base_model_without_the_adapter(base: Pat
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
-        seen = Losses()
-        trainer = trainer_of(model, FakeClient(make_batches(3)), tmp_path / f"run-{own_reference}", seen, beta=0.3)
+        folder = tmp_path / f"run-{own_reference}"
+        trainer = trainer_of(model, FakeClient(make_batches(3)), folder, beta=0.3)
         assert trainer.reference is trainer.policy
         if own_reference:
             # What a trainer of whole weights would keep.
             plain = trainer_of(AutoModelForCausalLM.from_pretrained(base), FakeClient(), tmp_path / "plain", beta=0.3)
             trainer.reference = plain.reference
         trainer.train()
-        losses[own_reference] = [(line["train/loss"], line["train/kl"]) for line in seen.lines]
+        losses[own_reference] = [(line["train/loss"], line["train/kl"]) for line in lines_of(folder)]
     assert losses[False][0][1] > 0.01
     for alone, with_model in zip(losses[False], losses[True], strict=True):
         assert alone == pytest.approx(with_model, abs=1e-4)

@@ -365,7 +365,7 @@ def test_nothing_to_correct_gives_zero_weights_and_no_numbers(level: str, shape:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"level": "tokens"}, "level must be one of 'token', 'sequence', 'geometric', not 'tokens'"),
+        ({"level": "tokens"}, "level must be one of token, sequence, geometric, not 'tokens'"),
         ({"action": "clip"}, "action must be one of"),
         ({"clip_max": None}, "needs a bound"),
         ({"clip_max": -1.0}, "clip_max must be finite and not negative"),
@@ -375,7 +375,7 @@ def test_nothing_to_correct_gives_zero_weights_and_no_numbers(level: str, shape:
         ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be above 0"),
         ({"dppo_mask_low": 1.5}, "dppo_mask_low is a difference of probabilities"),
         ({"clip_ratio_c": 1.0}, "clip_ratio_c bounds a ratio and must be above 1"),
-        ({"objective": "ppo"}, "objective must be one of 'decoupled', 'bypass', 'bypass_reinforce', not 'ppo'"),
+        ({"objective": "ppo"}, "objective must be one of decoupled, bypass, bypass_reinforce, not 'ppo'"),
     ],
 )
 def test_a_bad_configuration_is_refused_with_its_value(fields: dict[str, object], message: str) -> None:

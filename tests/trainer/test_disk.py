@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from replay_trainer.callbacks import append_lines
 from replay_trainer.weights import writing
-from tests.trainer.factories import FakeClient, make_batches, make_trainer
+from tests.trainer.factories import VOCABULARY, FakeClient, make_batches, make_trainer
 
 FULL = Path("/dev/full")
 
@@ -42,10 +42,22 @@ def test_an_error_that_says_where_stays_as_it_is(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "none/file")
 
 
+class FillingTokenizer:
+    """A tokenizer with whose files the disk of version 1 is full."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def save_pretrained(self, folder: Path) -> None:
+        if folder.name.startswith("step-1"):
+            (folder / "probe.json").symlink_to(FULL)
+
+
 def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path: Path) -> None:
     trainer = make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, groups_per_step=3)
-    (tmp_path / "step-1.tmp").mkdir()
-    (tmp_path / "step-1.tmp/probe.json").symlink_to(FULL)
+    trainer.tokenizer = FillingTokenizer()
     words = r"a version could not be published: OSError: .*step-1 cannot be written .*No space left on device"
     with pytest.raises(RuntimeError, match=words):
         trainer.train()

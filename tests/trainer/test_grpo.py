@@ -213,12 +213,6 @@ def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None
     assert_same_weights(loaded, trainer.model)
 
 
-def test_publishing_seldom_still_publishes_the_last_version(tmp_path: Path) -> None:
-    client = FakeClient(make_batches(1) * 6)
-    make_trainer(client, tmp_path, max_steps=5, publish_every=3).train()
-    assert [folder.name for folder in published(tmp_path)] == ["step-0", "step-3", "step-5"]
-
-
 SHARE = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_drift": 3.0}
 
 

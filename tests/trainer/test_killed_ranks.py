@@ -17,7 +17,7 @@ from replay_client import ReplayClient
 from replay_trainer.weights import saved
 from tests.factories import ServerProcess, server_process, start
 from tests.trainer.killed_trainer import run_rank, trained
-from tests.trainer.test_killed import CONFIG, check_used_up, insert, until_gone
+from tests.trainer.test_killed import check_used_up, durable, insert, until_gone
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 RANKS = 2
@@ -25,7 +25,7 @@ RANKS = 2
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_process(tmp_path, CONFIG) as process:
+    with server_process(tmp_path) as process:
         yield process
 
 
@@ -75,16 +75,17 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
         # The other rank gives back groups that the state contains.
         (0, "written", 2, {}),
         (0, "announced", 3, {"save_every": 2, "fsdp": True}),
+        (1, "updated", 2, {"all_ranks": True}),
     ],
 )
-def test_ranks_of_which_one_is_killed_lose_no_group_and_train_on_none_twice(
+def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twice(
     server: ServerProcess, tmp_path: Path, rank: int, phase: str, step: int, options: dict[str, Any]
 ) -> None:
     with ReplayClient(server.address) as client:
         keys = insert(client)
         kill_ranks(server.address, tmp_path, rank, phase, step, **options)
         until_gone(client)
-        resume_ranks(server.address, tmp_path, **options)
+        resume_ranks(server.address, tmp_path, **{k: v for k, v in options.items() if k != "all_ranks"})
         assert trained(tmp_path) == sorted(keys)
         check_used_up(client, keys, len(keys))
 
@@ -113,18 +114,8 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
         assert trained(tmp_path) == sorted(keys)
 
 
-def test_ranks_that_are_all_killed_lose_no_group_and_train_on_none_twice(server: ServerProcess, tmp_path: Path) -> None:
-    with ReplayClient(server.address) as client:
-        keys = insert(client)
-        kill_ranks(server.address, tmp_path, 1, "updated", 2, all_ranks=True)
-        until_gone(client)
-        resume_ranks(server.address, tmp_path)
-        assert trained(tmp_path) == sorted(keys)
-        check_used_up(client, keys, len(keys))
-
-
 def test_ranks_and_server_killed_together_come_back_together(tmp_path: Path) -> None:
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         kill_ranks(server.address, tmp_path, 0, "written", 2, all_ranks=True)

@@ -117,9 +117,16 @@ def test_weights_that_compute_nan_are_not_blamed_on_the_groups(tmp_path: Path) -
     assert client.deleted == []
 
 
-@pytest.mark.parametrize("effect", EFFECTS)
-def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str) -> None:
-    options = {"poison": effect, "max_tokens_per_micro_batch": 1, "max_steps": 3, "sgd": False, "learning_rate": 1e-3}
+@pytest.mark.parametrize(("effect", "fsdp"), [("nan", False), ("memory", False), ("nan", True)])
+def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str, fsdp: bool) -> None:
+    options = {
+        "poison": effect,
+        "fsdp": fsdp,
+        "max_tokens_per_micro_batch": 1,
+        "max_steps": 3,
+        "sgd": False,
+        "learning_rate": 1e-3,
+    }
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
     for folder in ("one", "two"):
         assert [line["train/groups_skipped"] for line in lines_of(tmp_path / folder / "out")] == [0, 1, 0]
@@ -127,12 +134,7 @@ def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str) -> None
     assert_same_weights(two, one, **NEAR)
 
 
-def test_sharded_ranks_put_a_group_aside_whose_loss_is_not_finite(tmp_path: Path) -> None:
-    run(tmp_path / "two", 2, poison="nan", max_tokens_per_micro_batch=1, fsdp=True)
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path / "two/out")] == [0, 1, 0]
-
-
-def test_sharded_ranks_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
+def test_ranks_of_partitioned_weights_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"memory ran out .* The groups 77 are put aside and deleted"):
         run(tmp_path / "two", 2, poison="memory", max_tokens_per_micro_batch=1, fsdp=True)
 

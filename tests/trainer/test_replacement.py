@@ -171,11 +171,6 @@ def test_a_group_without_replacement_is_dropped_where_told() -> None:
     assert replacement.stats["groups_dropped"] == 1
 
 
-def test_all_groups_may_be_dropped() -> None:
-    replacement = ZeroVarianceReplacer(FakeClient(), on_empty="drop").replace(make_batch(ALL_WRONG))
-    assert replacement.samples == []
-
-
 def test_waiting_for_the_pool_ends_with_the_servers_reason() -> None:
     replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(1)), on_empty="wait", timeout=0.1)
     with pytest.raises(DeadlineExceededError, match="replay: sampling blocked: size 1 < 2"):

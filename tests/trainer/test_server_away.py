@@ -13,9 +13,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from replay_server import ReplayServer, TableConfig
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer, grpo, publication
-from replay_trainer.background import WaitLog
+from replay_trainer.background import ServerWaits
 from replay_trainer.weights import published
 from tests.factories import ctrl_c_raises, make_group, until
 from tests.trainer.factories import lines_of, make_trainer
@@ -27,14 +28,13 @@ pytestmark = pytest.mark.timeout(200)  # what it guards against is waiting witho
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer says after moments that it waits."""
-    quick = partial(WaitLog, seconds=0.2, look_seconds=0.05)
+    quick = partial(ServerWaits, seconds=0.2, look_seconds=0.05)
     for module in (grpo, publication):
-        monkeypatch.setattr(module, "WaitLog", quick)
+        monkeypatch.setattr(module, "ServerWaits", quick)
 
 
 def serve(tmp_path: Path, port: int = 0) -> ReplayServer:
-    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay")
-    server = ReplayServer(tables=[queue, TableConfig(name="replay")], port=port, data_dir=tmp_path / "data")
+    server = ReplayServer(DEFAULT_TABLES, port=port, data_dir=tmp_path / "data")
     server.start()
     return server
 

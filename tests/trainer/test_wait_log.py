@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
-from replay_trainer.background import WaitLog
+from replay_trainer.background import ServerWaits
 from tests.factories import until
 
 
 class Server:
-    """The part of ReplayClient that WaitLog asks. Each answer is one server id, or None: no server."""
+    """The part of ReplayClient that ServerWaits asks. Each answer is one server id, or None: no server."""
 
     def __init__(self, *ids: int | None) -> None:
         self._ids = itertools.chain(ids, itertools.repeat(ids[-1]))
@@ -38,7 +38,7 @@ def test_a_long_wait_is_logged_with_its_reason_again_and_again_and_at_its_end(ca
         go_on.wait(60)
         yield 1
 
-    watched = WaitLog(Server(7, None, 8), "rollouts", seconds=0.02).watch(batches())
+    watched = ServerWaits(Server(7, None, 8), "rollouts", seconds=0.02).watch(batches())
     results: list[int] = []
     trainer = threading.Thread(target=lambda: results.extend(watched))
     trainer.start()
@@ -67,8 +67,8 @@ def test_a_server_that_goes_and_comes_back_is_told_once_and_at_once(caplog):
 
     server = Counted(7, 7, None, None, None, 8, 8, None, 8)
     # Half a minute would not end here: what is said is said because of the server.
-    assert list(WaitLog(server, "rollouts", seconds=1e6, look_seconds=0.01).watch(batches())) == [1]
-    said = [message.partition(": ")[2] for message in caplog.messages[:-1]]
+    assert list(ServerWaits(server, "rollouts", seconds=1e6, look_seconds=0.01).watch(batches())) == [1]
+    said = [message.partition(": ")[2].partition(" (for")[0] for message in caplog.messages[:-1]]
     assert [words.partition(";")[0] for words in said] == [
         "no replay server answers",
         "the server was restarted, and holds 0 items now",
@@ -80,7 +80,7 @@ def test_a_server_that_goes_and_comes_back_is_told_once_and_at_once(caplog):
 
 def test_short_waits_are_not_logged_and_the_end_of_the_batches_ends_the_watch(caplog):
     caplog.set_level(logging.WARNING)
-    assert list(WaitLog(Server(1), "rollouts").watch(iter([1, 2, 3]))) == [1, 2, 3]
+    assert list(ServerWaits(Server(1), "rollouts").watch(iter([1, 2, 3]))) == [1, 2, 3]
     assert caplog.messages == []
 
 
@@ -89,7 +89,7 @@ def test_an_error_of_the_stream_reaches_the_trainer(caplog):
         yield 1
         raise TableNotFoundError("gone")
 
-    watched = WaitLog(Server(1), "rollouts").watch(batches())
+    watched = ServerWaits(Server(1), "rollouts").watch(batches())
     assert next(watched) == 1
     with pytest.raises(TableNotFoundError, match="gone"):
         next(watched)
@@ -129,7 +129,7 @@ def test_a_deadline_does_not_count_while_the_server_is_away(error: Exception, aw
                 raise result
             return result
 
-    watched = WaitLog(Away(away), "rollouts").watch(Batches())
+    watched = ServerWaits(Away(away), "rollouts").watch(Batches())
     if ends_with is None:
         assert next(watched) == 1
     else:
@@ -139,9 +139,9 @@ def test_a_deadline_does_not_count_while_the_server_is_away(error: Exception, aw
 
 def test_a_wait_inside_of_a_wait_and_a_quiet_one_are_not_told(caplog):
     caplog.set_level(logging.WARNING)
-    waits = WaitLog(Server(7), seconds=0.02)
-    quiet = WaitLog(Server(7), seconds=0.02, quiet=True)
+    waits = ServerWaits(Server(7), seconds=0.02)
+    quiet = ServerWaits(Server(7), seconds=0.02, quiet=True)
     with quiet.waiting("for nothing"), waits.waiting("to announce"), waits.waiting("for groups"):
         until(lambda: len(caplog.messages) >= 2)
-    assert {message.split(" for ")[0] for message in caplog.messages[:-1]} == {"waiting to announce"}
+    assert {message.partition(":")[0] for message in caplog.messages[:-1]} == {"waiting to announce"}
     assert "the server answers" in caplog.messages[0]

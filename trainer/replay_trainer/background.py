@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-from replay_client.heartbeat import beat
+from replay_client.waits import LOG_SECONDS, WaitLog
 
 
 class HostCopy:
@@ -107,15 +105,11 @@ class BackgroundTask:
             self._ended.set()
 
 
-logger = logging.getLogger(__name__)
-
-SECONDS = 30.0
-"""Between two lines, and before the first."""
 LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
 
-class WaitLog:
+class ServerWaits:
     """Says that one thread waits for one server, and why: after half a minute, every half minute, and when it goes on.
 
     It says within seconds that the server is gone, and that a server which came back is another one.
@@ -125,7 +119,7 @@ class WaitLog:
         self,
         client: ReplayClient,
         table: str = "",
-        seconds: float = SECONDS,
+        seconds: float = LOG_SECONDS,
         look_seconds: float = LOOK_SECONDS,
         *,
         quiet: bool = False,
@@ -186,17 +180,12 @@ class WaitLog:
 
     def _watch(self, done: threading.Event, what: str) -> None:
         """In a thread of its own, because the trainer's is blocked."""
-        began, told = time.monotonic(), False
-        next_line = began + self._seconds
+        log = WaitLog("the trainer", every=self._seconds, late=True)
         while not done.wait(min(self._look_seconds, self._seconds)):
-            beat()
             reason, is_news = self._look()
-            now = time.monotonic()
-            if (is_news or now >= next_line) and not done.is_set():
-                logger.warning("waiting %s for %.0f s: %s", what, now - began, reason)
-                told, next_line = True, now + self._seconds
-        if told:
-            logger.warning("the trainer goes on after %.0f s", time.monotonic() - began)
+            if not done.is_set():
+                log.wait(f"waiting {what}: {reason}", is_news=is_news)
+        log.go_on()
 
     def _look(self) -> tuple[str, bool]:
         """Why there are no groups, and whether the server has just gone or is another one than before."""

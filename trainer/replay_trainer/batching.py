@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedGroup:
     """One group in a packed row."""
 
     start: int
@@ -37,7 +37,7 @@ class Segment:
     """Tokens of each completion; they follow the prompt one after another."""
 
 
-Layout = tuple[Segment, ...]
+Layout = tuple[PackedGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def packed_input(batch: Batch) -> ModelInput:
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
-    segments: list[Segment] = []
+    segments: list[PackedGroup] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
     start = 0
     for group in np.unique(batch.group_B).tolist():
@@ -210,7 +210,7 @@ def packed_input(batch: Batch) -> ModelInput:
             end += length
             if length:
                 lengths.append(length)
-        segments.append(Segment(start, prompt, tuple(lengths)))
+        segments.append(PackedGroup(start, prompt, tuple(lengths)))
         start = end
 
     def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:

@@ -75,15 +75,15 @@ class Callback:
         """At the end, also after an error."""
 
 
-class MetricsFile(Callback):
+@dataclass
+class StepMetricsFile(Callback):
     """Writes a line of JSON for each step; numbers that are not finite become null.
 
     A line is written before its version is published. A resume drops the lines after the version that it continues
     from, so no step is missing and none is there twice.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def on_start(self, trainer: Run, version: int) -> None:
         truncate_lines(self.path, version)
@@ -92,19 +92,17 @@ class MetricsFile(Callback):
         append_lines(self.path, [report.metrics])
 
 
-class CompletionsFile(Callback):
+@dataclass
+class CompletionsFile(StepMetricsFile):
     """Shows some completions of each step: a line of JSON each, and a table on the screen.
 
     Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
     """
 
-    def __init__(self, path: Path, count: int, console: Console | None) -> None:
-        self.path = path
-        self.count = count
-        self.console = console
-
-    def on_start(self, trainer: Run, version: int) -> None:
-        truncate_lines(self.path, version)
+    count: int
+    """Completions of a step."""
+    console: Console | None
+    """None: no table."""
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         rows = completion_rows(report, self.count, trainer.decode)
@@ -242,7 +240,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
         for name in chosen:
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")
-    made: list[Callback] = [MetricsFile(folder / "metrics.jsonl")]
+    made: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl")]
     if config.log_completions:
         shown = console if config.progress else None
         made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from replay_client.names import suggests_names, unknown_name
 from replay_client.scoring import Scale
+from replay_client.settings import bounded, check_fields, suggests_names, unknown_name
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
 
@@ -22,43 +22,6 @@ OnEmpty = Literal["keep", "drop", "wait"]
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "ZeroVariance": get_args(ZeroVariance),
-    "OnEmpty": get_args(OnEmpty),
-    "Schedule": get_args(Schedule),
-    "LossType": get_args(LossType),
-    "Scale | None": (*get_args(Scale), None),
-}
-"""The values of a field, by its annotation."""
-
-
-def bounded(default: Any, *, least: float, most: float | None = None, below: float | None = None) -> Any:
-    """A field of numbers from `least` to `most`, or below `below`; inf: finite numbers."""
-    return field(default=default, metadata={"least": least, "most": most, "below": below})
-
-
-def _check(each: Field[Any], value: Any) -> None:
-    """Raises ValueError unless the value is of the type of the field, and within its bounds."""
-    name, kind = each.name, str(each.type)
-    if kind == "bool" and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {value!r}")
-    choices = _CHOICES.get(kind)
-    if choices is not None and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-    if not each.metadata or (value is None and kind.endswith("| None")):
-        return
-    whole = kind.startswith("int")
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    least, most, below = (each.metadata[bound] for bound in ("least", "most", "below"))
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least:g}, not {value}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most:g}, not {value}")
-    if below is not None and not value < below:
-        raise ValueError(f"{name} must be {'finite' if below == math.inf else f'below {below:g}'}, not {value}")
 
 
 @suggests_names
@@ -205,8 +168,7 @@ class GRPOConfig:
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each, getattr(self, each.name))
+        check_fields(self)
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0 (inf: no scaling), not {self.max_grad_norm}")
         if isinstance(self.report_to, str):

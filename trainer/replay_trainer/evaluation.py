@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import Rewards, Scorer
-from replay_client.heartbeat import beat
+from replay_client.waits import beat
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
 
 
+@dataclass
 class TableEvaluation:
     """Describes the groups of a table that no trainer uses. Pass it to GRPOTrainer as `evaluate`.
 
@@ -25,10 +27,9 @@ class TableEvaluation:
     and remover and a max_times_sampled of 1: each evaluation then sees the groups made since the one before.
     """
 
-    def __init__(self, client: ReplayClient, table: str = "eval", max_groups: int = 256) -> None:
-        self.client = client
-        self.table = table
-        self.max_groups = max_groups
+    client: ReplayClient
+    table: str = "eval"
+    max_groups: int = 256
 
     def __call__(self, trainer: Run) -> Metrics:
         """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups: groups = 0, else
@@ -53,6 +54,7 @@ def _has_rewards(sample: Sample) -> bool:
         return False
 
 
+@dataclass
 class PromptEvaluation:
     """Completes held-out prompts with the policy in training, and scores the completions. For GRPOTrainer's `evaluate`.
 
@@ -60,12 +62,12 @@ class PromptEvaluation:
     blocks training: use it for some hundred prompts, and TableEvaluation for more.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], reward: Rewards, max_tokens: int = 256, batch_size: int = 16) -> None:
-        """`max_tokens` bounds a completion; `batch_size` prompts are completed at the same time."""
-        self.prompts = prompts
-        self.reward = reward
-        self.max_tokens = max_tokens
-        self.batch_size = batch_size
+    prompts: Sequence[Prompt]
+    reward: Rewards
+    max_tokens: int = 256
+    """The longest completion."""
+    batch_size: int = 16
+    """Prompts that are completed at the same time."""
 
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.

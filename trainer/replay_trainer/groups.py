@@ -6,8 +6,8 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,6 +16,7 @@ from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
+from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
@@ -27,7 +28,7 @@ RECENT_GROUPS = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What one model can take. None: not known, or no limit."""
 
     vocabulary: int | None = None
@@ -41,7 +42,7 @@ class Limits:
     """Names of all inputs of the model."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None) -> Limits:
+    def of(cls, model: Any, group_tokens: int | None = None) -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -55,6 +56,7 @@ class Limits:
         return cls(len(tokens.weight), positions if looked_up else None, group_tokens, inputs)
 
 
+@dataclass
 class Inspector:
     """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
 
@@ -66,15 +68,17 @@ class Inspector:
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     """
 
-    def __init__(self, client: ReplayClient, ranks: Ranks, limits: Limits, pool: str, max_share: float) -> None:
-        """limits: of the model. pool: the replay table. max_share: from 0 to 1."""
-        self.bad_keys: set[int] = set()
-        """Keys of all bad groups so far. A draw from the pool excludes them."""
-        self._client = client
-        self._ranks = ranks
-        self._limits = limits
-        self._pool = pool
-        self._max_share = max_share
+    client: ReplayClient
+    ranks: Ranks
+    limits: ModelLimits
+    pool: str
+    """The replay table."""
+    max_share: float
+    """Of bad groups among the recent ones: from 0 to 1."""
+    bad_keys: set[int] = field(default_factory=set, init=False)
+    """Keys of all bad groups so far. A draw from the pool excludes them."""
+
+    def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
         self._drawn = 0
         self._reasons: list[str] = []
@@ -87,7 +91,7 @@ class Inspector:
         good = []
         self._drawn += len(samples)
         for sample in samples:
-            if reason := why_unusable(sample, self._limits):
+            if reason := why_unusable(sample, self.limits):
                 self.put_aside(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
@@ -101,16 +105,11 @@ class Inspector:
         self._reasons.append(f"key {key} of table {table!r}: {reason}")
         logger.warning("group put aside, it cannot be trained on: %s", self._reasons[-1])
 
-    def stream(self, batches: Iterator[list[Sample]], table: str) -> Iterator[list[Sample]]:
-        """The batches without bad groups."""
-        for batch in batches:
-            yield self.usable(batch, table)
-
     def returned(self, keys: Iterable[int], table: str) -> None:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
         if bad := sorted(self.bad_keys.intersection(keys)):
             try:
-                self._client.delete(table, bad)
+                self.client.delete(table, bad)
             except ReplayError as error:
                 logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
@@ -120,7 +119,7 @@ class Inspector:
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
         self.delete()
-        parts = self._ranks.all((self._drawn, self._reasons))
+        parts = self.ranks.all((self._drawn, self._reasons))
         self._drawn, self._reasons = 0, []
         reasons = [reason for _, reasons in parts for reason in reasons]
         self._recent.append((sum(drawn for drawn, _ in parts), len(reasons)))
@@ -128,16 +127,16 @@ class Inspector:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
         # At the start of a run a single bad group would be a large share of the few groups so far.
-        if bad > self._max_share * max(drawn, RECENT_GROUPS):
+        if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
                 f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
-                f"{self._max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
+                f"{self.max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
                 f"resume with resume=True"
             )
         return len(reasons)
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
-        if new := sorted(self._limits.inputs.intersection(group.extras) - self._ignored):
+        if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
             self._ignored.update(new)
             logger.warning(
                 "groups have %s among their extras, which the model takes as inputs. This trainer gives it tokens "
@@ -149,20 +148,20 @@ class Inspector:
         """Delete bad groups from the tables that they were drawn from, and from the pool."""
         # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
         # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.
-        again = {key: self._pool for key, table in self._undeleted.items() if table != self._pool}
-        for table in {*self._undeleted.values(), *([self._pool] if self._undeleted else [])}:
-            keys = [key for key, source in self._undeleted.items() if table in (source, self._pool)]
+        again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
+        for table in {*self._undeleted.values(), *([self.pool] if self._undeleted else [])}:
+            keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
             try:
-                self._client.delete(table, keys)
+                self.client.delete(table, keys)
             except TableNotFoundError:
                 # A run that replaces nothing needs no pool.
                 again = {}
         self._undeleted = again
 
 
-def why_unusable(sample: Sample, limits: Limits | None = None) -> str:
+def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
-    limits = limits or Limits()
+    limits = limits or ModelLimits()
     try:
         group = sample.group
     except ValueError as error:
@@ -246,6 +245,7 @@ def new_counts(**counts: int) -> dict[str, int]:
     return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
+@dataclass
 class ZeroVarianceReplacer:
     """Replaces zero-variance groups by groups of a replay table.
 
@@ -253,33 +253,22 @@ class ZeroVarianceReplacer:
     group: by the log-probabilities of its own sampler and the current weights.
     """
 
-    def __init__(
-        self,
-        client: ReplayClient,
-        table: str = "replay",
-        on_empty: OnEmpty = "keep",
-        timeout: float | None = 60.0,
-        max_staleness: int | None = None,
-        *,
-        inspector: Inspector | None = None,
-        scale: Scale | None = None,
-    ) -> None:
-        """`on_empty`: see OnEmpty; "wait" waits up to `timeout` seconds (None: without limit).
+    client: ReplayClient
+    table: str = "replay"
+    on_empty: OnEmpty = "keep"
+    """See OnEmpty; "wait" waits up to `timeout` seconds."""
+    timeout: float | None = 60.0
+    """None: without limit."""
+    max_staleness: int | None = None
+    """Groups that lag by more policy versions are not used. If one trainer alone uses the table, set the limit of the
+    table instead: it also removes these groups."""
+    inspector: Inspector | None = field(default=None, kw_only=True)
+    """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
+    scale: Scale | None = field(default=None, kw_only=True)
+    """How the trainer computes advantages anew, as in `carries_gradient`."""
 
-        Groups that lag by more than `max_staleness` policy versions are not used. If one trainer alone uses the table,
-        set the limit of the table instead: it also removes these groups. `inspector` removes groups that cannot be
-        trained on; without it, such a group raises ValueError. `scale`: how the trainer computes advantages anew, as
-        in `carries_gradient`.
-        """
-        if on_empty not in get_args(OnEmpty):
-            raise ValueError(f"on_empty must be one of {', '.join(get_args(OnEmpty))}, not {on_empty!r}")
-        self.client = client
-        self.table = table
-        self.on_empty = on_empty
-        self.timeout = timeout
-        self.max_staleness = max_staleness
-        self.inspector = inspector
-        self.scale = scale
+    def __post_init__(self) -> None:
+        check_choice("on_empty", self.on_empty, OnEmpty)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -378,6 +367,7 @@ class ZeroVarianceReplacer:
         return chosen
 
 
+@dataclass
 class GroupSource:
     """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
 
@@ -387,73 +377,65 @@ class GroupSource:
     what the server must admit.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[list[Sample]],
-        replacer: ZeroVarianceReplacer,
-        ranks: Ranks,
-        run: str,
-        *,
-        zero_variance: ZeroVariance = "replace",
-        size: int = 0,
-        max_batches: int = 10,
-        added: int = 0,
-        start: int = 0,
-    ) -> None:
-        """`batches`: the fresh groups of this rank. `run`: a name of this run, the same on every rank, that no earlier
-        run had.
-
-        `size` and `max_batches` are for dynamic: groups of a step, and the most batches it takes; after that the step
-        has fewer groups. `added` groups of the pool join each step, if the pool has them. Steps up to `start` take
-        nothing from the pool.
-        """
-        self.left: list[Sample] = []
-        """Fresh groups that are drawn, and that no step has trained on yet."""
-        self._batches = batches
-        self._replacer = replacer
-        self._ranks = ranks
-        self._run = run
-        self._zero_variance = zero_variance
-        self._size = size
-        self._max_batches = max_batches
-        self._added = added
-        self._start = start
+    batches: Iterator[list[Sample]]
+    """The fresh groups of this rank."""
+    replacer: ZeroVarianceReplacer
+    ranks: Ranks
+    run: str
+    """A name of this run, the same on every rank, that no earlier run had."""
+    zero_variance: ZeroVariance = field(default="replace", kw_only=True)
+    size: int = field(default=0, kw_only=True)
+    """With dynamic: groups of a step."""
+    max_batches: int = field(default=10, kw_only=True)
+    """With dynamic: the most batches of a step, which has fewer groups after that."""
+    added: int = field(default=0, kw_only=True)
+    """Groups of the pool that join each step, if the pool has them."""
+    start: int = field(default=0, kw_only=True)
+    """Steps up to this one take nothing from the pool."""
+    left: list[Sample] = field(default_factory=list, init=False)
+    """Fresh groups that are drawn, and that no step has trained on yet."""
 
     def next(self, step: int) -> Replacement:
-        """The groups of this step on this rank. Raises what the fresh batches raise, such as DeadlineExceededError."""
-        if self._zero_variance == "dynamic":
-            taken = self._dynamic()
-        else:
-            fresh = next(self._batches)
-            count = self._without_gradient(fresh)
-            taken = Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
-        if step <= self._start:
+        """The groups of this step on this rank: those that `collect` and `replace` leave."""
+        return self.replace(step, self.collect())
+
+    def collect(self) -> Replacement:
+        """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        if self.zero_variance == "dynamic":
+            return self._dynamic()
+        fresh = next(self.batches)
+        count = self._without_gradient(fresh)
+        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+
+    def replace(self, step: int, taken: Replacement) -> Replacement:
+        """The groups of `collect`, with those of the pool that this step takes."""
+        if step <= self.start:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
-        scope = f"{self._run}/step-{step}"
-        if self._zero_variance == "replace":
-            taken = self._replacer.replace(taken.fresh, scope, self._keys(taken))
-        if self._added:
-            taken = self._replacer.add(taken, self._added, scope, self._keys(taken))
+        scope = f"{self.run}/step-{step}"
+        if self.zero_variance == "replace":
+            taken = self.replacer.replace(taken.fresh, scope, self._keys(taken))
+        if self.added:
+            taken = self.replacer.add(taken, self.added, scope, self._keys(taken))
         return taken
 
     def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
         chosen, fresh = self.left, list[Sample]()
-        for _ in range(self._max_batches):
-            if len(chosen) >= self._size:
+        for _ in range(self.max_batches):
+            if len(chosen) >= self.size:
                 break
-            fresh += (batch := next(self._batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self._replacer.scale)]
+            fresh += (batch := next(self.batches))
+            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self.replacer.scale)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self.left = chosen[: self._size], chosen[self._size :]
-        count, missing = self._without_gradient(fresh), self._size - len(chosen)
+        chosen, self.left = chosen[: self.size], chosen[self.size :]
+        count, missing = self._without_gradient(fresh), self.size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
-        return sum(not carries_gradient(sample.group, self._replacer.scale) for sample in samples)
+        return sum(not carries_gradient(sample.group, self.replacer.scale) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:
         """The keys of the groups of every rank. The pool may hold them already."""
         mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
-        return [key for keys in self._ranks.all(mine) for key in keys]
+        return [key for keys in self.ranks.all(mine) for key in keys]

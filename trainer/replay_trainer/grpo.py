@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_client import ReplayClient
+from replay_client import ReplayClient, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.background import WaitLog
+from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
@@ -40,7 +40,7 @@ from replay_trainer.correction import Correction, Moments, correct
 from replay_trainer.groups import (
     GroupSource,
     Inspector,
-    Limits,
+    ModelLimits,
     Replacement,
     ZeroVarianceReplacer,
 )
@@ -122,7 +122,7 @@ class GRPOTrainer:
             fused=True,
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
-        limits = Limits.of(self.policy.model, config.max_group_tokens)
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
@@ -137,7 +137,7 @@ class GRPOTrainer:
         self.publication: Publication
         self._source: GroupSource
         self._laps: Laps
-        self._waits: WaitLog
+        self._waits: ServerWaits
         self._skipped = 0
         """Groups of this step, over all ranks, that could not be trained on."""
 
@@ -188,15 +188,15 @@ class GRPOTrainer:
     def step(self, step: int) -> None:
         """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
         self.publication.check()
-        taken = self._collect(step)
-        taken = self._without_failing(step, taken, self._without_drifted)
+        taken = self._collect()  # fresh groups, leased until a full state contains this step
+        taken = self._replace(step, taken)  # groups of the pool, where fresh ones teach nothing
+        taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
         self._laps.lap("replace")
-        trained = self._without_failing(step, taken, partial(self._train_on, step))
+        trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
         self._laps.lap("update")
         self._report(step, trained)
         if step % self.config.publish_every == 0 or step == self.config.max_steps:
-            # Its thread writes and announces the version, and acknowledges the groups that a full state contains.
-            self.publication.publish(step, self._source.left)
+            self.publication.publish(step, self._source.left)  # its thread writes, announces and acknowledges
         self._laps.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
@@ -219,7 +219,7 @@ class GRPOTrainer:
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._laps = Laps()
-        self._waits = WaitLog(self.client, table, quiet=not self.ranks.is_first)
+        self._waits = ServerWaits(self.client, table, quiet=not self.ranks.is_first)
         with self.client.sampler(
             table,
             batch_size=self.fresh_per_rank,
@@ -228,9 +228,15 @@ class GRPOTrainer:
             lease=config.lease,
             on_lease=leases.expect,
         ) as stream:
-            batches = self._laps.timed("sample", leases.watch(self._waits.watch(stream)))
+
+            def fresh() -> Iterator[list[Sample]]:
+                for batch in self._waits.watch(stream):
+                    leases.hold(batch)
+                    self._laps.lap("sample")
+                    yield self.inspector.usable(batch, table)
+
             yield GroupSource(
-                self.inspector.stream(batches, table),
+                fresh(),
                 self.replacer,
                 self.ranks,
                 run,
@@ -241,10 +247,15 @@ class GRPOTrainer:
                 start=config.replay_start_step,
             )
 
-    def _collect(self, step: int) -> Replacement:
-        """The groups of the step: fresh ones, and those of the pool that replace some or join them."""
+    def _collect(self) -> Replacement:
+        """The fresh groups of the step on this rank."""
         with self._waits.waiting("for groups"):
-            taken = self._source.next(step)
+            return self._source.collect()
+
+    def _replace(self, step: int, taken: Replacement) -> Replacement:
+        """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
+        with self._waits.waiting("for groups"):
+            taken = self._source.replace(step, taken)
             self._skipped = self.inspector.end_draws()
         return taken
 

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,8 @@ class TrainedGroups:
         return {"leases": [[*lease, keys] for lease, keys in self.whole.items()], "keys": self.part}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any] | None) -> TrainedGroups:
-        """None: a state of before there were leases."""
-        if state is None:
-            return cls()
+    def from_state_dict(cls, state: dict[str, Any]) -> TrainedGroups:
+        """The groups of `state_dict`."""
         return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
 
 
@@ -95,12 +93,6 @@ class GroupLeases:
     def start(self) -> None:
         """Renew the leases from now on, until `give_back`."""
         threading.Thread(target=self._renew, name="replay-leases", daemon=True).start()
-
-    def watch(self, batches: Iterator[list[Sample]]) -> Iterator[list[Sample]]:
-        """Yields the batches, and holds the leases that they come under."""
-        for batch in batches:
-            self.hold(batch)
-            yield batch
 
     def hold(self, batch: Iterable[Sample]) -> None:
         """Hold the lease that a batch came under, from now until it is settled or given back."""

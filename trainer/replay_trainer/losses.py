@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from replay_client.names import suggests_names
+from replay_client.settings import check_fields, suggests_names
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.config import LOG_RATIO_LIMIT
 from replay_trainer.correction.correction import at_least_float32
@@ -62,8 +62,7 @@ class LossConfig:
     """The generator's limit in tokens; required for dr_grpo, which divides by it."""
 
     def __post_init__(self) -> None:
-        if self.loss_type not in get_args(LossType):
-            raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, not {self.loss_type!r}")
+        check_fields(self)
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
         if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,56 +135,29 @@ class Laps:
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
 
-    def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield `items`, and count the wait for each as time of `name`."""
-        for item in items:
-            self.lap(name)
-            yield item
-
     def take(self) -> dict[str, float]:
         """All laps and their sum, "step"; then start again at zero."""
         seconds, self._seconds = self._seconds, {}
         return {**seconds, "step": sum(seconds.values())}
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """A metric of `correct`, the values that trigger the alarm, and the remedy."""
-
-    metric: str
-    triggered_by: Callable[[float], bool]
-    safe: str
-    remedy: str
-
-
 # The limits come from verl's guide to rollout correction.
-ALARMS = (
-    Alarm(
-        "ratio_mean",
-        lambda value: not 0.5 <= value <= 2.0,
-        "between 0.5 and 2",
+ALARMS: dict[str, tuple[float, float, str]] = {
+    "ratio_mean": (
+        0.5,
+        2.0,
         "the sampler and the trainer compute different things: compare temperature, top_p and logprobs mode of the "
         "sampler, and its weights with the published ones",
     ),
-    Alarm(
-        "ess",
-        lambda value: value < 0.3,
-        "at least 0.3",
+    "ess": (
+        0.3,
+        math.inf,
         "a few tokens carry the gradient: lower clip_max, take level='token', or allow less staleness",
     ),
-    Alarm(
-        "kl",
-        lambda value: abs(value) > 0.1,
-        "between -0.1 and 0.1 nats",
-        "the data is far from the policy: lower max_staleness of the tables or the learning rate",
-    ),
-    Alarm(
-        "chi2",
-        lambda value: value > 1.0,
-        "at most 1",
-        "single tokens have huge ratios: take action='mask', a rejection by k3 or a veto",
-    ),
-)
+    "kl": (-0.1, 0.1, "the data is far from the policy: lower max_staleness of the tables or the learning rate"),
+    "chi2": (-math.inf, 1.0, "single tokens have huge ratios: take action='mask', a rejection by k3 or a veto"),
+}
+"""Metrics of `correct`: the least and the highest value that is safe, and the remedy for others."""
 
 
 class Alarms:
@@ -196,15 +169,15 @@ class Alarms:
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """Log and return the warnings that these metrics trigger for the first time. NaN triggers none."""
         warnings = []
-        for alarm in ALARMS:
-            value = metrics.get(alarm.metric, math.nan)
-            if alarm.metric in self._triggered or math.isnan(value) or not alarm.triggered_by(value):
-                continue
-            self._triggered.add(alarm.metric)
-            warnings.append(
-                f"correction/{alarm.metric} is {value:.3g}, safe is {alarm.safe}: {alarm.remedy} (said once)"
-            )
-            logger.warning("%s", warnings[-1])
+        for name, (least, most, remedy) in ALARMS.items():
+            value = metrics.get(name, math.nan)
+            # NaN is neither below nor above.
+            if name not in self._triggered and (value < least or value > most):
+                self._triggered.add(name)
+                warnings.append(
+                    f"correction/{name} is {value:.3g}, safe is {least:g} to {most:g}: {remedy} (said once)"
+                )
+                logger.warning("%s", warnings[-1])
         return warnings
 
 

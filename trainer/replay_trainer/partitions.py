@@ -158,8 +158,8 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         aliases[id(tensor)].append(name)
         tensors[id(tensor)] = tensor
-    opened = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
-    files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, it is not a dict
+    opened: list[Any] = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    files = {name: file for file in opened for name in list(file.keys())}
     for identity, names in aliases.items():
         tensor = tensors[identity]
         name = next((each for each in names if each in files), "")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from replay_client.heartbeat import beat
+from replay_client.waits import beat
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import correct
@@ -39,25 +40,20 @@ class StepFailure(Exception):
         self.alone = alone
 
 
+@dataclass
 class Passes:
     """The passes of one rank. All ranks call the methods together, each with a batch of its own."""
 
-    def __init__(
-        self,
-        policy: LogprobModel,
-        reference: LogprobModel | None,
-        adapter: Adapter | None,
-        config: GRPOConfig,
-        ranks: Ranks,
-        partitioned: bool,
-    ) -> None:
-        """`reference`: for the KL, if beta asks for one; the policy itself if it has an `adapter`."""
-        self.policy = policy
-        self.reference = reference
-        self._adapter = adapter
-        self._config = config
-        self._ranks = ranks
-        self._partitioned = partitioned
+    policy: LogprobModel
+    reference: LogprobModel | None
+    """For the KL, if beta asks for one; the policy itself if it has an `adapter`."""
+    adapter: Adapter | None
+    config: GRPOConfig
+    ranks: Ranks
+    partitioned: bool
+    """Whether each rank has a part of the weights."""
+
+    def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
         """Of the last backward pass."""
 
@@ -70,7 +66,7 @@ class Passes:
             _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
 
         large = self._each(batch, forward)
-        if any(self._ranks.all(bool(large))):
+        if any(self.ranks.all(bool(large))):
             raise StepFailure(self._memory, large)
         return logprobs_BT
 
@@ -82,7 +78,7 @@ class Passes:
 
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
-        config, ranks = self._config, self._ranks
+        config, ranks = self.config, self.ranks
         normalizer = max(ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0], 1)
         mean_weight = None
         if config.correction.batch_normalize:
@@ -106,7 +102,7 @@ class Passes:
             micro_old_BT = None if old_BT is None or not rows.size else old_BT[rows, : micro.mask_BT.shape[1]]
             loss, metrics = loss_of(micro, logprobs_BT, micro_old_BT, micro_reference_BT)
             # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
-            torch.autograd.backward(loss * ranks.size if self._partitioned else loss)
+            torch.autograd.backward(loss * ranks.size if self.partitioned else loss)
             tokens = int(micro.mask_BT.sum())
             metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
             sums["loss"] += loss.item()
@@ -124,7 +120,7 @@ class Passes:
         self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
         if not math.isfinite(total_loss):
             raise StepFailure(f"its loss was {total_loss}", self._failing())
-        if not self._partitioned:
+        if not self.partitioned:
             ranks.sum_gradients(self.policy.parameters())
         means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
         return (current_BT if old_BT is None else old_BT), total_loss, means
@@ -135,7 +131,7 @@ class Passes:
         Raises StepFailure if the norm is not finite.
         """
         parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
-        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)))
+        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
         if not math.isfinite(norm):
             raise StepFailure(f"its gradient norm was {norm}", self._failing())
         return norm
@@ -146,7 +142,7 @@ class Passes:
     def _memory(self) -> str:
         return (
             f"memory ran out in a micro-batch with it: lower max_tokens_per_micro_batch (now "
-            f"{self._config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
+            f"{self.config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
         )
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
@@ -166,25 +162,25 @@ class Passes:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             groups: list[int] = np.unique(batch.group_B[rows]).tolist()
-            if self._partitioned:
+            if self.partitioned:
                 raise StepFailure(self._memory, groups, alone=True)
             return groups
         return []
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
         """As micro_batches. If weights are partitioned, every rank makes as many forward passes as the busiest."""
-        most = self._config.max_tokens_per_micro_batch
+        most = self.config.max_tokens_per_micro_batch
         parts = list(micro_batches(batch, most, packed=self.policy.route == "packed"))
-        if self._partitioned:
+        if self.partitioned:
             # A forward pass of partitioned layers waits for all ranks.
-            idle = max(self._ranks.all(len(parts))) - len(parts)
+            idle = max(self.ranks.all(len(parts))) - len(parts)
             parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
         return parts
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies."""
         # Partitioned weights come in bfloat16 by themselves.
-        autocast = self._config.bf16 and not self._partitioned
+        autocast = self.config.bf16 and not self.partitioned
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
         beat()
@@ -193,7 +189,7 @@ class Passes:
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         assert self.reference is not None
-        with nullcontext() if self._adapter is None else self._adapter.off():
+        with nullcontext() if self.adapter is None else self.adapter.off():
             return self._forward(self.reference, batch)[0]
 
     # -------------------------------------------------------------------------------------------------------- loss
@@ -209,7 +205,7 @@ class Passes:
         mean_weight: float | None,
     ) -> tuple[Tensor, Metrics]:
         """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
-        config = self._config
+        config = self.config
         loss, metrics = corrected_policy_loss(
             logprobs_BT,
             logprobs_BT.detach() if old_BT is None else old_BT,
@@ -234,10 +230,10 @@ class Passes:
             source_BT,
             batch.rollout_logprobs_BT,
             batch.mask_BT,
-            self._config.correction,
+            self.config.correction,
             advantages=batch.advantages_B,
         )
-        total, count = self._ranks.sum(corrected.weight_totals())
+        total, count = self.ranks.sum(corrected.weight_totals())
         return total / count if count else None
 
 

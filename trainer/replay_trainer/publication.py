@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer.background import BackgroundTask, HostCopy, WaitLog
+from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
@@ -82,42 +83,35 @@ _LAST_TRY = 10.0
 """Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
 
 
+@dataclass
 class Publication:
     """Writes and announces versions. Every rank has a Publication, and all ranks call its methods together."""
 
-    def __init__(
-        self,
-        policy: LogprobModel,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: Any,
-        client: ReplayClient,
-        config: GRPOConfig,
-        ranks: Ranks,
-        partitioned: bool,
-        leases: GroupLeases,
-        adapter: Adapter | None = None,
-    ) -> None:
-        """`partitioned`: each rank has a part of the weights. `leases`: of the fresh groups. `adapter`: what is
-        published in the place of the weights."""
-        self.policy = policy
-        self.optimizer = optimizer
-        self.tokenizer = tokenizer
-        self.client = client
-        self.config = config
-        self.ranks = ranks
-        self.partitioned = partitioned
-        self.leases = leases
-        self.adapter = adapter
+    policy: LogprobModel
+    optimizer: torch.optim.Optimizer
+    tokenizer: Any
+    client: ReplayClient
+    config: GRPOConfig
+    ranks: Ranks
+    partitioned: bool
+    """Whether each rank has a part of the weights."""
+    leases: GroupLeases
+    """Of the fresh groups."""
+    adapter: Adapter | None = None
+    """What is published in the place of the weights."""
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.output_dir = Path(config.output_dir).resolve()
         self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
         self.lock = OutputLock(self.output_dir)
         self._last_saved = -config.save_every
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
-        self._waits = WaitLog(client, quiet=not ranks.is_first)
+        self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
-        self._rank_files = RankFiles(ranks, self.output_dir) if partitioned else None
+        self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
@@ -211,7 +205,7 @@ class Publication:
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
         if self.ranks.is_first:
-            groups = TrainedGroups.from_state_dict(state.get("groups"))
+            groups = TrainedGroups.from_state_dict(state["groups"])
             self.leases.acknowledge(groups)
             # Before groups go back: the server measures their staleness against the version that trains on them.
             self.client.set_policy_version(version, weights=str(folder), rollback=True)

@@ -88,6 +88,7 @@ class OutputLock:
         return ""
 
     def release(self) -> None:
+        """Free the folder, if it is held."""
         if self._file is not None:
             (self.folder / NAME).unlink(missing_ok=True)
             self._file.close()
@@ -127,9 +128,9 @@ def publish_weights(
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
         raise FileExistsError(f"{folder} exists: choose another output_dir, or continue that run with resume=True")
-    # A killed run may have left files under this name. They are overwritten one by one.
     unfinished = folder.with_name(folder.name + ".tmp")
-    unfinished.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
+    unfinished.mkdir(parents=True)
     with _no_progress_bar():
         # save_pretrained takes tensors out of the dict that it gets.
         model.save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
@@ -137,22 +138,15 @@ def publish_weights(
         tokenizer.save_pretrained(unfinished)
     if probe is not None:
         (unfinished / "probe.json").write_text(json.dumps(probe))
-    (unfinished / _STATE).unlink(missing_ok=True)
     if state is not None:
         torch.save(state, unfinished / _STATE)
-    shutil.rmtree(unfinished / RANKS_FOLDER, ignore_errors=True)
     parts = parts or {}
     for name, (path, _) in parts.items():
         (unfinished / name).parent.mkdir(exist_ok=True)
         path.rename(unfinished / name)
-    (unfinished / _MANIFEST).unlink(missing_ok=True)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    manifest = {
-        "version": version,
-        "files": sizes,
-        "server_checkpoint": server_checkpoint,
-    }
+    manifest = {"version": version, "files": sizes, "server_checkpoint": server_checkpoint}
     if state is not None:
         manifest["checksums"] = {
             name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
@@ -194,9 +188,7 @@ def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 
     Reads every byte of the files that this rank checks: every `ranks`-th one.
     """
-    # A state of an older trainer has no checksums.
-    checksums = _manifest(folder).get("checksums", {})
-    for name, checksum in list(checksums.items())[rank::ranks]:
+    for name, checksum in list(_manifest(folder)["checksums"].items())[rank::ranks]:
         if checksum_of(folder / name) != checksum:
             return (
                 f"{folder / name} is damaged: its bytes are not what was written. Put a copy of that file in its "

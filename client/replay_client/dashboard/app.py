@@ -29,11 +29,10 @@ from replay_client.dashboard.catalog import Catalog
 from replay_client.dashboard.group import TokenText, item_document, window
 from replay_client.dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of, key_of
 from replay_client.dashboard.health import signals
-from replay_client.dashboard.live import MOST_VIEWERS, Live
+from replay_client.dashboard.live import MOST_VIEWERS, Live, dumps
 from replay_client.dashboard.prompts import PromptLog
 from replay_client.dashboard.query import Query, View
 from replay_client.dashboard.training import Runs
-from replay_client.documents import dumps
 from replay_client.errors import ReplayError
 from replay_client.records import StoredItem
 

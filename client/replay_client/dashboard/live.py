@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -13,12 +14,11 @@ from replay_client.aio import AsyncReplayClient
 from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
-from replay_client.documents import dumps
 from replay_client.errors import ReplayError
-from replay_client.records import ServerInfo
+from replay_client.records import ServerInfo, rates_between
 from replay_client.shards.merging import shards_of
 from replay_protos import replay_pb2 as pb
-from replay_protos.state import document
+from replay_protos.state import document, plain
 
 HISTORY = 600
 """Looks (polls of the server) that the charts show."""
@@ -39,6 +39,11 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
     row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
     return row | {"capacity": info.admission.capacity if info.admission is not None else None}
+
+
+def dumps(found: object) -> bytes:
+    """The document as compact JSON."""
+    return json.dumps(plain(found), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _event(name: str, news: object) -> bytes:
@@ -121,16 +126,10 @@ class Live:
 
     def _record(self, info: ServerInfo) -> None:
         """Adds a point to the charts. Its rates are the change of the counters since the previous look."""
-        last, self.info, now = self.info, info, time.time()
-        point: dict[str, Any] = {"t": now, "tables": {}}
-        seconds = info.uptime - last.uptime if last is not None and last.server_id == info.server_id else 0.0
-        for name, table in info.tables.items():
-            before = last.tables.get(name) if last is not None and seconds > 0 else None
-            rates: list[float | None] = [None, None]
-            if before is not None and table.inserts >= before.inserts and table.samples >= before.samples:
-                rates = [(table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds]
-            point["tables"][name] = [*rates, table.size]
-        self._history.append(point)
+        rates = rates_between(self.info, info)
+        points = {name: [*rates.get(name, (None, None)), table.size] for name, table in info.tables.items()}
+        self.info = info
+        self._history.append({"t": time.time(), "tables": points})
 
     def _document(self) -> dict[str, Any]:
         info, now = self.info, time.time()

@@ -3,9 +3,8 @@
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.generator import RolloutGenerator, run_generator
 from replay_client.generator.metrics import GeneratorStats
-from replay_client.generator.policy_follower import WeightsMismatchError, WeightsNotFoundError
+from replay_client.generator.policy_follower import StaleWeightsError, WeightsMismatchError, WeightsNotFoundError
 from replay_client.generator.prompts import PromptError
-from replay_client.generator.stale import StaleWeightsError
 from replay_client.generator.weights import WeightsDamagedError, WeightsNotAllowedError
 
 __all__ = [

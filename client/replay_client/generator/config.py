@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
-from replay_client.generator.priorities import Priority, load_priority
-from replay_client.names import suggests_names
+from replay_client.generator.rewards import Priority, load_priority
+from replay_client.settings import bounded, check_fields, suggests_names
 
 
 @suggests_names
@@ -19,7 +19,7 @@ from replay_client.names import suggests_names
 class GeneratorConfig:
     """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Completions of each prompt, G."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
@@ -34,7 +34,7 @@ class GeneratorConfig:
     if all rewards are equal. In Python also a function of the group itself."""
     advantage_scale: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
-    max_concurrent_groups: int | None = 16
+    max_concurrent_groups: int | None = bounded(16, least=1)
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
     max_groups: int | None = None
@@ -55,7 +55,7 @@ class GeneratorConfig:
     """Load weights only from this folder and its subfolders; otherwise from any folder that the policy names.
 
     Any client that may write to the server can set that folder. Weights are only read, never executed."""
-    probe_tolerance: float = 0.02
+    probe_tolerance: float = bounded(0.02, above=0)
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
 
     The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
@@ -72,24 +72,24 @@ class GeneratorConfig:
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
 
     wait: try again. drop: leave the group out. A busy server and failing storage are always waited for."""
-    reward_threads: int | None = None
+    reward_threads: int | None = bounded(None, least=1)
     """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
 
     Above 1 all functions must be thread-safe."""
-    reward_timeout: float | None = 300.0
+    reward_timeout: float | None = bounded(300.0, above=0)
     """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: str | Path | None = None
     """File to which the generator appends a JSON line every `metrics_interval`; docs/how-to/generate.md lists the
     fields."""
-    metrics_interval: float = 10.0
+    metrics_interval: float = bounded(10.0, above=0)
     """Seconds between two lines of metrics."""
-    insert_timeout: float = 30.0
+    insert_timeout: float = bounded(30.0, above=0)
     """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
-    permit_timeout: float = 30.0
+    permit_timeout: float = bounded(30.0, above=0)
     """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
-    stale_timeout: float | None = 600.0
+    stale_timeout: float | None = bounded(600.0, above=0)
     """Seconds to wait for newer weights when the server refuses all groups as too old. Then the run ends.
 
     None: for ever."""
@@ -97,27 +97,7 @@ class GeneratorConfig:
     """How long groups that are being generated may go on after `stop`."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "max_concurrent_groups", "reward_threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_fields(self)
         if not self.tables:
             raise ValueError("tables must name at least one table")
-        for name in ("probe_tolerance", "metrics_interval", "insert_timeout", "permit_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("reward_timeout", "stale_timeout"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, or None for no limit, not {getattr(self, name)}")
         load_priority(self.priority)
-        for name, valid in _CHOICES.items():
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name} must be one of {', '.join(valid)}, not {getattr(self, name)!r}")
-
-
-_CHOICES = {
-    "advantage_scale": ("group", "none"),
-    "reload": ("between_groups", "at_once"),
-    "truncated": ("keep", "mask"),
-    "on_prompt_error": ("raise", "skip"),
-    "when_full": ("wait", "drop"),
-}

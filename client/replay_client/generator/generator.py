@@ -16,8 +16,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay_client import tracing
@@ -25,15 +25,14 @@ from replay_client.errors import ReplayError
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine
 from replay_client.generator.group_maker import GroupMaker, LeftOut, PromptSource
-from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes, MetricsFile
-from replay_client.generator.policy_follower import PolicyFollower
+from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
+from replay_client.generator.policy_follower import PolicyFollower, StaleGroups
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
 from replay_client.generator.server import GeneratorServer
-from replay_client.generator.stale import StaleGroups
-from replay_client.heartbeat import beat
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
+from replay_client.waits import beat
 from replay_protos import event_loop
 
 if TYPE_CHECKING:
@@ -82,7 +81,8 @@ class RolloutGenerator:
             client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
         )
         self._maker = GroupMaker(engine, self._policy, reward, self.config, keep)
-        self._metrics = GeneratorMetrics(self.config.solved_reward)
+        path = self.config.metrics_path
+        self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
         self._server = GeneratorServer(client, self.config, self._metrics.stats)
         self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
@@ -106,18 +106,16 @@ class RolloutGenerator:
         ServerUnavailableError, and any error of the engine.
         """
         try:
-            with MetricsFile(self.config.metrics_path) if self.config.metrics_path else nullcontext() as file:
-                await self._run(file)
+            await self._run()
         finally:
             await self._engine.close()
         if self._failure is not None:
             raise self._failure
 
-    async def _run(self, file: MetricsFile | None) -> None:
+    async def _run(self) -> None:
         work = self._spawn(self._work())
         ended = asyncio.create_task(self._ended.wait())
-        if file is not None:
-            self._spawn(self._write_metrics(file))
+        self._spawn(self._write_metrics())
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and self._failure is None:
@@ -131,9 +129,8 @@ class RolloutGenerator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._server.release_all()
-            if file is not None:
-                self._see_policy()
-                file.write(self._metrics.line())
+            self._see_policy()
+            self._metrics.write()
         if self._failure is None:
             await self._server.leave()
 
@@ -166,11 +163,11 @@ class RolloutGenerator:
             self._failure = error
             self._ended.set()
 
-    async def _write_metrics(self, file: MetricsFile) -> None:
+    async def _write_metrics(self) -> None:
         while True:
             await asyncio.sleep(self.config.metrics_interval)
             self._see_policy()
-            file.write(self._metrics.line())
+            self._metrics.write()
 
     def _see_policy(self) -> None:
         """Copy the state of the follower into the statistics."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -101,9 +101,14 @@ class GeneratorMetrics:
 
     solved_reward: float
     """A completion counts as solved from this reward on."""
+    path: Path | None = None
+    """File to which `write` appends. A generator that is started again appends to it too. None: no line is wanted."""
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()  # now and not in the middle of the run: it may be impossible
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_RECENT_GROUPS)  # time, tokens, mean reward
         self._groups: list[_Inserted] = []
         self._nan_logprobs = 0
@@ -128,6 +133,8 @@ class GeneratorMetrics:
         self.stats["nan_logprobs"] += unknown
         self.stats["tokens_per_second"] = tokens / (last - first) if last > first else 0.0
         self.stats["reward_mean"] = sum(reward for _, _, reward in self._recent) / len(self._recent)
+        if self.path is None:
+            return
         self._nan_logprobs += unknown
         self._groups.append(
             _Inserted(
@@ -144,9 +151,16 @@ class GeneratorMetrics:
 
     def count_reload(self, seconds: float) -> None:
         """`seconds`: for loading and checking the weights."""
-        self._reload_seconds.append(seconds)
+        if self.path is not None:
+            self._reload_seconds.append(seconds)
 
-    def line(self) -> dict[str, float | int | None]:
+    def write(self) -> None:
+        """Appends a line to the file, if there is one."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                print(json.dumps(self._line(), allow_nan=False), file=file)
+
+    def _line(self) -> dict[str, float | int | None]:
         """The metrics since the line before; None where there is no value. docs/how-to/generate.md lists the fields."""
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
@@ -188,24 +202,6 @@ class GeneratorMetrics:
         # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
         totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
         return line | {name: None if value != value else value for name, value in totals.items()}
-
-
-class MetricsFile:
-    """A file of JSON lines. A generator that is started again appends to it."""
-
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, line: Mapping[str, float | int | None]) -> None:
-        print(json.dumps(line, allow_nan=False), file=self._file, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def _mean(values: npt.ArrayLike | Iterable[float]) -> float | None:

@@ -1,4 +1,7 @@
-"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same."""
+"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
+
+StaleGroups holds generation while the server refuses as too old whatever those weights would draw.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,16 @@ from typing import TYPE_CHECKING, Literal
 
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
-from replay_client.generator.probe import Probe
-from replay_client.generator.wait_log import LOG_SECONDS, WaitLog
-from replay_client.generator.weights import WeightsDamagedError, WeightsNotAllowedError, check_inside, check_whole
-from replay_client.heartbeat import beat
+from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.weights import (
+    Probe,
+    WeightsDamagedError,
+    WeightsNotAllowedError,
+    check_inside,
+    check_whole,
+)
 from replay_client.records import Policy
+from replay_client.waits import LOG_SECONDS, WaitLog, beat
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
@@ -27,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
+
+_TRIAL_SECONDS = 30.0
+"""Between two groups while generation is held. They find out if the server takes such groups again, for example since
+somebody has raised `max_staleness`."""
 
 ReloadMode = Literal["between_groups", "at_once"]
 
@@ -37,6 +49,10 @@ class WeightsNotFoundError(ReplayError):
 
 class WeightsMismatchError(ReplayError):
     """With the new weights the engine computes other log-probabilities than the trainer."""
+
+
+class StaleWeightsError(ReplayError):
+    """The server refuses all groups of the engine's weights as too old, and newer weights do not come."""
 
 
 class PolicyFollower:
@@ -233,6 +249,59 @@ class PolicyFollower:
                 "when it reloads weights; untie them, or start the generator again with these weights as its model. "
                 "With bfloat16 on either side some tenths are normal: raise the tolerance"
             )
+
+
+class StaleGroups:
+    """Holds generation while the server refuses as too old whatever the engine's weights would draw.
+
+    A refused group that is older than the engine's weights was only late. One of the same version tells that all
+    others will be refused too, until there are newer weights.
+    """
+
+    def __init__(self, policy: PolicyFollower, stats: GeneratorStats, timeout: float | None) -> None:
+        """`timeout`: seconds to wait for newer weights; None: for ever."""
+        self._policy = policy
+        self._stats = stats
+        self._timeout = timeout
+        self._too_old: int | None = None  # the version of the engine's weights, of which all groups are refused
+        self._since = 0.0
+        self._log = WaitLog()
+
+    def refused(self, version: int, error: BaseException | None) -> None:
+        """The server has refused a group of this version."""
+        hold = version >= self._policy.version
+        if hold and self._too_old != self._policy.version:
+            self._too_old, self._since = self._policy.version, time.monotonic()
+        what = (
+            "all groups of these weights will be, so the generator waits for newer ones" if hold else "it is left out"
+        )
+        refused = self._stats["stale_refused"]
+        self._log.wait(f"a group is too old on arrival, the {refused}th, and {what}: {error}; {self._policy.why_old()}")
+
+    def inserted(self) -> None:
+        """The server has taken a group."""
+        self._too_old = None
+        self._log.go_on()
+
+    async def hold(self) -> None:
+        """Returns when a group may be started: at once, unless all would be refused.
+
+        Raises StaleWeightsError when newer weights have not come for `timeout`.
+        """
+        started = time.monotonic()
+        while self._too_old == self._policy.version:
+            now = time.monotonic()
+            if self._timeout is not None and now - self._since > self._timeout:
+                raise StaleWeightsError(
+                    f"for {self._timeout:g} s (stale_timeout) the server has refused all groups as too old: "
+                    f"{self._policy.why_old()}. Let the trainer publish weights with its versions, where this machine "
+                    "can read them, or raise max_staleness of the table"
+                )
+            if now - started > _TRIAL_SECONDS:
+                break
+            left = self._since + self._timeout - now if self._timeout is not None else LOG_SECONDS
+            await self._policy.wait_for_other_weights(min(left + 0.01, started + _TRIAL_SECONDS - now + 0.01))
+        self._stats["stale_seconds"] += time.monotonic() - started
 
 
 def _same(a: Policy, b: Policy) -> bool:

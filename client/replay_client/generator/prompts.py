@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import itertools
 import json
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from replay_client.errors import ReplayError
+from replay_client.json_lines import json_lines
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
@@ -108,44 +108,14 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r}")
 
 
-_OTHER_FILES = (
-    (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
-    (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
-    (b"PAR1", "a Parquet file", "give the folder of a data set, or write it as JSON lines"),
-    (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
-    (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
-)
-"""How files begin that people give by mistake, and what to do with them."""
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {error.start + 1}, {line[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
-            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
-        ) from error
-
-
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
     """All prompts of a file in UTF-8 with one JSON object a line. Empty lines do not count, nor does a byte order mark.
 
     Raises ValueError that names file and line, for a line without a prompt and for a file without prompts.
     """
-    content = Path(path).read_bytes()
-    for start, kind, remedy in _OTHER_FILES:
-        if content.startswith(start):
-            raise ValueError(f"{path}, line 1: this is {kind}, and prompts are lines of JSON in UTF-8: {remedy}")
     prompts = []
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, row in json_lines(path):
         try:
-            row = json.loads(_decoded(line))
-            if not isinstance(row, dict):
-                raise ValueError(f"a {type(row).__name__} where an object with a {prompt_field!r} belongs")
             prompts.append(Prompt.of(row, prompt_field))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error

@@ -1,4 +1,8 @@
-"""Rewards: score the completions of a prompt by a weighted sum of functions."""
+"""Rewards, which score the completions of a prompt, and priorities, which groups go into their tables with.
+
+Both are functions of the user's own, or built-in ones by name. A reward is a weighted sum of functions. A priority is 0
+for a group that has nothing to teach.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
-from replay_client.generator.functions import load_function
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import carries_gradient, group_learnability, group_priority, trained_advantages
+from replay_client.settings import load_function
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """Takes the prompt's row and a completion's text, and returns a reward. If it is async, all calls for a group run at
@@ -212,3 +218,46 @@ def _where(function: Callable[..., Any], error: Exception | None) -> str:
         plain = type(plain).__call__  # an object that can be called
     code = getattr(plain, "__code__", None)
     return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+
+
+# ------------------------------------------------------------------------------------------------ priorities
+
+Priority = Callable[[RolloutGroup], float]
+"""Finite and not negative. Tables do not forward an item of priority 0 to the pool."""
+
+
+def advantage(group: RolloutGroup) -> float:
+    """`scoring.group_priority` of the completions that are trained on; the others have no gradient."""
+    return group_priority(group.rewards, trained_advantages(group)) if carries_gradient(group) else 0.0
+
+
+def learnability(group: RolloutGroup) -> float:
+    """`scoring.group_learnability`; 0 for a group that carries no gradient."""
+    return group_learnability(group.rewards) if carries_gradient(group) else 0.0
+
+
+BUILT_IN = {"advantage": advantage, "learnability": learnability}
+
+
+def load_priority(name: str | Priority) -> Priority:
+    """One of BUILT_IN, or any function of a group: itself, or as "package.module:function".
+
+    The function that is returned raises ValueError if the user's own returns no finite number from 0.
+    Raises ValueError for a name that leads to no function.
+    """
+    function = name if callable(name) else load_function("priority", name, BUILT_IN)
+    if function in BUILT_IN.values():
+        return function
+    shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+
+    def checked(group: RolloutGroup) -> float:
+        result = function(group)
+        try:
+            number = float(result)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"priority function {shown!r} returned {result!r}: it must be a finite number from 0")
+        return number
+
+    return checked

@@ -23,12 +23,12 @@ from replay_client.errors import (
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
-from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
-from replay_client.generator.wait_log import WaitLog
-from replay_client.keys import KeySequence
+from replay_client.generator.rewards import load_priority
 from replay_client.records import PermitLease, ServerInfo
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
+from replay_client.waits import WaitLog, patiently
 
 if TYPE_CHECKING:
     from replay_client.aio import AsyncReplayClient
@@ -40,8 +40,6 @@ T = TypeVar("T")
 _RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
 _SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-"""Seconds between attempts at a server that refuses or is away; doubled each time."""
 
 
 class GeneratorServer:
@@ -66,10 +64,7 @@ class GeneratorServer:
         """Whether groups for the configured tables need permits: one of the tables is that of [admission]."""
         info = await self._answer(self._client.server_info)
         self._see(info)
-        # An older server names no table: there every insert needs a permit.
-        return (admission := info.admission) is not None and (
-            not admission.table or admission.table in self._config.tables
-        )
+        return (admission := info.admission) is not None and admission.table in self._config.tables
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""
@@ -108,7 +103,8 @@ class GeneratorServer:
         key, timeout = next(self._keys), self._config.insert_timeout
         attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout)
         try:
-            await self._answer(partial(self._insert_when_there_is_room, attempt), counts_as="insert_waits")
+            await self._answer(attempt, counts_as="insert_waits")
+            self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
         except PayloadTooLargeError as error:
@@ -116,57 +112,40 @@ class GeneratorServer:
         if lease is not None:
             self._leases.discard(lease)
 
-    async def _insert_when_there_is_room(self, attempt: Callable[[], Awaitable[int]]) -> None:
-        pause = _FIRST_PAUSE
-        while True:
-            try:
-                await attempt()
-            except TableFullError as error:
-                self._stats["full_refused"] += 1
-                if self._config.when_full == "drop":
-                    self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
-                    raise LeftOut(None) from error
-                self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                self._table_full.go_on()
-                return
-
     async def _answer(
         self,
         attempt: Callable[[], Awaitable[T]],
         counts_as: Literal["insert_waits", "permit_waits"] | None = None,
     ) -> T:
         """The result of `attempt`, tried again while the server cannot do it. `counts_as` counts deadlines."""
-        pause = _FIRST_PAUSE
-        while True:
-            try:
-                result = await attempt()
-            except DeadlineExceededError as error:
-                if counts_as is None:
-                    raise
-                self._stats[counts_as] += 1
-                what = "a permit" if counts_as == "permit_waits" else "room in its table"
-                self._waiting.wait(f"a group waits for {what}: {error}")
-            except (ServerUnavailableError, ServerClosedError) as error:
-                self._waiting.wait(f"the server is away, and the generator tries again: {error}")
-                await self._until_it_answers()
-            except (ServerBusyError, StorageError) as error:
-                self._stats["server_refused"] += 1
-                self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                self._waiting.go_on()
-                return result
 
-    async def _until_it_answers(self) -> None:
-        """Raises ServerUnavailableError after the client's own timeout."""
-        await asyncio.sleep(_FIRST_PAUSE)
-        # It is on its way down, or answers but refuses: the caller tries again.
-        with contextlib.suppress(ServerClosedError, ServerBusyError):
-            await self._client.policy()
+        async def failed(error: ReplayError) -> None:
+            match error:
+                case DeadlineExceededError() if counts_as is not None:
+                    self._stats[counts_as] += 1
+                    what = "a permit" if counts_as == "permit_waits" else "room in its table"
+                    self._waiting.wait(f"a group waits for {what}: {error}")
+                case ServerUnavailableError() | ServerClosedError():
+                    self._waiting.wait(f"the server is away, and the generator tries again: {error}")
+                    # This waits for a server that is gone, and ends the run after the client's own timeout. A server
+                    # that is on its way down, or answers but refuses, is tried again.
+                    with contextlib.suppress(ServerClosedError, ServerBusyError):
+                        await self._client.policy()
+                case ServerBusyError() | StorageError():
+                    self._stats["server_refused"] += 1
+                    self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
+                case TableFullError():
+                    self._stats["full_refused"] += 1
+                    if self._config.when_full == "drop":
+                        self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                        raise LeftOut(None) from error
+                    self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
+                case _:
+                    raise error
+
+        result = await patiently(attempt, failed)
+        self._waiting.go_on()
+        return result
 
     async def watch(self) -> None:
         """Says that the server is away, that it answers again, and whether it is a new one. Never returns.

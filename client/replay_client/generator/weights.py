@@ -1,10 +1,16 @@
-"""Checks a folder of weights before an engine loads it: where its files are, and whether they are whole."""
+"""Folders of weights that a trainer publishes: what they hold, and how they are checked.
+
+Before an engine loads them: where the files are (`check_inside`), and whether they are whole (`check_whole`). After it:
+`Probe`, a token sequence with the trainer's log-probabilities, which the engine's must equal. A folder holds whole
+weights or a LoRA adapter.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,8 @@ import numpy as np
 from replay_client.errors import ReplayError
 
 _CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
 """The output head, which a checkpoint with tied embeddings may leave out."""
 # Integers of the size of each format, and the bits that are all set in infinities and NaN alone.
@@ -54,7 +62,7 @@ def check_whole(folder: str, model: str | None) -> None:
         tensors |= {name: (file, *place) for name, place in _tensors(file).items()}
     if not tensors:
         return  # the engine says so
-    adapter = (Path(folder) / "adapter_config.json").is_file()
+    adapter = (Path(folder) / _ADAPTER_CONFIG).is_file()
     if model is not None and not adapter and (missing := _needed(Path(model)) - tensors.keys()):
         raise WeightsDamagedError(
             f"{folder} lacks {sorted(missing)[0]!r} ({len(missing)} of the tensors that {model} has), so the engine "
@@ -124,3 +132,83 @@ def _named_files(folder: Path) -> Iterator[Path]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # the engine says what is wrong with it
         yield from (folder / name for name in sorted(names))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A token sequence with the trainer's log-probabilities, in `probe.json` beside the weights."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """(T - 1,) of each token but the first, at temperature 1, in nats."""
+
+    @classmethod
+    def read(cls, folder: str) -> Probe | None:
+        """The probe in a folder of weights; None if there is none. Raises ValueError if it is damaged."""
+        path = Path(folder) / "probe.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        try:
+            probe = cls([int(token) for token in content["token_ids"]], [float(lp) for lp in content["logprobs"]])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} must hold token_ids and logprobs: {error!r}") from error
+        if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
+            raise ValueError(
+                f"{path} has {len(probe.token_ids)} token_ids and {len(probe.logprobs)} logprobs; "
+                "it needs at least two tokens and a log-probability for each but the first"
+            )
+        return probe
+
+    def max_difference(self, scores: list[float]) -> float:
+        """Largest absolute difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
+        return float(np.abs(np.asarray(scores) - np.asarray(self.logprobs)).max())
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+def holds_adapter(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder of weights holds an adapter instead of whole weights.
+
+    Raises FileNotFoundError if it holds neither, or is gone.
+    """
+    names = {path.name for path in Path(folder).glob("*.safetensors")}
+    if not names:
+        raise FileNotFoundError(f"no *.safetensors in {os.fspath(folder)}")
+    return _ADAPTER_WEIGHTS in names
+
+
+def check_base(model: str) -> None:
+    """Raises ValueError if `model`, which an engine is to start with, is a folder with an adapter."""
+    if (Path(model) / _ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{model} holds an adapter: start the engine with its base model. It loads the adapters that the trainer "
+            "publishes"
+        )
+
+
+def read_adapter(folder: str) -> tuple[Any, dict[str, Any]]:
+    """The configuration and the tensors of the adapter in `folder`, as peft takes them.
+
+    Raises ModuleNotFoundError without peft, FileNotFoundError if a file is gone, ValueError for another kind of
+    adapter than LoRA.
+    """
+    try:
+        from peft import LoraConfig, PeftConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{folder} holds a LoRA adapter, and peft is not installed: pip install '.[lora]' in a clone of the "
+            "repository"
+        ) from error
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(folder) / _ADAPTER_WEIGHTS)
+    if not (Path(folder) / _ADAPTER_CONFIG).is_file():
+        raise FileNotFoundError(f"no {_ADAPTER_CONFIG} in {folder}")
+    config = PeftConfig.from_pretrained(folder)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{folder} holds an adapter of kind {config.peft_type}, and engines load LoRA adapters alone")
+    config.inference_mode = True
+    return config, tensors

@@ -21,7 +21,6 @@ from replay_client.errors import (
     ServerUnavailableError,
     ShardDrainingError,
 )
-from replay_client.keys import KeySequence
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -34,7 +33,7 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
 )
-from replay_client.requests import MOST_KEYS, column, whole_number
+from replay_client.requests import MOST_KEYS, KeySequence, column, whole_number
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import OnLease, ignore
 from replay_client.shards.by_key import KeyedItems

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from replay_client.keys import FIRST_KEY, LAST_KEY
+from replay_client.requests import FIRST_KEY, LAST_KEY
 
 Keys = npt.NDArray[np.uint64]
 

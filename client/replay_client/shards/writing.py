@@ -10,8 +10,8 @@ from functools import partial
 from replay_client.connection import Timeout
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_client.frames import Item
-from replay_client.keys import KeySequence
 from replay_client.records import Buffer, PermitLease
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.fleet import Fleet
 from replay_client.shards.placing import chosen_by_client

@@ -1,9 +1,9 @@
 """A run to look at: a server with a generator, a trainer and the metrics of one, without any model.
 
-    python -m tests.client.dashboard.load --folder /tmp/run [--situation healthy|blocked|collapsing] [--seconds 3600]
+    python -m tests.client.dashboard.load --folder /tmp/run [--situation healthy|blocked] [--seconds 3600]
 
-prints the commands that show it. `blocked`: after ten seconds nobody samples any more. `collapsing`: the policy becomes
-certain of a few short answers. In all of them some groups are odd: hostile, damaged, cut off, or no group at all.
+prints the commands that show it. `blocked`: after ten seconds nobody samples any more. Some groups are odd: hostile,
+damaged, cut off, or no group at all.
 """
 
 from __future__ import annotations
@@ -107,20 +107,13 @@ class Run:
         self.difficulty = [self.rng.uniform(-2.0, 2.5) for _ in self.problems]
         self.started = time.monotonic()
 
-    @property
-    def collapse(self) -> float:
-        """0: healthy, 1: the policy is certain."""
-        return min(1.0, max(0.0, (self.version - 12) / 12)) if self.situation == "collapsing" else 0.0
-
     def group(self, number: int) -> RolloutGroup:
         """Eight answers to a problem: the higher the policy version, the more of them are right."""
         index = self.rng.randrange(len(self.problems))
         prompt, a, b = self.problems[index]
         skill = 1 / (1 + math.exp(self.difficulty[index] - 2 * (1 - math.exp(-self.version / 60))))
-        rights = [self.rng.random() < skill * (1 - 0.9 * self.collapse) for _ in range(8)]
+        rights = [self.rng.random() < skill for _ in range(8)]
         texts = [answer(self.rng, a, b, right) for right in rights]
-        if self.rng.random() < self.collapse:
-            texts, rights = ["So the answer is 42."] * 8, [False] * 8
         reasons = ["stop"] * 8
         if number % 23 == 5:
             texts[0], texts[3] = HOSTILE[number % len(HOSTILE)], f"Hm. {HOSTILE[(number + 1) % len(HOSTILE)]}"
@@ -128,8 +121,7 @@ class Run:
             texts = [" ".join([text] * 12) for text in texts]
             reasons = ["length"] * 8
         ids = [[*self.tokenizer.encode(text).ids, 0] for text in texts]
-        scale = 0.45 * (1 - 0.97 * self.collapse)
-        logprobs = [-self.numbers.gamma(0.5, scale, size=len(each)).astype(np.float32) for each in ids]
+        logprobs = [-self.numbers.gamma(0.5, 0.45, size=len(each)).astype(np.float32) for each in ids]
         if number % 41 == 9:
             logprobs = [each - 3.0 for each in logprobs]
         rewards = [float(right) for right in rights]
@@ -192,7 +184,7 @@ class Run:
                     self.stopped.wait(1.0)
                     continue
                 stale = float(np.mean([sample.info.staleness for sample in samples]))
-                file.write(json.dumps(metrics_line(self.version, self.numbers, self.collapse, stale)) + "\n")
+                file.write(json.dumps(metrics_line(self.version, self.numbers, stale)) + "\n")
                 file.flush()
 
     def __enter__(self) -> Run:
@@ -200,7 +192,7 @@ class Run:
         for name, shift in (("baseline", -0.1), ("lower-lr", 0.05)):
             folder = self.folder / "runs" / name
             folder.mkdir(exist_ok=True)
-            lines = [json.dumps(metrics_line(step, rng, 0.0, 1.0, shift)) + "\n" for step in range(1, 121)]
+            lines = [json.dumps(metrics_line(step, rng, 1.0, shift)) + "\n" for step in range(1, 121)]
             (folder / "metrics.jsonl").write_text("".join(lines))
         self.server.start()
         self.threads = [
@@ -217,9 +209,9 @@ class Run:
             thread.join(timeout=10)
 
 
-def metrics_line(step: int, rng: np.random.Generator, collapse: float, stale: float, shift: float = 0.0) -> dict:
+def metrics_line(step: int, rng: np.random.Generator, stale: float, shift: float = 0.0) -> dict:
     """A line as the trainer writes it."""
-    solved = (0.35 + shift + 0.5 * (1 - math.exp(-step / 60))) * (1 - 0.8 * collapse)
+    solved = 0.35 + shift + 0.5 * (1 - math.exp(-step / 60))
 
     def noise(scale: float) -> float:
         return float(rng.normal(0, scale))
@@ -228,21 +220,21 @@ def metrics_line(step: int, rng: np.random.Generator, collapse: float, stale: fl
         "step": step,
         "policy_version": step,
         "fresh/reward_mean": solved + noise(0.04),
-        "fresh/reward_std": 0.32 * (1 - collapse) + abs(noise(0.02)),
-        "fresh/zero_variance_fraction": min(1.0, 0.3 + 0.65 * collapse + abs(noise(0.05))),
-        "fresh/completion_length_mean": 41 * (1 - 0.7 * collapse) + noise(1.5),
+        "fresh/reward_std": 0.32 + abs(noise(0.02)),
+        "fresh/zero_variance_fraction": 0.3 + abs(noise(0.05)),
+        "fresh/completion_length_mean": 41 + noise(1.5),
         "fresh/truncated_fraction": abs(noise(0.02)),
         "fresh/staleness_mean": stale,
         "replay/groups_replaced": 5 + round(noise(1)),
         "replay/groups_missing": 0,
         "replay/staleness_mean": 4 + abs(noise(1)),
         "train/loss": noise(0.02),
-        "train/entropy": (0.25 + 0.25 * math.exp(-step / 200)) * (1 - 0.97 * collapse) + abs(noise(0.01)),
+        "train/entropy": 0.25 + 0.25 * math.exp(-step / 200) + abs(noise(0.01)),
         "train/grad_norm": 0.4 + abs(noise(0.1)),
         "train/clip_high_fraction": abs(noise(0.01)),
         "train/tokens_per_second": 5400 + noise(200),
         "correction/ratio_mean": 1 + noise(0.01),
-        "correction/ess": min(1.0, 0.93 - 0.3 * collapse + noise(0.02)),
+        "correction/ess": min(1.0, 0.93 + noise(0.02)),
         "correction/kl": abs(noise(0.004)),
         "correction/chi2": abs(noise(0.05)),
         "time/step": 1.2 + abs(noise(0.1)),
@@ -254,7 +246,7 @@ def metrics_line(step: int, rng: np.random.Generator, collapse: float, stale: fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--situation", choices=("healthy", "blocked", "collapsing"), default="healthy")
+    parser.add_argument("--situation", choices=("healthy", "blocked"), default="healthy")
     parser.add_argument("--rate", type=float, default=12.0, help="groups a second of each of two generators")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0)

@@ -236,7 +236,7 @@ class RecordingClient:
             admission: object | None
             server_id: int = 1
 
-        return Info(admission=AdmissionInfo() if self.admission else None)
+        return Info(admission=AdmissionInfo(table="rollouts") if self.admission else None)
 
     async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitLease:
         self.granted += count

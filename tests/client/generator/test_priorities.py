@@ -5,49 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from replay_client.completions import group_from_completions
 from replay_client.generator import GeneratorConfig
-from replay_client.generator.priorities import load_priority
 from replay_client.generator.prompts import PromptError
+from replay_client.generator.rewards import load_priority
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import group_advantages, group_learnability, group_priority
+from replay_client.scoring import group_learnability, group_priority
 from tests.client.generator.factories import RecordingClient, ScriptedEngine
 from tests.client.generator.test_generator import make_generator
-
-
-def make_group(rewards: list[float], loss_mask: list[bool] | None = None) -> RolloutGroup:
-    """One token a completion."""
-    return group_from_completions(
-        prompt_ids=[5],
-        completions=[[7]] * len(rewards),
-        logprobs=[[-1.0]] * len(rewards),
-        rewards=rewards,
-        advantages=group_advantages(rewards),
-        policy_version=0,
-        prompt_id="p",
-        loss_mask=None if loss_mask is None else np.array(loss_mask),
-    )
+from tests.factories import make_group
 
 
 def test_the_built_in_scores_are_those_of_the_scoring_module() -> None:
-    group = make_group([1.0, 0.0, 0.0, 0.0])
+    group = make_group(rewards=[1.0, 0.0, 0.0, 0.0])
     assert load_priority("advantage")(group) == group_priority(group.rewards, group.advantages)
     assert load_priority("learnability")(group) == group_learnability(group.rewards) == pytest.approx(3 / 16)
 
 
 @pytest.mark.parametrize("name", ["advantage", "learnability"])
 def test_a_group_with_nothing_to_teach_has_priority_zero(name: str) -> None:
-    assert load_priority(name)(make_group([1.0, 1.0])) == 0.0
-    assert load_priority(name)(make_group([1.0, 0.0], loss_mask=[False, False])) == 0.0
+    assert load_priority(name)(make_group(rewards=[1.0, 1.0])) == 0.0
+    assert load_priority(name)(make_group(rewards=[1.0, 0.0], completions=[[7], [7]], loss_mask=[False, False])) == 0.0
 
 
 def test_a_function_is_given_itself_or_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_priorities.py").write_text("def best(group): return group.rewards.max()\nLIMIT = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    group = make_group([0.25, 0.75])
+    group = make_group(rewards=[0.25, 0.75])
     assert load_priority("my_priorities:best")(group) == 0.75
     assert load_priority(lambda group: float(group.group_size))(group) == 2.0
     for name in ("best", "my_priorities:", "no_such_module:f", "my_priorities:missing", "my_priorities:LIMIT"):
@@ -58,7 +43,7 @@ def test_a_function_is_given_itself_or_by_its_name(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("result", [-1.0, float("nan"), float("inf"), None, "much"])
 def test_what_is_no_priority_is_refused_by_value(result: Any) -> None:
     with pytest.raises(ValueError, match=f"returned {result!r}"):
-        load_priority(lambda group: result)(make_group([1.0, 0.0]))
+        load_priority(lambda group: result)(make_group(rewards=[1.0, 0.0]))
 
 
 async def test_a_generator_inserts_with_the_priority_of_its_configuration() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from replay_client.generator.engines import vllm_log as module
-from replay_client.generator.engines.vllm_log import VLLMLog, vllm_log
+from replay_client.generator.engines import vllm as module
+from replay_client.generator.engines.vllm import VLLMLog
 
 RELOAD = """2026-11-22 16:00:00,000 pid=7 ERROR Invocation of collective_rpc method failed
 Traceback (most recent call last):
@@ -55,16 +57,23 @@ def test_the_reason_is_the_last_error_that_follows_from_no_other(log: VLLMLog, t
     assert log.reason().startswith(reason)
 
 
-def test_a_log_that_somebody_may_want_to_read_stays_and_others_go(log: VLLMLog, tmp_path: Path) -> None:
-    other = VLLMLog()
-    log.reason()
-    for each in (log, other):
-        each._remove(os.getpid())
+def test_a_log_that_somebody_may_want_to_read_stays_at_the_end_of_the_process_and_others_go(tmp_path: Path) -> None:
+    code = f"from {module.__name__} import VLLMLog\nother, log = VLLMLog(), VLLMLog()\nlog.reason()"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
     assert len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
-def test_somebody_who_says_where_vllm_logs_to_keeps_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_log", None)
-    monkeypatch.setenv(name, "1")
-    assert vllm_log() is None
+SAYS_WHERE = f"""
+import os
+from {module.__name__} import vllm_log
+for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"):
+    os.environ[name] = "1"
+    assert vllm_log() is None, name
+    del os.environ[name]
+assert vllm_log() is not None
+"""
+
+
+def test_somebody_who_says_where_vllm_logs_to_keeps_that() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    subprocess.run([sys.executable, "-c", SAYS_WHERE], env=environment, check=True)

@@ -12,7 +12,7 @@ import sys
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,8 +95,33 @@ def fresh(servers: list[VLLMProcess], model: Path) -> list[VLLMProcess]:
     return servers
 
 
-def make_engine(model: Path, servers: list[VLLMProcess], **options: Any) -> VLLMServerEngine:
-    return VLLMServerEngine(model, base_url=[server.url for server in servers], **({"self_test": False} | options))
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often engines have asked which address."""
+    counts: Counter[str] = Counter()
+    call = VLLMServer.call
+
+    async def counted(self: VLLMServer, method: str, path: str, *args: Any, **query: Any) -> Any:
+        counts[f"{self.url}{path}"] += 1
+        return await call(self, method, path, *args, **query)
+
+    monkeypatch.setattr(VLLMServer, "call", counted)
+    return counts
+
+
+@pytest.fixture
+async def make_engine(model: Path) -> AsyncIterator[Callable[..., VLLMServerEngine]]:
+    """Makes engines that ask servers; closed after the test."""
+    engines: list[VLLMServerEngine] = []
+
+    def make(*servers: VLLMProcess | str, **options: Any) -> VLLMServerEngine:
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        engines.append(VLLMServerEngine(model, base_url=urls, **({"self_test": False} | options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.close()
 
 
 @pytest.mark.timeout(900)
@@ -107,9 +132,9 @@ class TestRealServers:
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], temperature: float
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], temperature: float, make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh[:1])
+        engine = make_engine(fresh[0])
         sampling = SamplingConfig(temperature=temperature, max_tokens=16)
         for version, weights in enumerate([model, *versions[:2]]):
             if version:
@@ -119,12 +144,11 @@ class TestRealServers:
             for completion in completions:
                 check_completion(completion, PROMPT, sampling, {version: weights})
             await check_scores(engine, weights)
-        await engine.close()
 
     async def test_completions_go_on_with_new_weights_and_each_token_has_the_log_probability_of_its_own(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path]
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh[:1])
+        engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(max_tokens=58)
         for seed in range(40):
@@ -144,20 +168,11 @@ class TestRealServers:
             # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
             cuts = [n for n in range(len(before) + 1) if (before[:n] < 1e-4).all() and (after[n:] < 1e-4).all()]
             assert cuts
-        await engine.close()
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
     ) -> None:
-        asked: Counter[str] = Counter()
-        call = VLLMServer.call
-
-        async def counted(self: VLLMServer, method: str, path: str, *args: Any, **query: Any) -> Any:
-            asked[f"{self.url}{path}"] += 1
-            return await call(self, method, path, *args, **query)
-
-        monkeypatch.setattr(VLLMServer, "call", counted)
-        engine = make_engine(model, fresh, seed=1)
+        engine = make_engine(*fresh, seed=1)
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(max_tokens=12)
         groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(8)))
@@ -166,41 +181,30 @@ class TestRealServers:
         for completion in completions:
             check_completion(completion, PROMPT, sampling, versions[0])
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
-        await engine.close()
 
     async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(
-        self, fresh: list[VLLMProcess], model: Path
+        self, fresh: list[VLLMProcess], make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh[:1])
+        engine = make_engine(fresh[0])
         sampling = SamplingConfig(max_tokens=2)
         prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
         groups = await asyncio.gather(*(engine.generate(prompt, sampling, 4) for prompt in prompts))
         assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
         assert engine.servers_lost == 0
-        await engine.close()
 
     async def test_of_several_generators_one_reloads(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
     ) -> None:
-        loads: list[str | None] = []
-        load = VLLMServer._load
-
-        async def recorded(self: VLLMServer, path: str | None) -> None:
-            loads.append(path)
-            await load(self, path)
-
-        monkeypatch.setattr(VLLMServer, "_load", recorded)
-        engines = [make_engine(model, fresh[:1]) for _ in range(3)]
+        engines = [make_engine(fresh[0]) for _ in range(3)]
         await asyncio.gather(*(engine.load_weights(str(versions[2]), 3) for engine in engines))
-        assert loads == [str(versions[2])]
+        assert asked[f"{fresh[0].url}/collective_rpc"] == 1
         for engine in engines:
             await check_scores(engine, versions[2])
-            await engine.close()
 
     async def test_a_generator_that_is_late_takes_the_newer_version_that_another_one_loaded(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path]
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
     ) -> None:
-        late, early = make_engine(model, fresh[:1]), make_engine(model, fresh[:1])
+        late, early = make_engine(fresh[0]), make_engine(fresh[0])
         await late.load_weights(str(versions[0]), 1)
         await early.load_weights(str(versions[1]), 2)
         with pytest.raises(FileNotFoundError, match="another generator has loaded 2@"):
@@ -208,13 +212,11 @@ class TestRealServers:
         # The other way round: an older version that came after ours gives way to ours.
         await late.load_weights(str(versions[0]), 1)
         await check_scores(early, versions[1])
-        for engine in (late, early):
-            await engine.close()
 
     async def test_servers_that_disagree_about_a_version_are_found(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path]
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh)
+        engine = make_engine(*fresh)
         await engine.load_weights(str(versions[0]), 1)
         label = label_of(fresh[1])
         post(f"{fresh[1].url}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
@@ -222,12 +224,11 @@ class TestRealServers:
         assert label_of(fresh[1]) == label
         with pytest.raises(VLLMServerError, match="hold the same version, and their log-probabilities differ"):
             await engine.score(PROMPT)
-        await engine.close()
 
     async def test_a_server_that_accepts_and_never_answers_holds_up_nobody_and_is_taken_back(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], caplog: pytest.LogCaptureFixture
+        self, fresh: list[VLLMProcess], versions: list[Path], caplog: pytest.LogCaptureFixture, make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh, health_timeout=2.0, patience=0.1)
+        engine = make_engine(*fresh, health_timeout=2.0, patience=0.1)
         sampling = SamplingConfig(max_tokens=6)
         fresh[1].freeze()
         try:
@@ -247,21 +248,19 @@ class TestRealServers:
         assert label_of(fresh[1]) == label_of(fresh[0])
         assert f"{fresh[1].url} is used again, after" in caplog.text
         assert engine.servers_lost == 1
-        await engine.close()
 
     async def test_the_self_test_restores_the_weights_and_a_server_that_a_killed_generator_left_paused_goes_on(
-        self, fresh: list[VLLMProcess], model: Path
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
     ) -> None:
         post(f"{fresh[0].url}/pause?mode=keep")
-        engine = await asyncio.to_thread(make_engine, model, fresh[:1], self_test=True)
+        engine = await asyncio.to_thread(make_engine, fresh[0], self_test=True)
         assert len(await engine.generate(PROMPT, SamplingConfig(max_tokens=3), 2)) == 2
         await check_scores(engine, model)
-        await engine.close()
 
     async def test_weights_that_are_gone_and_weights_that_the_server_cannot_read(
-        self, fresh: list[VLLMProcess], model: Path, tmp_path: Path
+        self, fresh: list[VLLMProcess], model: Path, tmp_path: Path, make_engine: Any
     ) -> None:
-        engine = make_engine(model, fresh[:1])
+        engine = make_engine(fresh[0])
         with pytest.raises(FileNotFoundError, match=r"no \*.safetensors in"):
             await engine.load_weights(str(tmp_path), 1)
         (tmp_path / "model.safetensors").write_bytes(b"nothing")
@@ -269,8 +268,7 @@ class TestRealServers:
             await engine.load_weights(str(tmp_path), 1)
         assert label_of(fresh[0]) == "incomplete"
         with pytest.raises(VLLMServerError, match="loaded in part: start it anew"):
-            make_engine(model, fresh[:1], self_test=True)
-        await engine.close()
+            make_engine(fresh[0], self_test=True)
 
     def test_the_program_of_the_page_runs(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
         names: dict[str, Any] = {}
@@ -303,12 +301,12 @@ class TestRealServers:
             assert client.server_info().tables["rollouts"].size == 2
 
     async def test_a_generator_follows_versions_and_survives_the_server(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path, make_engine: Any
     ) -> None:
         client = RecordingClient()
         sampling = SamplingConfig(max_tokens=8)
         config = GeneratorConfig(group_size=2, sampling=sampling, max_concurrent_groups=4)
-        engine = make_engine(model, fresh[:1])
+        engine = make_engine(fresh[0])
         generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: float(len(text)), config)
         run = asyncio.create_task(generator.run())
 
@@ -357,6 +355,7 @@ ANSWERS: dict[str, Any] = {
 }
 """What vLLM 0.32 answers, as far as the engine reads it."""
 NEVER = object()
+CHUNKED = {"enable_chunked_prefill": True}
 
 
 @contextlib.contextmanager
@@ -397,6 +396,10 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
+def server_info(mode: str = "processed_logprobs", **configs: Any) -> dict[str, Any]:
+    return {"vllm_config": {"model_config": {"logprobs_mode": mode}} | configs}
+
+
 def answers_for(model: Path, **changes: Any) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
@@ -417,20 +420,12 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
     [
         ({"server_info": None}, {}, "has no /server_info: start it with the development calls: VLLM_SERVER_DEV_MODE=1"),
         (
-            {"server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}},
+            {"server_info": server_info("raw_logprobs")},
             {},
             "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
         ),
         (
-            {
-                "server_info": {
-                    "vllm_config": {
-                        "model_config": {"logprobs_mode": "processed_logprobs"},
-                        "device_config": {"device": "cpu"},
-                        "scheduler_config": {"enable_chunked_prefill": True},
-                    }
-                }
-            },
+            {"server_info": server_info(device_config={"device": "cpu"}, scheduler_config=CHUNKED)},
             {},
             "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
         ),
@@ -472,12 +467,13 @@ def test_a_server_that_does_not_answer_is_refused(model: Path) -> None:
         VLLMServerEngine(model, base_url="localhost:8000")
 
 
-async def test_a_server_that_does_not_come_back_ends_the_wait(model: Path, versions: list[Path]) -> None:
+async def test_a_server_that_does_not_come_back_ends_the_wait(
+    model: Path, versions: list[Path], make_engine: Any
+) -> None:
     with answering(answers_for(model)) as (url, _):
-        engine = VLLMServerEngine(model, base_url=url, patience=0.2)
+        engine = make_engine(url, self_test=True, patience=0.2)
     with pytest.raises(VLLMServerError, match="no vLLM server answers"):
         await engine.generate(PROMPT, SamplingConfig(), 1)
-    await engine.close()
 
 
 def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: Path) -> None:
@@ -492,7 +488,7 @@ def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: 
 
 @pytest.mark.parametrize("silent", ["pause", "collective_rpc", "update_weight_version", "weight_info"])
 async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_the_others(
-    model: Path, versions: list[Path], silent: str, caplog: pytest.LogCaptureFixture
+    model: Path, versions: list[Path], silent: str, caplog: pytest.LogCaptureFixture, make_engine: Any
 ) -> None:
     label = Weights.of(str(versions[0]), 1).label
     good = answers_for(model, weight_info={"weight_version": label}, health={})
@@ -501,18 +497,17 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
         answering(answers_for(model, **({"health": {}, "update_weight_version": {}} | {silent: NEVER}))) as (other, _),
     ):
         limits = {"control_timeout": 0.3, "reload_timeout": 0.3}
-        engine = VLLMServerEngine(model, base_url=[url, other], self_test=False, **limits)
+        engine = make_engine(url, other, **limits)
         async with asyncio.timeout(30):
             await engine.load_weights(str(versions[0]), 1)
         assert (engine.servers_lost, engine.servers_away) == (1, 1)
         assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text
         stats = RolloutGenerator(RecordingClient(), engine, [], lambda row, text: 0.0).stats  # type: ignore[arg-type]
         assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
-        await engine.close()
 
 
 async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
-    model: Path, caplog: pytest.LogCaptureFixture
+    model: Path, caplog: pytest.LogCaptureFixture, make_engine: Any
 ) -> None:
     choice = {
         "index": 0,
@@ -522,36 +517,33 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
         "finish_reason": "stop",
     }
     completions = {"v1/completions": {"choices": [choice]}, "health": {}}
-    raw = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
-        engine = VLLMServerEngine(model, base_url=[url, other], self_test=False)
-        again |= {"/v1/completions": (503, {}), "/server_info": raw}
+        engine = make_engine(url, other)
+        again |= {"/v1/completions": (503, {}), "/server_info": server_info("raw_logprobs")}
         await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
         await async_until(lambda: asked.count("/server_info") >= 3)  # the second question came after the refusal
         await engine.generate(PROMPT, SamplingConfig(), 1)
         assert engine.servers_away == 1
         again |= answers_for(model, **completions)
         await async_until(lambda: not engine.servers_away)
-        await engine.close()
     assert f"{other}/v1/completions answered 503; it is asked again, 1 of 2 servers are away" in caplog.text
     assert f"{other} is used again, after" in caplog.text
 
 
 async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any
 ) -> None:
     monkeypatch.setattr("replay_client.generator.engines.vllm_server._LONGEST_PAUSE", 0.05)
     weights = make_version(model, tmp_path / "step-1")
     with answering(answers_for(model)) as (url, _):
-        engine = VLLMServerEngine(model, base_url=url, self_test=False)
+        engine = make_engine(url)
     loading = asyncio.create_task(engine.load_weights(str(weights), 1))
     await async_until(lambda: engine.servers_away)
     assert not loading.done()
     shutil.rmtree(weights)
     with pytest.raises(FileNotFoundError):
         await loading
-    await engine.close()
 
 
 @pytest.mark.parametrize("name", ["control_timeout", "reload_timeout", "health_timeout"])
@@ -568,14 +560,13 @@ def test_a_limit_that_no_server_can_keep_is_refused_by_name(model: Path, name: s
     ],
 )
 async def test_a_server_is_resumed_after_a_reload_that_failed(
-    model: Path, versions: list[Path], failing: dict[str, Any], error: str
+    model: Path, versions: list[Path], failing: dict[str, Any], error: str, make_engine: Any
 ) -> None:
     answers = answers_for(model, update_weight_version={"success": True}, **failing)
     with answering(answers) as (url, asked):
-        engine = VLLMServerEngine(model, base_url=url, self_test=False)
+        engine = make_engine(url)
         with pytest.raises(VLLMServerError, match=error):
             await engine.load_weights(str(versions[0]), 1)
-        await engine.close()
     assert asked[-1] == "/resume"
     # The label says so from before the first weight changes.
     assert asked.index("/pause") < asked.index("/update_weight_version") < asked.index("/collective_rpc")
@@ -606,7 +597,7 @@ def test_a_label_names_the_version_and_the_files(versions: list[Path], tmp_path:
     assert Weights.of(str(versions[0]), 1).label == label
 
 
-async def test_a_probe_that_does_not_fit_stops_the_generator(model: Path, tmp_path: Path) -> None:
+async def test_a_probe_that_does_not_fit_stops_the_generator(model: Path, tmp_path: Path, make_engine: Any) -> None:
     weights = make_version(model, tmp_path / "step-1", probe_error=0.5)
     labels = Weights.of(str(weights), 1).label
     steps = [None, *({str(t): {"logprob": -1.0}} for t in [9, 4, 13, 7, 5, 20, 11])]
@@ -616,7 +607,7 @@ async def test_a_probe_that_does_not_fit_stops_the_generator(model: Path, tmp_pa
     client = RecordingClient()
     await client.publish(1, weights)
     with answering(answers) as (url, _):
-        engine = VLLMServerEngine(model, base_url=url)
+        engine = make_engine(url, self_test=True)
         generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0)
         with pytest.raises(WeightsMismatchError):
             await generator.run()

@@ -1,10 +1,15 @@
-"""Who is gone from a run over several servers, and who works there."""
+"""Several servers as one: what adds up, what counts as the least, who is gone from the run, and who works there."""
 
 from __future__ import annotations
+
+import json
+
+import pytest
 
 from replay_client.records import server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
+from replay_server import TableConfig
 
 
 def merged(**shards):
@@ -17,6 +22,88 @@ def silence(side, age=90.0, table=""):
 
 def client(name, age=1.0, **fields):
     return pb.ClientInfo(name=name, age=age, **{"role": "trainer", "open": 1} | fields)
+
+
+def table(size=1, **fields):
+    return pb.TableInfo(name="t", config=TableConfig(name="t", max_size=8).model_dump_json(), size=size, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "second", "together"),
+    [
+        pytest.param("items", 3, 4, 7, id="counts add up"),
+        pytest.param("max_bytes", 10, 20, 30, id="bounds add up"),
+        pytest.param("max_bytes", 10, 0, 0, id="a shard without a bound leaves all without one"),
+        pytest.param("uptime", 50.0, 20.0, 20.0, id="the youngest start counts"),
+        pytest.param("memory_available", 7, 5, 5, id="the shard with the least room counts"),
+        pytest.param("memory_available", 0, 5, 5, id="a shard that does not know its room does not count"),
+        pytest.param("version", "2.0", "1.0", "1.0, 2.0", id="different versions are both named"),
+        pytest.param("version", "1.0", "1.0", "1.0", id="the same version is named once"),
+        pytest.param("commit_error", "", "disk full", "b: disk full", id="an error is told with the shard's name"),
+        pytest.param("long_wait", 20.0, 93.0, 93.0, id="a wait is long where it is long for the slowest shard"),
+    ],
+)
+def test_a_number_of_several_shards(field, first, second, together):
+    assert getattr(merged(a={field: first}, b={field: second}), field) == together
+
+
+@pytest.mark.parametrize(
+    ("of", "first", "second", "together"),
+    [
+        pytest.param(
+            lambda t: t.evicted_on_arrival, {"evicted_on_arrival": 2}, {"evicted_on_arrival": 3}, 5, id="counters"
+        ),
+        pytest.param(lambda t: t.insert_blocked_share, {"insert_blocked_share": 0.5}, {}, 0.25, id="shares of time"),
+        pytest.param(
+            lambda t: (t.sampling.count, t.sampling.reason, t.sampling.seconds),
+            {"sampling": pb.Waiting(count=1, reason="empty", seconds=9.0)},
+            {"sampling": pb.Waiting(count=2, reason="too few", seconds=4.0)},
+            (3, "empty", 9.0),
+            id="waits: the longest gives the reason",
+        ),
+        pytest.param(
+            lambda t: (t.age.min, t.age.p50, t.age.max, t.age.mean),
+            {"size": 3, "age": pb.Quantiles(min=1, p50=2, max=3, mean=2)},
+            {"size": 1, "age": pb.Quantiles(min=5, p50=6, max=7, mean=6)},
+            (1, 3, 7, 3),
+            id="quantiles: each shard counts by its items",
+        ),
+        pytest.param(
+            lambda t: (t.age.min, t.age.p50),
+            {"size": 0, "age": pb.Quantiles()},
+            {"size": 1, "age": pb.Quantiles(min=5, p50=6)},
+            (5, 6),
+            id="quantiles: an empty shard does not count",
+        ),
+        pytest.param(
+            lambda t: (t.sampled.age, t.sampled.usual),
+            {"sampled": pb.Rhythm(age=9, usual=2)},
+            {"sampled": pb.Rhythm(age=4, usual=3)},
+            (4, 3),
+            id="rhythms: the last time, and the slowest beat",
+        ),
+        pytest.param(
+            lambda t: (t.limiter.samples_per_insert, t.limiter.difference),
+            {"limiter": pb.Limiter(samples_per_insert=2, difference=5)},
+            {"limiter": pb.Limiter(samples_per_insert=2, difference=-1)},
+            (2, 4),
+            id="limiters: settings stay, differences add up",
+        ),
+        pytest.param(lambda t: json.loads(t.config)["max_size"], {}, {}, 16, id="bounds in the configuration"),
+    ],
+)
+def test_a_table_of_several_shards(of, first, second, together):
+    info = merged(a={"tables": [table(**first)]}, b={"tables": [table(**second)]})
+    assert of(info.tables["t"]) == together
+
+
+def test_permits_of_several_shards_add_up_and_the_table_that_needs_them_stays():
+    def admission(**fields):
+        return {"admission": pb.AdmissionInfo(table="t", max_staleness=1, **fields)}
+
+    found = merged(a=admission(capacity=2), b=admission(capacity=-3), c={}).admission
+    assert (found.table, found.max_staleness, found.capacity) == ("t", 1, -1)
+    assert merged(a={}, b={}).admission is None
 
 
 def test_a_side_is_gone_only_if_no_shard_hears_of_it():
@@ -36,7 +123,3 @@ def test_a_client_of_several_shards_is_one_as_the_shard_knows_it_that_heard_of_i
         ("x", "generator, trainer", 2.0, 2, False),
         ("y", "trainer", 3.0, 1, False),
     ]
-
-
-def test_a_wait_is_long_where_it_is_long_for_the_slowest_shard():
-    assert merged(a={"long_wait": 20.0}, b={"long_wait": 93.0}).long_wait == 93.0

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from replay_client.keys import KeySequence
+from replay_client.requests import KeySequence
 from replay_client.shards.placing import Rendezvous, chosen_by_client
 
 NAMES = [f"shard-{number}" for number in range(8)]

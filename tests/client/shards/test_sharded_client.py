@@ -341,10 +341,8 @@ async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
         assert (await anext(watch)).version == 0
         coming = asyncio.ensure_future(anext(watch))
         await one.set_policy_version(1)
-        done, _ = await asyncio.wait({coming}, timeout=0.3)
-        assert not done
-        await client.set_policy_version(1)
-        assert (await asyncio.wait_for(coming, 20)).version == 1
+        await client.set_policy_version(2)
+        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 1, which one shard alone had
         await client.set_policy_version(0, rollback=True)
         assert (await asyncio.wait_for(anext(watch), 20)).version == 0
         await watch.aclose()

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
+from tests.commands import run_replay
 
 Replay = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def run_replay(*arguments: str, address: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, with nobody at the terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "replay_server.cli", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"REPLAY_ADDRESS": address or "127.0.0.1:1"} | environment,
-    )
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """`update`, `delete`, `reset`, `policy set`: they do what they say, and ask first where something would be lost."""
 
 import json
-import os
+import shlex
 import subprocess
-import sys
+
+import pytest
+
+from tests.commands import COMMAND, fails, run_replay
 
 
 def config_of(client, table):
@@ -24,43 +27,53 @@ def test_update_changes_fields_and_says_from_what_to_what(client, replay):
     assert "nothing changed" in replay("update", "replay", "max_size=32").stdout
 
 
-def test_update_names_what_is_wrong(replay):
-    unknown = replay("update", "replay", "max_sise=3")
-    assert unknown.returncode == 2
-    assert "no field 'max_sise'; fields: name, sampler" in unknown.stderr
-    assert replay("update", "replay", "max_size").returncode == 2
-    refused = replay("update", "replay", "max_size=0")
-    assert refused.returncode == 1
-    assert "max_size" in refused.stderr
-
-
-def test_update_refuses_a_value_that_no_table_takes_before_it_asks(client, replay):
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("tables --nonsense", 2, "No such option: --nonsense; see `replay tables --help`"),
+        ("items", 2, "Missing argument"),
+        ("items nope", 1, "tables: rollouts, replay"),
+        ("show 5", 1, "this server holds no item 5"),
+        ("show five", 2, "'five' is not a key"),
+        ("top", 2, "replay tables"),
+        ("update replay max_sise=3", 2, "no field 'max_sise'; fields: name, sampler"),
+        ("update replay max_size", 2, "max_size"),
+        ("update replay max_size=-1", 1, "max_size: Input should be greater than or equal to 1, not -1"),
+        ("update replay max_bytes=0", 1, "max_bytes: Input should be greater than or equal to 1, not 0"),
+        ("update replay max_staleness=-3", 1, "max_staleness: Input should be greater than or equal to 0, not -3"),
+        ("policy set 6 --yes", 1, "below the current 7"),
+        ("reset --yes", 2, "--all"),
+        ("reset replay --all --yes", 2, "--all"),
+        *(
+            (command, 2, "say --yes to do it")
+            for command in (
+                "delete replay 1",
+                "reset replay",
+                "reset --all",
+                "update replay max_size=1",
+                "update replay max_bytes=2",
+                "policy set 0 --rollback",
+            )
+        ),
+        ("export replay x.csv", 2, "must end with .jsonl or .parquet"),
+        ("export nope x.jsonl", 1, "no table 'nope'"),
+        ("import absent.jsonl", 1, "No such file"),
+    ],
+)
+def test_what_a_command_cannot_or_may_not_do_is_one_line_and_changes_nothing(
+    client, tmp_path, monkeypatch, command, status, words
+):
+    monkeypatch.chdir(tmp_path)
+    client.set_policy_version(7)
     for _ in range(4):
-        client.insert(b"x", {"replay": 1.0})
-    for change, words in (
-        ("max_size=-1", "max_size: Input should be greater than or equal to 1, not -1"),
-        ("max_bytes=0", "max_bytes: Input should be greater than or equal to 1, not 0"),
-        ("max_staleness=-3", "max_staleness: Input should be greater than or equal to 0, not -3"),
-    ):
-        refused = replay("update", "replay", change)
-        assert (refused.returncode, refused.stderr) == (1, f"replay: table 'replay': {words}\n")
+        client.insert(b"x", {"replay": 1.0}, policy_version=7)
+    assert words in fails(*command.split(), status=status, address=client.address)
+    assert (client.server_info().tables["replay"].size, client.policy().version) == (4, 7)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_loses_items_needs_a_yes(client, replay):
+def test_what_loses_items_is_done_with_a_yes(client, replay):
     keys = [client.insert(b"x", {"replay": 1.0, "rollouts": 1.0}) for _ in range(4)]
-    for command in (
-        ["delete", "replay", str(keys[0])],
-        ["reset", "replay"],
-        ["reset", "--all"],
-        ["update", "replay", "max_size=1"],
-        ["update", "replay", "max_bytes=2"],
-        ["policy", "set", "0", "--rollback"],
-    ):
-        refused = replay(*command)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "say --yes to do it" in refused.stderr
-        assert refused.stderr.count("\n") == 1
-    assert client.server_info().tables["replay"].size == 4
     assert replay("update", "replay", "max_size=3", "--yes").returncode == 0
     assert replay("delete", "rollouts", str(keys[0]), "--yes").stdout == "1 deleted from rollouts\n"
     again = replay("delete", "rollouts", str(keys[0]), str(keys[1]), "--yes", "--json")
@@ -73,7 +86,7 @@ def test_what_loses_items_needs_a_yes(client, replay):
 
 def test_a_person_at_the_terminal_is_asked(client, server):
     client.insert(b"x", {"replay": 1.0})
-    command = f"{sys.executable} -m replay_server.cli reset replay --address {server.address}"
+    command = shlex.join([*COMMAND, "reset", "replay", "--address", server.address])
     for answer, status, left in (("n\n", 1, 1), ("y\n", 0, 0)):
         result = subprocess.run(
             ["script", "-qec", command, "/dev/null"], input=answer, capture_output=True, text=True, timeout=60
@@ -82,18 +95,10 @@ def test_a_person_at_the_terminal_is_asked(client, server):
         assert (result.returncode, client.server_info().items) == (status, left)
 
 
-def test_reset_wants_a_table_or_all_of_them(replay):
-    assert replay("reset", "--yes").returncode == 2
-    assert replay("reset", "replay", "--all", "--yes").returncode == 2
-
-
 def test_policy_is_shown_and_set(client, replay):
     assert replay("policy").stdout.startswith("version 0, no weights published")
     assert json.loads(replay("policy", "set", "7", "--weights", "runs/7", "--json").stdout)["version"] == 7
     assert (client.policy().version, client.policy().weights) == (7, "runs/7")
-    lower = replay("policy", "set", "6")
-    assert lower.returncode == 1
-    assert "below the current 7" in lower.stderr
     assert replay("policy", "set", "6", "--rollback", "--yes").returncode == 0
     for command in (["policy"], ["policy", "show"]):
         shown = json.loads(replay(*command, "--json").stdout)
@@ -101,13 +106,7 @@ def test_policy_is_shown_and_set(client, replay):
 
 
 def test_bench_measures_a_server_of_its_own_and_leaves_nothing_running():
-    result = subprocess.run(
-        [sys.executable, "-m", "replay_server.cli", "bench", "--size", "1kB", "--seconds", "0.2", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ,
-    )
+    result = run_replay("bench", "--size", "1kB", "--seconds", "0.2", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["bytes"] == 1000

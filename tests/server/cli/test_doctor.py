@@ -3,14 +3,13 @@
 import contextlib
 import json
 import subprocess
-import sys
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
+from tests.commands import COMMAND, run_replay
 from tests.factories import make_group
-from tests.server.cli.conftest import run_replay
 
 
 def findings_of(server, *options, status=0):
@@ -139,8 +138,6 @@ def test_each_finding_is_one_line_that_ends_with_its_remedy(server):
 
 
 def test_module_and_script_are_the_same_command():
-    help_text = subprocess.run(
-        [sys.executable, "-m", "replay_server.cli", "--help"], capture_output=True, text=True
-    ).stdout
+    help_text = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True).stdout
     assert "Usage: replay " in help_text
     assert "Exit status: 0 all is well, 1 it failed" in " ".join(help_text.split())

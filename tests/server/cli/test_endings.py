@@ -16,8 +16,8 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_trainer.demo.task import make_model, make_tokenizer
+from tests.commands import COMMAND, fails, run_replay
 from tests.factories import server_process, until
-from tests.server.cli.conftest import run_replay
 
 
 @pytest.fixture
@@ -28,26 +28,27 @@ def silent() -> Iterator[socket.socket]:
         yield listener
 
 
-both_signals = pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGINT, SIGTERM = (signal.SIGINT, 130), (signal.SIGTERM, 143)
+both_signals = pytest.mark.parametrize(("number", "status"), [SIGINT, SIGTERM])
 
 
-@both_signals
 @pytest.mark.parametrize(
-    "command",
+    ("command", "number", "status"),
     [
-        "tables --timeout 600",
-        "show 1 --timeout 600",
-        "doctor --timeout 600",
-        "checkpoint --timeout 600",
-        "reset --all --yes --timeout 600",
-        "policy --timeout 600",
-        "watch --timeout 600",
+        ("tables", *SIGINT),
+        ("tables", *SIGTERM),
+        ("show 1", *SIGINT),
+        ("doctor", *SIGTERM),
+        ("checkpoint", *SIGINT),
+        ("reset --all --yes", *SIGTERM),
+        ("policy", *SIGINT),
+        ("watch", *SIGTERM),
     ],
 )
 def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent, command, number, status):
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     with subprocess.Popen(
-        [sys.executable, "-m", "replay_server.cli", *command.split(), "--address", address],
+        [*COMMAND, *command.split(), "--timeout", "600", "--address", address],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -88,25 +89,73 @@ def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(
     assert (result.returncode, result.stdout, result.stderr) == (130, "", line)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_drains_and_ends_with_status_zero_after_either_signal(tmp_path, number):
-    with server_process(tmp_path) as server:
-        server.process.send_signal(number)
-        assert server.process.wait(timeout=60) == 0
+PLAIN = "[[tables]]\nname = 'a'\n"
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x"]
+    ("config", "words"),
+    [
+        ("", "tables"),
+        ("not toml", "replay.toml"),
+        (PLAIN + "sampler = 'best'", "tables.0.sampler"),
+        (PLAIN + "max_sise = 3", "max_sise"),
+        (PLAIN + "max_size = 'many'", "replay.toml: tables.0.max_size: Input should be a valid integer"),
+        (PLAIN + "max_size = 2\nrate_limiter = {type='min_size', min_size=3}", "never be sampled"),
+        (PLAIN + "forward_to = 'b'", "forwards to 'b', which does not exist"),
+        (PLAIN + "forward_to = 'b'\n[[tables]]\nname = 'b'\nforward_to = 'a'", "a -> b -> a"),
+        (PLAIN + "rate_limiter = 'queue'", "needs max_size"),
+        (
+            PLAIN + "rate_limiter = {type='sample_to_insert_ratio', samples_per_insert=1.0, error_buffer=0.5}",
+            "widen error_buffer",
+        ),
+        (PLAIN + "[security]\ntokens_file = '/nowhere/tokens'", "tokens_file /nowhere/tokens cannot be read"),
+        (
+            PLAIN + "[security]\ntls_cert = '/nowhere/cert'\ntls_key = '/nowhere/key'",
+            "tls_cert /nowhere/cert cannot be read",
+        ),
+        (PLAIN + "[security]\ntoken = 'hush-hush'", "there is no 'token'; did you mean 'tokens_file'?"),
+        (PLAIN + "[security]\ntokens_file = 7", "security.tokens_file"),
+        (PLAIN + "[server]\nmax_bytes = '3 apples'", "'3 apples' is not a size; write for example"),
+        (PLAIN + "[server]\nfsync = 'sometimes'", "server.fsync: Input should be 'always' or 'never'"),
+        (PLAIN + "[server]\ndata_dir = '/etc/passwd'", "data_dir /etc/passwd cannot be written: File exists"),
+    ],
 )
-def test_an_address_that_cannot_be_one_is_refused_in_one_line_that_says_how_it_looks(address):
-    result = run_replay("tables", "--timeout", "600", "--address", address)
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith("replay: --address must be host:port with a port from 1 to 65535")
-    assert repr(address) in result.stderr
+def test_a_configuration_that_cannot_work_is_refused_in_one_line_with_its_place_and_without_secrets(
+    tmp_path, config, words
+):
+    path = tmp_path / "replay.toml"
+    path.write_text(config)
+    said = fails("serve", "--config", str(path), "--address", "127.0.0.1:0")
+    assert words in said
+    assert "hush" not in said
+
+
+GENERATE = "generate --model m --prompts p --reward exact_match"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        *(
+            (f"tables --timeout 600 --address {address}", "--address must be host:port with a port from 1 to 65535")
+            for address in ("http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x")
+        ),
+        (f"{GENERATE} --group-size=0", "--group-size must be at least 1, not 0"),
+        (f"{GENERATE} --reload=now", "--reload must be one of between_groups, at_once, not 'now'"),
+        (f"{GENERATE} --reward-timeout=-1", "--reward-timeout must be above 0"),
+        (f"{GENERATE} --system=Add.", "--system needs --chat"),
+        ("train --model m --output-dir o --steps -1", "--steps must be at least 1, not -1"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named_as_it_was_typed_in_one_line(tmp_path, monkeypatch, command, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p").write_text('{"prompt": "1+1="}\n')
+    said = fails(*command.split())
+    assert said.startswith(f"replay: {words}")
 
 
 def test_a_bad_address_in_the_environment_is_named_by_its_variable():
-    assert run_replay("tables", address="nonsense").stderr.startswith("replay: REPLAY_ADDRESS must be host:port")
+    assert fails("tables", address="nonsense").startswith("replay: REPLAY_ADDRESS must be host:port")
 
 
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -142,29 +191,14 @@ def test_the_version_is_that_of_the_package():
 def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path):
     file = tmp_path / "generate.toml"
     file.write_text('model = "m"\nprompts = "no such file.jsonl"\nreward = "exact_match"\nsystem = "hello"\n')
-    result = run_replay("generate", "--config", str(file))
-    assert "no such file.jsonl" in result.stderr
+    assert "no such file.jsonl" in fails("generate", "--config", str(file))
     other = tmp_path / "prompts.jsonl"
     other.write_text('{"prompt": "1+1="}\n')
-    assert "--system needs --chat" in run_replay("generate", "--config", str(file), "--prompts", str(other)).stderr
+    assert "--system needs --chat" in fails("generate", "--config", str(file), "--prompts", str(other))
     file.write_text("max_tokenz = 3\n")
-    misspelt = run_replay("generate", "--config", str(file))
-    assert misspelt.returncode == 2
-    assert "there is no 'max_tokenz'; did you mean 'max_tokens'?" in misspelt.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--group-size=0", "--group-size must be at least 1, not 0"),
-        ("--reload=now", "--reload must be one of between_groups, at_once, not 'now'"),
-        ("--reward-timeout=-1", "--reward-timeout must be above 0"),
-    ],
-)
-def test_a_bad_option_of_generate_is_named_as_it_was_typed(option, words):
-    result = run_replay("generate", "--model", "m", "--prompts", "p", "--reward", "exact_match", option)
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith(f"replay: {words}")
+    said = run_replay("generate", "--config", str(file))
+    assert said.returncode == 2
+    assert "there is no 'max_tokenz'; did you mean 'max_tokens'?" in said.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,35 +208,33 @@ def test_a_model_that_is_not_there_is_named_in_one_line(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "p").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    result = run_replay(*command.split(), "--model", "no-such-model")
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
     words = "replay: --model no-such-model cannot be loaded; there is no folder of this name here: "
-    assert result.stderr.startswith(words)
+    assert fails(*command.split(), "--model", "no-such-model").startswith(words)
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
-    model = make_model(0)
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    result = run_replay("train", "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "file/out"))
-    assert (result.returncode, result.stderr) == (1, f"replay: {tmp_path}/file/out: Not a directory\n")
+    save_model(tmp_path / "model")
+    said = fails("train", "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "file/out"))
+    assert said == f"replay: {tmp_path}/file/out: Not a directory\n"
 
 
 def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text("learning_rte = 1e-4\n")
-    result = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file))
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in result.stderr
-    assert result.stderr.startswith(f"replay: {file}: ")
-    negative = run_replay("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--steps", "-1")
-    assert negative.stderr.startswith("replay: --steps must be at least 1, not -1")
+    said = fails("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file))
+    assert said.startswith(f"replay: {file}: ")
+    assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in said
+
+
+def save_model(folder: Path) -> None:
+    make_model(0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def started(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "replay_server.cli", *arguments],
+        [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -248,8 +280,7 @@ def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
 
 
 def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
-    make_model(0).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model")
     with server_process(tmp_path) as server, ReplayClient(server.address) as client:
         options = ("--model", "model", "--output-dir", "run", "--address", server.address)
         trainer = started("train", *options, folder=tmp_path)
@@ -258,11 +289,10 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
 
 
 def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
-    make_model(0).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model")
     options = ("--model", "model", "--output-dir", "run", "--address", "127.0.0.1:1")
     trainer = started("train", *options, folder=tmp_path)
     said = trainer.stderr.readline()
-    assert "waiting for the server for" in said
+    assert "waiting for the server: " in said
     assert "no replay server answers at 127.0.0.1:1" in said
     assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)

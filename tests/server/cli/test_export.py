@@ -12,8 +12,8 @@ import pytest
 from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.demo.task import make_tokenizer
+from tests.commands import fails, run_replay
 from tests.factories import make_group
-from tests.server.cli.conftest import run_replay
 
 
 @pytest.fixture
@@ -76,11 +76,8 @@ def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp
     (row,) = read_rows(file)
     assert (row["prompt"], row["contexts"], row["completions"]) == ("1+1=", ["", ""], ["2", "2"])
     assert "payload" not in row
-    refused = replay("import", str(file))
-    assert (refused.returncode, refused.stderr) == (
-        1,
-        f"replay: {file}, row 1: there is no payload; export it with payloads\n",
-    )
+    said = fails("import", str(file), address=client.address)
+    assert said == f"replay: {file}, row 1: there is no payload; export it with payloads\n"
 
 
 def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
@@ -94,49 +91,32 @@ def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
     assert len(read_rows(file)) == 40
 
 
-def test_what_cannot_be_exported_or_imported_is_one_clear_line_and_leaves_no_file(replay, tmp_path):
-    for arguments, words in (
-        (("export", "replay", str(tmp_path / "x.csv")), "must end with .jsonl or .parquet"),
-        (("export", "nope", str(tmp_path / "x.jsonl")), "no table 'nope'"),
-        (("import", str(tmp_path / "absent.jsonl")), "No such file"),
-    ):
-        result = replay(*arguments)
-        assert result.returncode in (1, 2)
-        assert result.stderr.count("\n") == 1
-        assert words in result.stderr
-    assert list(tmp_path.iterdir()) == []
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("{}\nnot json\n")
-    assert (
-        f"{bad}, row 1: there is no key, table, priority, policy_version, payload" in replay("import", str(bad)).stderr
-    )
-    bad.write_text("not json\n")
-    assert f"{bad}:1: not JSON" in replay("import", str(bad)).stderr
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    assert "not a parquet file" in replay("import", str(tmp_path / "bad.parquet")).stderr
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("latin.jsonl", '{"prompt_id": "é"}\n'.encode("latin-1"), "latin.jsonl: not UTF-8 text"),
+        ("bad.jsonl", b"{}\nnot json\n", "bad.jsonl, row 1: there is no key, table, priority, policy_version, payload"),
+        ("text.jsonl", b"not json\n", "text.jsonl, line 1: Expecting value"),
+        (
+            "latin.jsonl",
+            '{"prompt_id": "é"}\n'.encode("latin-1"),
+            "latin.jsonl, line 1: byte 16, b'\\xe9', is not UTF-8",
+        ),
         (
             "packed.jsonl",
             gzip.compress(b"{}\n"),
-            "packed.jsonl: not UTF-8 text: it is packed with gzip, unpack it first",
+            "packed.jsonl, line 1: this is a gzip file, and not lines of JSON in UTF-8: unpack it with gunzip",
         ),
-        ("binary.jsonl", bytes(range(256)), "binary.jsonl: not UTF-8 text"),
-        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl: not UTF-8 text: it looks like a parquet file"),
+        ("binary.jsonl", bytes(range(256)), "binary.jsonl, line 1: "),
+        ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl, line 1: this is a Parquet file, "),
         ("mark.jsonl", b"\xef\xbb\xbf{}\n", "mark.jsonl, row 1: there is no key, table, priority"),
         ("packed.parquet", gzip.compress(b"{}\n"), "packed.parquet: not a parquet file"),
+        ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(replay, tmp_path, name, content, words):
+def test_a_file_that_cannot_be_read_is_named(server, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    refused = replay("import", str(tmp_path / name))
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(f"replay: {tmp_path}/{words}")
-    assert refused.stderr.count("\n") == 1
+    said = fails("import", str(tmp_path / name), address=server.address)
+    assert said.startswith(f"replay: {tmp_path}/{words}")
 
 
 def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from replay_client.records import ServerInfo, server_info_of
+from replay_client.records import ServerInfo, rates_between, server_info_of
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.cli.screen import Screen
@@ -37,7 +37,7 @@ def lines_of(screen: Screen, height: int) -> list[str]:
 @pytest.mark.parametrize("tables", [2, 10, 500])
 def test_permits_waits_and_keys_are_on_the_screen_however_many_tables_there_are(tables, height):
     screen = Screen("host:1")
-    screen.see(info(tables), now=0.0)
+    screen.see(info(tables))
     lines = lines_of(screen, height)
     assert len(lines) < height
     text = "\n".join(lines)
@@ -45,3 +45,23 @@ def test_permits_waits_and_keys_are_on_the_screen_however_many_tables_there_are(
         assert words in text
     hidden = sum(f"t{i} " not in text for i in range(tables))
     assert (f"and {hidden} more tables" in text) == (hidden > 0)
+
+
+def look(uptime: float, server_id: int = 1, **inserts: int) -> ServerInfo:
+    tables = [pb.TableInfo(name=name, inserts=count, samples=2 * count) for name, count in inserts.items()]
+    return server_info_of(pb.ServerInfo(server_id=server_id, uptime=uptime, tables=tables))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rates"),
+    [
+        pytest.param(look(10.0, a=5), look(12.0, a=9), {"a": (2.0, 4.0)}, id="two looks at a server"),
+        pytest.param(None, look(12.0, a=9), {}, id="the first look"),
+        pytest.param(look(10.0, a=5), look(1.0, 2, a=9), {}, id="the server was started again"),
+        pytest.param(look(10.0, a=5, b=1), look(12.0, a=0, b=2), {"b": (0.5, 1.0)}, id="a table was reset"),
+        pytest.param(look(10.0, a=5), look(12.0, a=5, b=2), {"a": (0.0, 0.0)}, id="a table is new"),
+        pytest.param(look(10.0, a=5), look(10.0, a=9), {}, id="no time passed"),
+    ],
+)
+def test_rates_are_what_the_counters_did_between_two_looks(before, after, rates):
+    assert rates_between(before, after) == rates

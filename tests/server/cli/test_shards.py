@@ -2,14 +2,13 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
+from tests.commands import fails, run_replay
 
 
 @pytest.fixture
@@ -22,32 +21,27 @@ def servers() -> Iterator[list[ReplayServer]]:
         server.stop()
 
 
-def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "replay_server.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     addresses = [server.address for server in servers]
     every = ",".join(addresses)
     with ReplayClient(addresses) as client:
         for _ in range(20):
             client.insert(b"x", {"pool": 1.0})
-    whole = json.loads(replay("tables", "--address", every, "--json").stdout)
+    whole = json.loads(run_replay("tables", "--address", every, "--json").stdout)
     assert whole["tables"]["pool"]["size"] == 20
     assert "shards" not in whole
-    shards = json.loads(replay("tables", "--address", every, "--json", "--shards").stdout)["shards"]
+    shards = json.loads(run_replay("tables", "--address", every, "--json", "--shards").stdout)["shards"]
     assert list(shards) == addresses
     assert sum(shard["tables"]["pool"]["size"] for shard in shards.values()) == 20
-    assert all(address in replay("tables", "--address", every, "--shards").stdout for address in addresses)
-    assert f"{addresses[1]} pool" in replay("doctor", "--address", every, "--shards").stdout
+    assert all(address in run_replay("tables", "--address", every, "--shards").stdout for address in addresses)
+    assert f"{addresses[1]} pool" in run_replay("doctor", "--address", every, "--shards").stdout
     # The mark of the next page is JSON here: the shell must hand it over as it is.
-    line = replay("items", "pool", "--limit", "3", "--address", every).stdout.splitlines()[-1]
+    line = run_replay("items", "pool", "--limit", "3", "--address", every).stdout.splitlines()[-1]
     mark = shlex.split(line.partition("add --page ")[2])
     assert len(mark) == 1
-    assert replay("items", "pool", "--limit", "3", "--address", every, "--page", *mark).returncode == 0
+    assert run_replay("items", "pool", "--limit", "3", "--address", every, "--page", *mark).returncode == 0
     servers[1].stop(grace=0)
-    done = replay("doctor", "--address", every)
+    done = run_replay("doctor", "--address", every)
     assert done.returncode == 1
     assert f"failure  shard {addresses[1]}: does not answer" in done.stdout
 
@@ -56,12 +50,9 @@ def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     "command", [("up", "--shards", "2"), ("status",), ("down", "--yes"), ("resize", "--shards", "2")]
 )
 def test_without_a_cluster_shards_says_so_in_one_line(command):
-    done = replay("shards", *command, "--ray-address", "127.0.0.1:1")
-    assert done.returncode == 1
-    assert done.stderr.startswith("replay: no Ray cluster answers at 127.0.0.1:1")
-    assert len(done.stderr.splitlines()) == 1
+    said = fails("shards", *command, "--ray-address", "127.0.0.1:1")
+    assert said.startswith("replay: no Ray cluster answers at 127.0.0.1:1")
 
 
 def test_memory_that_is_no_size_is_named():
-    done = replay("shards", "up", "--shards", "1", "--memory", "much")
-    assert (done.returncode, "--memory: 'much' is not a size" in done.stderr) == (1, True)
+    assert "--memory: 'much' is not a size" in fails("shards", "up", "--shards", "1", "--memory", "much")

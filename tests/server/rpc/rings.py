@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
 import threading
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from replay_protos import replay_pb2 as pb
@@ -11,6 +15,27 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import Segment
 
 CAPACITY = 1 << 16
+
+
+def open_rings() -> dict[int, str]:
+    """The memory of the rings that this process has open, by its number: paths under which it can be opened."""
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if "replay-ring" in str(fd.readlink()):
+                found[fd.stat().st_ino] = str(fd)
+    return found
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder in memory that no other server uses."""
+    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 class Asking:

@@ -1,13 +1,11 @@
 """A client that cuts, grows or empties the memory of its rings harms nobody: the server lives and serves the others."""
 
 import ctypes
+import itertools
 import os
-import random
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,7 +16,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from tests.factories import server_process
 from tests.server.rpc.bystander import bystander
-from tests.server.rpc.rings import asking, insert_of
+from tests.server.rpc.rings import asking, insert_of, open_rings, own_folder
 
 TABLES = """
 [[tables]]
@@ -30,6 +28,7 @@ sampler = "uniform"
 max_size = 64
 """
 CAPACITY = 16 << 20
+KEYS = itertools.count(1)
 SIZES = {"16 kB": 16 << 10, "106 kB": 106_000, "4 MB": 4 << 20}
 PUNCH_HOLE, KEEP_SIZE = 2, 1
 
@@ -55,32 +54,27 @@ HARM = {
 }
 
 
-def memory_of_rings() -> list[str]:
-    """Paths under which this process can open the memory of its own rings."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if "replay-ring" in os.readlink(f"/proc/self/fd/{fd}"):
-                found.append(f"/proc/self/fd/{fd}")
-    return found
-
-
 def do_harm(kind: str) -> None:
-    paths = memory_of_rings()
+    paths = open_rings().values()
     assert paths, "this process has no ring that it could harm"
     for path in paths:
         with suppress(OSError):  # the system may forbid it
             HARM[kind](path)
 
 
-@pytest.fixture
-def server(tmp_path):
-    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
-    folder.mkdir()
-    with server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    config = tmp_path_factory.mktemp("server")
+    with own_folder() as folder, server_process(config, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
         yield server
-        assert server.process.poll() is None, "the server died"
-    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def server(running):
+    yield running
+    assert running.process.poll() is None, "the server died"
+    with ReplayClient(running.address) as client:
+        client.reset("")
 
 
 @pytest.fixture
@@ -98,13 +92,14 @@ def client(server):
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("kind", HARM)
 def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
+    key = next(KEYS)
     with asking(stub) as session, bystander(client):
         ring = session.ring(CAPACITY)
         ring.view[HEADER : HEADER + size] = b"\7" * size
         do_harm(kind)
         with suppress(grpc.RpcError):
-            list(stub.InsertStream(iter([insert_of(5, ring.ring_id, 0, size)]), timeout=20))
-    assert [set(bytes(item.payload)) for item in client.get([5])] in ([], [{7}], [{0}])
+            list(stub.InsertStream(iter([insert_of(key, ring.ring_id, 0, size)]), timeout=20))
+    assert [set(bytes(item.payload)) for item in client.get([key])] in ([], [{7}], [{0}])
     assert client.get([client.insert(b"another", {"pool": 1.0})])
 
 

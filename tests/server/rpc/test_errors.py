@@ -10,6 +10,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.errors import Code, Reason
+from replay_server.rpc.backend import Budget
 
 CLASSES = {
     Reason.NONE: TableFullError,
@@ -58,11 +59,12 @@ def test_a_full_table_and_a_full_server_are_different_errors_in_single_inserts_a
                 writer.flush()
 
 
-def test_a_call_says_its_reason_in_the_trailing_metadata_and_keeps_the_code_that_older_clients_know(server):
+def test_a_call_says_its_reason_in_the_trailing_metadata_and_keeps_the_code_that_older_clients_know(
+    server, monkeypatch
+):
     with ReplayClient(server.address, timeout=10.0) as client, grpc.insecure_channel(server.address) as channel:
         client.insert(b"x", {"plain": 1.0})
-        outstanding = server._service.backend.outstanding
-        outstanding.take("another", outstanding.total)
+        monkeypatch.setattr(Budget, "why_not", lambda *_: "all of it is in use")
         request = pb.SampleRequest(table="plain", num_samples=1, lease=60.0)
         with pytest.raises(grpc.RpcError) as caught:
             list(ReplayStub(channel).Sample(request, timeout=10))

@@ -5,14 +5,12 @@ import errno
 import logging
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import pytest
@@ -24,9 +22,9 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Segment
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsSection
-from tests.factories import server_process, until
+from tests.factories import server_process, small_disk, until
 from tests.server.rpc.bystander import bystander
-from tests.server.rpc.rings import CAPACITY, asking, insert_of
+from tests.server.rpc.rings import CAPACITY, asking, insert_of, open_rings, own_folder
 
 TABLES = [TableConfig(name="plain", sampler="fifo"), TableConfig(name="pool", sampler="uniform", max_size=64)]
 MB = 1 << 20
@@ -34,11 +32,15 @@ MB = 1 << 20
 
 @pytest.fixture
 def folder():
-    """A folder in memory that no other server uses."""
-    folder = Path(f"/dev/shm/replay-test-{os.getpid()}-{random.getrandbits(32)}")
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+    with own_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def rings():
+    """The bytes of the rings that this process has opened since the test began: those of its server and clients."""
+    before = open_rings()
+    return lambda: {ring: os.stat(path).st_size for ring, path in open_rings().items() if ring not in before}
 
 
 @pytest.fixture
@@ -57,10 +59,6 @@ def client(server):
 def stub(server):
     with grpc.insecure_channel(server.address) as channel:
         yield ReplayStub(channel)
-
-
-def shared_bytes(server: ReplayServer) -> int:
-    return server._service.shared_memory._budget.used
 
 
 def works(address: str, expected: str = "shared memory") -> None:
@@ -85,9 +83,9 @@ def works(address: str, expected: str = "shared memory") -> None:
 # --------------------------------------------------------------------------------------------------- who gets a ring
 
 
-def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, folder):
+def test_payloads_of_every_method_go_through_rings_and_nothing_is_left(server, folder, rings):
     works(server.address)
-    until(lambda: shared_bytes(server) == 0, "a ring is still counted")
+    until(lambda: not rings(), "a ring is still there")
     server.stop()
     assert list(folder.iterdir()) == []
 
@@ -107,23 +105,23 @@ def test_items_above_the_size_of_a_frame_come_out_whole_beside_small_ones(server
                 assert {sample.info.key: bytes(sample.payload) for sample in next(batches)} == whole
 
 
-def test_writers_that_follow_each_other_share_a_ring(server, client):
+def test_writers_that_follow_each_other_share_a_ring(client, rings):
     payload = random.randbytes(MB)
-    rings = set()
+    seen = set()
     for _ in range(30):  # more than fit into the ring
         with client.writer() as writer:
             keys = [writer.insert(payload, {"pool": 1.0}) for _ in range(2)]
-        rings |= server._service.shared_memory._open
+        seen |= rings().keys()
         assert [bytes(item.payload) for item in client.get(keys)] == [payload] * 2
     # One for the writers and one for `get`; on a loaded machine some come too late for the call that asked.
-    assert 1 <= len(rings) < 15
+    assert 1 <= len(seen) < 15
 
 
-def test_a_writer_that_is_cut_off_takes_its_ring_with_it(server, client):
+def test_a_writer_that_is_cut_off_takes_its_ring_with_it(client, rings):
     payload = random.randbytes(MB)
     with client.writer() as writer:
         writer.insert(payload, {"pool": 1.0})
-    one = shared_bytes(server)
+    assert len(rings()) == 1
     with suppress(KeyboardInterrupt), client.writer() as writer:
         writer.insert(payload, {"pool": 1.0})
         raise KeyboardInterrupt
@@ -131,21 +129,21 @@ def test_a_writer_that_is_cut_off_takes_its_ring_with_it(server, client):
         with client.writer() as writer:
             key = writer.insert(payload, {"pool": 1.0})
         assert [bytes(item.payload) for item in client.get([key])] == [payload]
-    until(lambda: shared_bytes(server) <= 2 * one, "the ring of the writer that failed is still counted")
+    until(lambda: len(rings()) <= 2, "the ring of the writer that failed is still there")
 
 
-def test_small_payloads_need_no_ring(server, client):
+def test_small_payloads_need_no_ring(client, rings):
     client.insert(b"small", {"plain": 1.0})
     client.sample("plain", 1)
-    assert shared_bytes(server) == 0
+    assert not rings()
     assert client.transport == "shared memory"
 
 
-def test_a_client_can_refuse(server):
+def test_a_client_can_refuse(server, rings):
     with ReplayClient(server.address, shared_memory=False) as client:
         client.insert(bytes(MB), {"plain": 1.0})
         assert client.transport == "grpc: shared memory is turned off in this client (shared_memory=False)"
-    assert shared_bytes(server) == 0
+    assert not rings()
 
 
 def test_a_server_can_refuse():
@@ -163,23 +161,16 @@ def test_an_asyncio_client_says_how_payloads_travel(server):
     assert found == after == "shared memory"
 
 
-def test_a_client_that_does_not_see_the_folder_uses_grpc_and_says_why(server, monkeypatch):
-    receive = Segment.receive
-
-    def elsewhere(path: Path, *ring: int) -> Segment:
-        return receive(path.parent / "elsewhere" / path.name, *ring)
-
-    monkeypatch.setattr(Segment, "receive", elsewhere)
-    works(server.address, "grpc: the server runs on another host, or in a container")
-    until(lambda: shared_bytes(server) == 0, "a ring is still counted")
-
-
-def test_a_client_whose_folder_shows_the_socket_of_another_host_uses_grpc_and_says_why(server, folder, monkeypatch):
+@pytest.mark.parametrize("seen", ["elsewhere", "left"], ids=["another folder", "the socket of another host"])
+def test_a_client_that_does_not_see_the_server_s_socket_uses_grpc_and_says_why(
+    server, folder, rings, monkeypatch, seen
+):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody:
         nobody.bind(str(folder / "left"))
     receive = Segment.receive
-    monkeypatch.setattr(Segment, "receive", lambda path, *ring: receive(folder / "left", *ring))
+    monkeypatch.setattr(Segment, "receive", lambda path, *ring: receive(folder / seen, *ring))
     works(server.address, "grpc: the server runs on another host, or in a container")
+    until(lambda: not rings(), "a ring is still there")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -229,7 +220,7 @@ def test_a_ring_that_its_client_has_not_received_carries_nothing(stub):
 # --------------------------------------------------------------------------------------------------- no room
 
 
-def test_a_system_without_memory_means_grpc_and_one_log_line(server, monkeypatch, caplog):
+def test_a_system_without_memory_means_grpc_and_one_log_line(server, rings, monkeypatch, caplog):
     def no_room(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -238,26 +229,22 @@ def test_a_system_without_memory_means_grpc_and_one_log_line(server, monkeypatch
         works(server.address, "grpc: the system gives no memory for rings: No space left on device")
         works(server.address, "grpc: ")
     assert len([record for record in caplog.records if "no memory for rings" in record.getMessage()]) == 1
-    assert shared_bytes(server) == 0
+    until(lambda: not rings())
 
 
-def test_a_folder_that_is_missing_or_full_means_grpc(tmp_path):
+def test_a_folder_that_is_missing_or_full_means_grpc(tmp_path, rings):
     """Full: a real file system in memory, which gives no more files."""
     with ReplayServer(tables=TABLES, port=0, shared_memory=tmp_path / "missing") as server:
         works(server.address, f"grpc: {tmp_path / 'missing'} cannot hold a socket: No such file")
-    (mounted := tmp_path / "full").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=2,mode=1777", "tmpfs", str(mounted)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        with ReplayServer(tables=TABLES, port=0, shared_memory=mounted) as server:
-            (mounted / "other").touch()
-            works(server.address, f"grpc: {mounted} cannot hold a socket: No space left")
-            until(lambda: shared_bytes(server) == 0)
-            (mounted / "other").unlink()
-            works(server.address)
-    finally:
-        subprocess.run(["umount", "-l", str(mounted)], check=True)
+    with (
+        small_disk(tmp_path / "full", "64k,nr_inodes=2,mode=1777") as full,
+        ReplayServer(tables=TABLES, port=0, shared_memory=full) as server,
+    ):
+        (full / "other").touch()
+        works(server.address, f"grpc: {full} cannot hold a socket: No space left")
+        until(lambda: not rings())
+        (full / "other").unlink()
+        works(server.address)
 
 
 def test_a_folder_whose_path_is_longer_than_that_of_a_socket_may_be_gives_rings(folder):
@@ -266,15 +253,15 @@ def test_a_folder_whose_path_is_longer_than_that_of_a_socket_may_be_gives_rings(
         works(server.address)
 
 
-def test_rings_are_bounded_for_all_clients_and_for_each(folder):
+def test_rings_are_bounded_for_all_clients_and_for_each(folder, rings):
     limits = LimitsSection(max_shared_bytes=20 * MB)
     with ReplayServer(tables=TABLES, port=0, shared_memory=folder, limits=limits) as server:
         with ReplayClient(server.address) as first:
             first.insert(bytes(MB), {"plain": 1.0})
             assert first.transport == "shared memory"
             works(server.address, "grpc: ")
-            assert shared_bytes(server) <= 20 * MB
-        until(lambda: shared_bytes(server) == 0)
+            assert 0 < sum(rings().values()) <= 20 * MB
+        until(lambda: not rings())
         with grpc.insecure_channel(server.address) as channel, asking(ReplayStub(channel)) as session:
             refusals = [session(open=0).refusal for _ in range(30)]
             assert refusals[0] == ""
@@ -390,14 +377,14 @@ def start_client(address: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_client_leaves_no_memory(server):
+def test_a_killed_client_leaves_no_memory(server, rings):
     for _ in range(3):
         process = start_client(server.address)
-        assert shared_bytes(server) > 0
+        assert rings()
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        until(lambda: shared_bytes(server) == 0, "the ring of a killed client is still counted")
+        until(lambda: not rings(), "the ring of a killed client is still there")
     works(server.address)
 
 
@@ -437,7 +424,7 @@ def test_a_killed_server_leaves_only_its_socket_and_clients_go_on_with_the_next_
         client.close()
 
 
-def test_a_client_that_gives_up_while_it_waits_for_a_ring_still_works(server, monkeypatch):
+def test_a_client_that_gives_up_while_it_waits_for_a_ring_still_works(server, rings, monkeypatch):
     create = Segment.create.__func__
     waiting, go_on = threading.Event(), threading.Event()
 
@@ -461,4 +448,4 @@ def test_a_client_that_gives_up_while_it_waits_for_a_ring_still_works(server, mo
             assert bytes(item.payload) == b"y" * MB
 
     asyncio.run(run())
-    until(lambda: shared_bytes(server) == 0)
+    until(lambda: not rings())

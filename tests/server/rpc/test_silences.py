@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from replay_server.limits import MAX_CLIENTS, MAX_NAME
+from replay_server.config import MAX_CLIENTS, MAX_NAME
 from replay_server.rpc.clients import FIRST_STEPS, LONG_WAIT, Clients, Side, long_wait, silences
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig

@@ -17,7 +17,8 @@ from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, Tab
 from replay_server.rpc.backend import OpenCalls
 from replay_server.storage import checkpointer, checkpoints
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, read_contents
-from tests.factories import until
+from replay_server.tables.items import BYTES_PER_READ, MemoryStorage
+from tests.factories import small_disk, until
 from tests.system.ledger import payload_of
 
 TABLES = (
@@ -197,45 +198,29 @@ def test_a_name_is_never_a_path(tmp_path, name):
 def test_checkpoints_are_made_at_intervals_and_at_the_end(tmp_path):
     with serving(tmp_path, every_minutes=0.01, on_stop=True) as client:
         client.insert(b"x", {"pool": 1.0})
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not client.checkpoints():
-            time.sleep(0.1)
-        assert client.checkpoints()
+        until(client.checkpoints)
         client.insert(b"y", {"pool": 1.0})
     with serving(tmp_path, restore="latest") as client:
         assert client.server_info().items == 2
 
 
 def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
-    disk = tmp_path / "checkpoints"
-    disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
-    try:
-        with serving(tmp_path) as client:
-            small = client.insert(b"x", {"pool": 1.0})
-            client.checkpoint("fits")
-            client.insert(bytes(3 << 20), {"pool": 1.0})
-            with pytest.raises(ReplayError, match=r"could not be written.*No space left"):
-                client.checkpoint("large")
-            assert [path.name for path in disk.iterdir()] == ["fits.checkpoint"]
-            assert client.checkpoints(verify=True)[0].intact
-            assert client.get([small])
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    with small_disk(tmp_path / "checkpoints", "2m") as disk, serving(tmp_path) as client:
+        small = client.insert(b"x", {"pool": 1.0})
+        client.checkpoint("fits")
+        client.insert(bytes(3 << 20), {"pool": 1.0})
+        with pytest.raises(ReplayError, match=r"could not be written.*No space left"):
+            client.checkpoint("large")
+        assert [path.name for path in disk.iterdir()] == ["fits.checkpoint"]
+        assert client.checkpoints(verify=True)[0].intact
+        assert client.get([small])
 
 
 def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
     with serving(tmp_path) as client:
         keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]
         client.checkpoint("large")
-    disk = tmp_path / "data"
-    disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "data", "4m") as disk:
         with (
             pytest.raises(ValueError, match=r"cannot take the 20971520 bytes of the checkpoint.*make room"),
             serving(tmp_path, durable=True, restore="latest"),
@@ -244,8 +229,6 @@ def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
         with serving(tmp_path, durable=True, restore="latest") as client:
             assert keys_in(client, "pool") == sorted(keys)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize(("when_full", "left"), [("evict", 10), ("block", 40)])
@@ -269,7 +252,7 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
     data = path.read_bytes()
     assert len(read_contents(path).state.items) == 40
     rng, copy = random.Random(0), tmp_path / "copy"
-    for _ in range(1500):
+    for _ in range(500):
         damaged = bytearray(data)
         at = rng.choice([rng.randrange(len(data)), rng.randrange(2000), len(data) - 1 - rng.randrange(200)])
         if rng.random() < 0.2:
@@ -371,26 +354,20 @@ def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_p
         assert client.server_info().items == 4
 
 
-def test_memory_of_a_checkpoint_on_its_way_is_bounded(tmp_path):
-    """It goes through the items in portions, whatever they are together."""
+def test_a_checkpoint_reads_its_items_in_portions_whatever_they_are_together(tmp_path, monkeypatch):
+    portions, reader = [], MemoryStorage.reader
+
+    def noted(storage, keys, sizes):
+        portions.append(sum(sizes))
+        return reader(storage, keys, sizes)
+
+    monkeypatch.setattr(MemoryStorage, "reader", noted)
     with serving(tmp_path) as client:
-        for _ in range(60):
-            client.insert(os.urandom(1 << 20), {"pool": 1.0})
-        before = client.server_info().resident_bytes
-        most = [before]
-        stop = threading.Event()
-
-        def watch():
-            with ReplayClient(client.address) as other:
-                while not stop.is_set():
-                    most.append(other.server_info().resident_bytes)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
+        for _ in range(30):
+            client.insert(bytes(1 << 20), {"pool": 1.0})
         client.checkpoint()
-        stop.set()
-        thread.join()
-        assert max(most) - before < 40 << 20
+    assert sum(portions) == 30 << 20
+    assert max(portions) <= BYTES_PER_READ
 
 
 def test_empty_payloads_between_small_ones_come_back_as_they_were(tmp_path):

@@ -8,13 +8,11 @@ REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 
 import asyncio
 import copy
-import os
 import tempfile
 from collections import deque
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -126,8 +124,4 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = DurableMachine.TestCase
-TestDurableModel.settings = settings(
-    test_model.TestModel.settings,
-    max_examples=int(os.environ.get("REPLAY_MODEL_EXAMPLES", "150")),
-)
+TestDurableModel = test_model.case_of(DurableMachine, 150)

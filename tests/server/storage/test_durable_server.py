@@ -3,7 +3,6 @@
 import os
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from replay_server.storage.records import Delta
-from tests.factories import until
+from tests.factories import small_disk, until
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -43,6 +42,13 @@ def write_many(client, payload):
     with client.writer(max_in_flight=16) as writer:
         for _ in range(400):
             writer.insert(payload, {"pool": 1.0})
+
+
+def try_insert(client, payload):
+    try:
+        return client.insert(payload, {"pool": 1.0})
+    except ReplayError:
+        return None
 
 
 def keys_in(client, table):
@@ -160,45 +166,33 @@ def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, ca
     assert "table 'pool': 2 items evicted, for its bounds are lower now" in caplog.text
 
 
-def test_permits_from_before_a_restart_expire_in_their_time(tmp_path):
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=5.0)
+@pytest.mark.parametrize("reboot", [False, True], ids=["a restart", "a boot with the clock set back"])
+def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatch, reboot):
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=2.0)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
+    if reboot:
+        wall_offset = records.wall_offset
+        monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
+        monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
     with serving(tmp_path, admission=admission) as client:
-        assert client.server_info().admission.running == 1
         client.acquire_permits(1, timeout=60.0)
         assert client.server_info().admission.expired == 1
 
 
-def test_permits_from_before_a_restart_last_no_longer_if_the_clock_is_set_back(tmp_path, monkeypatch):
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=5.0)
-    with serving(tmp_path, admission=admission) as client:
-        client.acquire_permits(1)
-    wall_offset = records.wall_offset
-    monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
-    monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
-    with serving(tmp_path, admission=admission) as client:
-        client.acquire_permits(1, timeout=60.0)
-
-
 @pytest.fixture
-def small_disk(tmp_path):
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)], capture_output=True, text=True
-    )
-    if mount.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path, "24m") as disk:
+        yield disk
 
 
 @OVER_BOTH
 @pytest.mark.parametrize("reserve", [0, 64 << 20])
-def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk, monkeypatch, reserve):
+def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(disk, monkeypatch, reserve):
     monkeypatch.setattr("replay_server.storage.lmdb.RESERVE", reserve)  # 0: the commits themselves hit the end
     payload = os.urandom(200_000)
     kept = []
-    with serving(small_disk) as client:
+    with serving(disk) as client:
         with pytest.raises(StorageError, match=r"data_dir .*bytes (are )?free|could not be written"):
             kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
         assert len(kept) > 60
@@ -206,26 +200,21 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(small_disk,
         client.set_policy_version(5)  # all else goes on
         client.delete("pool", kept[:30])
         del kept[:30]
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and len(kept) < 30:
-            try:
-                kept.append(client.insert(payload, {"pool": 1.0}))
-            except ReplayError:
-                time.sleep(0.05)
-        assert len(kept) >= 30
-    with serving(small_disk) as client:
+        while len(kept) < 30:
+            kept.append(until(lambda: try_insert(client, payload)))
+    with serving(disk) as client:
         assert keys_in(client, "pool") == sorted(kept)
         assert all(bytes(item.payload) == payload for item in client.get(kept))
         assert client.policy().version == 5
 
 
-def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(small_disk, caplog):
+def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(disk, caplog):
     payload, kept = os.urandom(200_000), []
 
     def said(level):
         return [record.message for record in caplog.records if record.levelname == level]
 
-    with serving(small_disk) as client, caplog.at_level("INFO", logger="replay_server"):
+    with serving(disk) as client, caplog.at_level("INFO", logger="replay_server"):
         with pytest.raises(StorageError):
             kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
         until(lambda: client.server_info().commit_error)
@@ -233,7 +222,7 @@ def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(smal
             with pytest.raises(StorageError):
                 client.insert(payload, {"pool": 1.0})
         (line,) = said("ERROR")
-        assert str(small_disk) in line
+        assert str(disk) in line
         assert "refused until" in line
         client.delete("pool", kept[:30])
         until(lambda: client.server_info().commit_error == "")
@@ -242,17 +231,17 @@ def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(smal
 
 
 @OVER_BOTH
-def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(small_disk, monkeypatch):
+def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(disk, monkeypatch):
     monkeypatch.setattr(
         "replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (1 << 40, 0)
     )  # it seems free
     payload = os.urandom(100_000)
-    with serving(small_disk) as client:
+    with serving(disk) as client:
         with pytest.raises(StorageError):
             write_many(client, payload)
         there = keys_in(client, "pool")
         assert client.server_info().tables["pool"].inserts == len(there)
-    with serving(small_disk) as client:
+    with serving(disk) as client:
         assert keys_in(client, "pool") == there
 
 
@@ -286,10 +275,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
         first = pool.submit(insert, client, 1)
         assert begun.wait(60)
         other = pool.submit(insert, client, 2 if second == "another" else 1)
-        info = client.server_info().tables["pool"]
-        while info.inserts + info.duplicates < 2:
-            time.sleep(0.01)
-            info = client.server_info().tables["pool"]
+        until(lambda: (table := client.server_info().tables["pool"]).inserts + table.duplicates == 2)
         go_on.set()
         for future in (first, other):
             with pytest.raises(StorageError, match="could not be written"):

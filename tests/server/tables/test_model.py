@@ -11,7 +11,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,7 +23,7 @@ from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
 
-EXAMPLES = int(os.environ.get("REPLAY_MODEL_EXAMPLES", "500"))
+EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
 STEPS = 60
 
 # Odd configurations are the point here; what warns of them is tested elsewhere.
@@ -401,7 +402,7 @@ class ModelMachine(RuleBasedStateMachine):
             ):
                 assert list(line) == [self.pendings[waiting] for waiting in expected]
                 assert (len(line), bool(line)) == (len(expected), bool(expected))
-                assert (blocked._since is not None) == bool(expected), f"{name}: blocked is not what it says"
+                assert blocked.blocked == bool(expected), f"{name}: blocked is not what it says"
             for place, waiting in enumerate(reference.inserting):
                 why = self.buffer.why_waiting(self.pendings[waiting])
                 own = self.model.blocked(waiting)
@@ -454,19 +455,31 @@ class ModelMachine(RuleBasedStateMachine):
         assert all(table.outstanding == 0 for table in self.buffer.tables.values())
 
     def nothing_is_stored(self):
-        assert self.buffer.storage._payloads == {}
+        for key in range(1, self.next_key + 1):
+            with pytest.raises(KeyError):
+                self.buffer.storage.get([key], [1])
 
 
 warnings.filterwarnings("ignore", module="replay_server")
-TestModel = ModelMachine.TestCase
-TestModel.settings = settings(
-    max_examples=EXAMPLES,
-    stateful_step_count=STEPS,
-    derandomize="REPLAY_MODEL_EXAMPLES" not in os.environ,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=False,
-    report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],  # explaining a failure takes minutes
-)
+
+
+def case_of(machine, examples):
+    """The test case of a machine, with so many sequences unless the environment wants another number."""
+
+    class TestCase(machine.TestCase):
+        settings = hypothesis_settings(
+            max_examples=int(EXAMPLES or examples),
+            stateful_step_count=STEPS,
+            derandomize=EXAMPLES is None,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, Phase.shrink],  # explaining a failure takes minutes
+        )
+
+    return TestCase
+
+
+TestModel = case_of(ModelMachine, 500)

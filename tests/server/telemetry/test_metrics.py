@@ -6,9 +6,7 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,31 +15,20 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
-from tests.factories import make_group, until
+from tests.commands import fails
+from tests.factories import make_group, sample_of, scrape, server_process, until
 
 ROOT = Path(__file__).parents[3]
 
 
-def scrape(address, accept=""):
-    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        text, kind = response.read().decode(), response.headers["Content-Type"]
-    families = list(parse_openmetrics(text) if "openmetrics" in kind else parse_text(text))
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
-    }
-
-
 def value(samples, name, **labels):
-    return samples[name, *sorted(labels.items())]
+    return samples[sample_of(name, **labels)]
 
 
 @pytest.fixture
@@ -91,8 +78,7 @@ def test_a_wait_is_seen_with_its_table_and_operation(server, client):
         client.insert(b"x", {"rollouts": 1.0})
     thread = threading.Thread(target=lambda: client.insert(b"x", {"rollouts": 1.0}))
     thread.start()
-    while not client.server_info().tables["rollouts"].inserting.count:
-        time.sleep(0.01)
+    until(lambda: client.server_info().tables["rollouts"].inserting.count)
     samples = scrape(server.metrics_address)
     assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
     assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
@@ -194,15 +180,7 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
     path = tmp_path / "replay.toml"
     path.write_text("[server]\nmetrics_address = '7401'\n[[tables]]\nname = 'a'\n")
     for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"], ["--address", "127.0.0.1:99999"]):
-        result = subprocess.run(
-            [sys.executable, "-m", "replay_server.cli", "serve", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert result.returncode == 1
-        assert "address: must be host:port, for example 127.0.0.1:7401" in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert "address: must be host:port, for example 127.0.0.1:7401" in fails("serve", *arguments)
 
 
 def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
@@ -260,37 +238,26 @@ def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, s
         assert (response.status, response.read()) == (200, b"ok")
 
 
-def test_the_process_logs_json_and_says_where_its_metrics_are():
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--metrics-address", "127.0.0.1:0", "--log-format", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().removeprefix("listening on ").strip()
-        where = process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
-        with ReplayClient(address) as client:
+def test_the_process_logs_json_and_says_where_its_metrics_are(tmp_path):
+    options = ("--metrics-address", "127.0.0.1:0", "--log-format", "json", "--log-level", "info")
+    with server_process(tmp_path, options=options, stderr=subprocess.PIPE) as server:
+        where = server.process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
+        with ReplayClient(server.address) as client:
             client.insert(b"x", {"replay": 1.0})
         assert value(scrape(where), "replay_table_inserts_total", table="replay") == 1
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0
+        server.process.send_signal(signal.SIGTERM)
+        errors = server.process.stderr.read()
+        assert server.process.wait(20) == 0
     lines = [json.loads(line) for line in errors.splitlines()]
     assert all(sorted(line) == ["level", "logger", "message", "time"] for line in lines)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
-    assert any(line["message"] == f"listening on {address} with tables rollouts, replay" for line in lines)
+    assert any(line["message"] == f"listening on {server.address} with tables rollouts, replay" for line in lines)
     assert lines[-1]["message"] == "stopped"
 
 
 @pytest.mark.parametrize("path", ["metrics", "health"])
 def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch, path):
-    monkeypatch.setattr("replay_server.telemetry.endpoint._LOOP_SECONDS", 0.2)
+    monkeypatch.setattr("replay_server.telemetry.prometheus._LOOP_SECONDS", 0.2)
     busy = threading.Event()
     server._loop.call_soon_threadsafe(busy.wait)
     try:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+from tests.commands import fails
 from tests.factories import server_process
 
 # In a process of its own, because the SDK can be set up once in each.
@@ -124,14 +125,5 @@ def test_without_an_sdk_nothing_of_opentelemetry_is_loaded():
 
 
 def test_a_wrong_exporter_is_refused_with_those_there_are():
-    done = subprocess.run(
-        [sys.executable, "-m", "replay_server.cli", "serve", "--address", "127.0.0.1:0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"OTEL_TRACES_EXPORTER": "jaeger"},
-    )
-    assert (done.returncode, done.stderr) == (
-        1,
-        "replay: OTEL_TRACES_EXPORTER must be otlp, console or none, not 'jaeger'\n",
-    )
+    said = fails("serve", "--address", "127.0.0.1:0", OTEL_TRACES_EXPORTER="jaeger")
+    assert said == "replay: OTEL_TRACES_EXPORTER must be otlp, console or none, not 'jaeger'\n"

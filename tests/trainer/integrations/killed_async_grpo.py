@@ -8,11 +8,9 @@ Phases of a step, in their order: forward, updated, published, saving, saved, ac
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +110,6 @@ def trained(folder: Path) -> list[int]:
         noted = json.loads(line)
         last[noted["step"]] = noted["marks"]
     return [mark for step in sorted(last) for mark in last[step]]
-
-
-def start(function: Callable[..., Any], *arguments: Any, **options: Any) -> BaseProcess:
-    """A process that runs the function. A server that has imported TRL makes each of them in no time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
-    process.start()
-    return process
 
 
 def die() -> None:

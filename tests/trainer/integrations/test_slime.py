@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -220,12 +221,13 @@ def test_long_texts_can_be_stored(server: ReplayServer) -> None:
     assert [sample.response for sample in second.samples[0]] == [sample.response for sample in informative]
 
 
-def test_slime_goes_on_while_the_server_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_slime_goes_on_while_the_server_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slime, "GroupPool", functools.partial(slime.GroupPool, timeout=0.2))
     informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
     with server_process(tmp_path) as server:
         run(server, [informative])
-        pool = slime._pool(server.address, "replay", None, "continue")
-        pool.timeout = 0.2
         server.kill()
         with caplog.at_level(logging.WARNING, "replay_trainer"):
             _, second = run(server, [informative], [barren])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from transformers import TrainerCallback
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, TableNotFoundError
 from replay_client.scoring import is_zero_variance
-from tests.factories import make_group, server_process
+from tests.factories import make_group
 
 pytest.importorskip("trl", reason="pip install '.[trl]'")
 
@@ -34,14 +33,15 @@ from tests.docs.blocks import blocks
 from tests.trainer.factories import make_model
 from tests.trainer.integrations.trl_factories import (
     GROUP_SIZE,
-    At,
     RecordingTrainer,
     logprobs_of,
     make_dataset,
     make_trainer,
     metrics_of,
+    ratios_of,
     rows_of,
     short_is_good,
+    stored_row,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -61,11 +61,6 @@ def replaced_rows(trainer):
                 yield output, model, g * GROUP_SIZE + k, group, k
 
 
-def stored_logprobs(group, k):
-    end = int(group.completion_lengths[: k + 1].sum())
-    return torch.tensor(group.rollout_logprobs[end - group.completion_lengths[k] : end])
-
-
 def test_every_replaced_row_is_what_the_server_holds(tmp_path):
     # Prompts of three lengths in every step but few, so that replaced groups meet others on which TRL puts padding.
     trainer = make_trainer(
@@ -74,14 +69,11 @@ def test_every_replaced_row_is_what_the_server_holds(tmp_path):
     trainer.train()
     rows, padded, lengths = 0, False, set()
     for output, model, row, group, k in replaced_rows(trainer):
-        prompt, completion = rows_of(output, row)
         padded = padded or not bool(output["prompt_mask"].all())
-        assert prompt == group.prompt_ids.tolist()
-        assert completion == group.completions()[k].tolist()
-        with torch.no_grad():
-            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
+        prompt, completion, _ = stored_row(group, k)
+        assert rows_of(output, row) == (prompt, completion)
         expected = torch.zeros(output["completion_ids"].size(1))
-        expected[: len(completion)] = float(group.advantages[k]) * ratio
+        expected[: len(completion)] = float(group.advantages[k]) * ratios_of(model, group, k).clamp(max=2.0)
         torch.testing.assert_close(output["advantages"][row], expected, atol=2e-4, rtol=2e-4)
         rows, lengths = rows + 1, lengths | {len(completion)}
     assert rows >= 2 * GROUP_SIZE
@@ -129,7 +121,7 @@ def test_the_pool_gets_the_informative_groups_with_the_log_probabilities_of_thei
             assert completion.tolist() == step.fresh.completion_ids[first + k]
             with torch.no_grad():
                 expected = logprobs_of(model, group.prompt_ids.tolist(), completion.tolist(), temperature=0.7)
-            torch.testing.assert_close(stored_logprobs(group, k), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stored_row(group, k)[2], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_groups_without_variance_are_not_trained_on_once_the_pool_has_others(tmp_path):
@@ -177,7 +169,7 @@ def test_loss_and_gradient_of_a_step_with_replaced_rows_equal_those_of_a_loop_by
         logprobs = logprobs_of(model, prompt, completion)
         weights = torch.ones(len(completion))
         if g in groups:
-            weights = (logprobs.detach() - stored_logprobs(groups[g], k)).exp().clamp(max=2.0)
+            weights = ratios_of(model, groups[g], k).clamp(max=2.0)
         losses.append((-advantage * weights * (logprobs - logprobs.detach()).exp()).sum())
         counts.append(len(completion))
     if loss_type == "grpo":
@@ -218,9 +210,7 @@ def test_trls_other_options_work_with_replaced_rows(tmp_path, options):
         prompt, completion = rows_of(output, row)
         if not completion:  # TRL masks it, because it was truncated
             continue
-        with torch.no_grad():
-            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
-        ratio = ratio.where(~stored_logprobs(group, k).isnan(), 1.0)
+        ratio = ratios_of(model, group, k).clamp(max=2.0)
         weighted = output["advantages"][row][: len(completion)]
         # Whatever TRL makes the advantage, each token's is multiplied by its own ratio.
         torch.testing.assert_close(weighted * ratio[0], weighted[0] * ratio, atol=1e-3, rtol=1e-3)
@@ -259,13 +249,11 @@ def test_with_vllm_trl_corrects_replaced_rows_by_their_stored_log_probabilities(
     trainer.train()
     rows = outside = 0
     for output, model, row, group, k in replaced_rows(trainer):
-        prompt, completion = rows_of(output, row)
-        assert (prompt, completion) == (group.prompt_ids.tolist(), group.completions()[k].tolist())
-        stored = stored_logprobs(group, k)
+        prompt, completion, stored = stored_row(group, k)
+        assert rows_of(output, row) == (prompt, completion)
         assert math.isnan(stored[0])
-        with torch.no_grad():
-            log_ratio = (logprobs_of(model, prompt, completion) - stored).nan_to_num(nan=0.0)
-        ratio = (log_ratio.sum(0, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+        ratio = ratios_of(model, group, k)
+        ratio = ratio.prod(0, keepdim=True) if mode.startswith("sequence") else ratio
         expected = ratio.clamp(max=1.1) if mode.endswith("truncate") else ratio.where(ratio <= 1.1, 0.0)
         found = output["importance_sampling_ratio"][row][: len(ratio)]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -335,11 +323,9 @@ def test_tool_masks_and_given_log_probabilities_survive_the_pool(tmp_path):
     trainer.train()
     rows = 0
     for output, model, row, group, k in replaced_rows(trainer):
-        assert stored_logprobs(group, k).tolist() == pytest.approx([-1.0, -0.5, -0.5, -2.0, -0.1])
+        assert stored_row(group, k)[2].tolist() == pytest.approx([-1.0, -0.5, -0.5, -2.0, -0.1])
         assert output["tool_mask"][row].tolist() == [1, 0, 0, 1, 1]
-        prompt, completion = rows_of(output, row)
-        with torch.no_grad():
-            ratio = (logprobs_of(model, prompt, completion) - stored_logprobs(group, k)).exp().clamp(max=2.0)
+        ratio = ratios_of(model, group, k).clamp(max=2.0)
         expected = float(group.advantages[k]) * ratio * torch.tensor([1, 0, 0, 1, 1])
         torch.testing.assert_close(output["advantages"][row], expected, atol=1e-4, rtol=1e-3)
         rows += 1
@@ -402,7 +388,7 @@ def test_a_share_of_the_step_comes_from_the_pool_and_the_groups_it_displaces_are
         for k, completion in enumerate(completions):
             with torch.no_grad():
                 expected = logprobs_of(model, group.prompt_ids.tolist(), completion)
-            torch.testing.assert_close(stored_logprobs(group, k), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stored_row(group, k)[2], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_groups_beyond_the_staleness_stay_in_the_pool(tmp_path, server):
@@ -413,36 +399,16 @@ def test_groups_beyond_the_staleness_stay_in_the_pool(tmp_path, server):
     assert max(staleness) <= 1
 
 
-def test_training_goes_on_when_the_server_is_killed_and_started_again(tmp_path):
-    with server_process(tmp_path) as first:
-        address = first.address
-        again = server_process(tmp_path, address=address)
-
-        def restart():
-            first.kill()
-            threading.Timer(0.5, again.__enter__).start()
-
-        trainer = make_trainer(tmp_path, replay=address, callbacks=[At(3, restart)], max_steps=20)
-        try:
-            trainer.train()
-            policy = trainer.pool.client.policy()
-            stored = trainer.pool.client.server_info().tables["replay"].size
-        finally:
-            again.__exit__(None, None, None)
-    assert trainer.state.global_step == 20
-    assert policy.version == 19
-    assert stored > 0
-    assert sum(metrics_of(trainer, "replay/groups_replaced")[4:]) > 0
-
-
 def test_two_trainers_share_a_pool(tmp_path, server):
     trainers = [make_trainer(tmp_path / str(i), replay=server.address, seed=i, max_steps=6) for i in range(2)]
     trainers[0].train()
     trainers[1].train()
     first_keys = {sample.info.key for step, _, _ in trainers[0].steps for sample in step.replaced.values()}
     written = [sample.group.meta["run"] for step, _, _ in trainers[1].steps for sample in step.replaced.values()]
+    own = {sample.group.meta["run"] for step, _, _ in trainers[0].steps for sample in step.replaced.values()}
     assert first_keys
-    assert {trainer._run for trainer in trainers} == set(written)  # the second has groups of both
+    assert len(own) == 1
+    assert own < {*written}  # the second has groups of both
     # The second goes on counting where it found the server, so that ages stay ages.
     assert [step.version for step, _, _ in trainers[1].steps] == list(range(5, 11))
 

@@ -66,11 +66,10 @@ def before_step() -> Iterator[dict[int, Callable[[], None]]]:
     end()
 
 
-def begun(address: str, model: Path, rollouts: ServerRollouts | None = None, **options: Any) -> AsyncGRPOTrainer:
-    """A trainer whose worker has begun, and that takes no step by itself."""
-    rollouts = rollouts or ServerRollouts(address, WEIGHTS, max_staleness=3)
+def made(model: Path, rollouts: ServerRollouts, peft_config: Any = None, **options: Any) -> AsyncGRPOTrainer:
+    """A trainer that has not begun."""
     arguments: dict[str, Any] = OPTIONS | {"output_dir": "runs/async", "token_budget": BUDGET} | options
-    trainer = AsyncGRPOTrainer(
+    return AsyncGRPOTrainer(
         model=str(model),
         args=AsyncGRPOConfig(**arguments),
         train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
@@ -78,7 +77,14 @@ def begun(address: str, model: Path, rollouts: ServerRollouts | None = None, **o
         rollout_worker=rollouts,
         weight_transfer=rollouts,
         callbacks=[rollouts],
+        peft_config=peft_config,
     )
+
+
+def begun(address: str, model: Path, rollouts: ServerRollouts | None = None, **options: Any) -> AsyncGRPOTrainer:
+    """A trainer whose worker has begun, and that takes no step by itself."""
+    rollouts = rollouts or ServerRollouts(address, WEIGHTS, max_staleness=3)
+    trainer = made(model, rollouts, **options)
     rollouts.on_train_begin(
         trainer.args,
         trainer.state,
@@ -105,14 +111,13 @@ def history(step: int) -> list[dict[str, float]]:
 # ------------------------------------------------------------------------------------------------- the page's code
 
 
-@pytest.mark.parametrize("given", ["a folder", "an object that was saved"])
+@pytest.mark.long
 def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
-    tmp_path: Path, server: ServerProcess, given: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tokenizer()
-    model = make_model(vocabulary=len(tokenizer))
-    model.save_pretrained("model")
+    make_model(vocabulary=len(tokenizer)).save_pretrained("model")
     tokenizer.save_pretrained("model")
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(9)))
     root = Path(__file__).parent.parent.parent.parent
@@ -134,11 +139,7 @@ def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
             env={"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
     try:
-        if given == "an object that was saved":
-            AutoModelForCausalLM.from_pretrained("model").save_pretrained("own")
-            train(Path("own"), server.address, max_steps=8, token_budget=60)
-        else:
-            train(Path("model"), server.address, max_steps=8, token_budget=60)
+        train(Path("model"), server.address, max_steps=8, token_budget=60)
         assert generator.poll() is None, Path("generate.log").read_text()
     finally:
         generator.kill()
@@ -191,17 +192,8 @@ def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: Se
 def test_an_adapter_is_published_merged(model: Path, server: ServerProcess) -> None:
     peft = pytest.importorskip("peft", reason="pip install '.[lora]'")
     insert(server.address, 6)
-    rollouts = ServerRollouts(server.address, WEIGHTS)
-    trainer = AsyncGRPOTrainer(
-        model=str(model),
-        args=AsyncGRPOConfig(output_dir="runs/async", token_budget=BUDGET, max_steps=2, **OPTIONS),
-        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
-        processing_class=make_tokenizer(),
-        rollout_worker=rollouts,
-        weight_transfer=rollouts,
-        callbacks=[rollouts],
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-    )
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer = made(model, ServerRollouts(server.address, WEIGHTS), peft_config=adapter, max_steps=2)
     trainer.train()
     loaded = AutoModelForCausalLM.from_pretrained(published(WEIGHTS)[-1])
     merged = trainer.model.merge_and_unload()
@@ -369,9 +361,8 @@ def test_mistakes_in_the_call_are_one_clear_error(model: Path, server: ServerPro
     with pytest.raises(TableNotFoundError):
         ServerRollouts(server.address, WEIGHTS, table="other")
     rollouts = ServerRollouts(server.address, WEIGHTS)
-    trainer = begun(server.address, model, rollouts)
+    trainer = made(model, rollouts)
     trainer.remove_callback(rollouts)
-    rollouts._model = None
     with pytest.raises(RuntimeError, match=r"callbacks=\[rollouts\]"):
         trainer.train()
     rollouts = ServerRollouts(server.address, "other/weights")
@@ -382,8 +373,7 @@ def test_mistakes_in_the_call_are_one_clear_error(model: Path, server: ServerPro
 
 
 def test_frozen_weights_are_refused(model: Path, server: ServerProcess) -> None:
-    trainer = begun(server.address, model, max_steps=1)
-    trainer.rollout_worker._lock.release()
+    trainer = made(model, ServerRollouts(server.address, WEIGHTS), max_steps=1)
     trainer.model.lm_head.requires_grad_(False)
     with pytest.raises(ValueError, match=r"1 of this model are frozen, such as lm_head\.weight"):
         trainer.train()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 from replay_client import ReplayClient
 from replay_trainer.weights import published
-from tests.factories import ServerProcess, server_process, until
+from tests.factories import ServerProcess, free_port, server_process, start, until
 from tests.trainer.integrations.killed_async_grpo import (
     GROUP_SIZE,
     block,
@@ -22,7 +21,6 @@ from tests.trainer.integrations.killed_async_grpo import (
     run,
     run_rank,
     save_model,
-    start,
     trained,
 )
 
@@ -84,9 +82,7 @@ def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkp
 
 def test_the_ranks_of_a_trainer_share_what_its_first_rank_takes(server: ServerProcess, tmp_path: Path) -> None:
     insert(server.address, 14)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [start(run_rank, rank, 2, port, server.address, tmp_path, max_steps=4) for rank in range(2)]
     for process in ranks:
         process.join(600)

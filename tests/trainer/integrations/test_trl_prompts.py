@@ -12,7 +12,7 @@ from datasets import Dataset
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
 from replay_trainer.demo.task import make_tokenizer
-from tests.trainer.integrations.trl_factories import GROUP_SIZE, logprobs_of, make_trainer, rows_of
+from tests.trainer.integrations.trl_factories import GROUP_SIZE, make_trainer, ratios_of, rows_of, stored_row
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }}"
@@ -109,14 +109,11 @@ def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_pat
     for step, output, model in trainer.steps:
         for g, sample in step.replaced.items():
             group = sample.group
-            for k, (prompt, span) in enumerate(zip(group.prompts(), group.sampled_spans(), strict=True)):
+            for k in range(GROUP_SIZE):
                 row = g * GROUP_SIZE + k
-                completion = group.completion_ids[span].tolist()
-                assert rows_of(output, row) == (prompt.tolist(), completion)
-                with torch.no_grad():
-                    ratio = logprobs_of(model, prompt.tolist(), completion)
-                ratio = (ratio - torch.tensor(group.rollout_logprobs[span].copy())).exp().clamp(max=2.0)
-                expected = float(group.advantages[k]) * ratio.nan_to_num(nan=1.0)
+                prompt, completion, _ = stored_row(group, k)
+                assert rows_of(output, row) == (prompt, completion)
+                expected = float(group.advantages[k]) * ratios_of(model, group, k).clamp(max=2.0)
                 found = output["advantages"][row][: len(completion)]
                 torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
                 replaced += 1

@@ -125,6 +125,8 @@ def test_training_goes_on_with_fresh_rows_while_the_server_is_away_and_uses_it_a
         try:
             with caplog.at_level(logging.WARNING, "replay_trainer"):
                 trainer.train()
+            assert trainer.pool.client.policy().version == 23
+            assert trainer.pool.client.server_info().tables["replay"].size > 0
         finally:
             again.__exit__(None, None, None)
     away, replaced = metrics_of(trainer, "replay/unavailable"), metrics_of(trainer, "replay/groups_replaced")

@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
+from replay_client import RolloutGroup
 from replay_trainer.demo.task import make_tokenizer, problems
 from replay_trainer.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
 from replay_trainer.integrations.trl_rows import GenerationStep
@@ -117,6 +118,20 @@ def logprobs_of(model: Any, prompt: Sequence[int], completion: Sequence[int], te
     ids = torch.tensor([[*prompt, *completion]])
     scores = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
     return scores[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+
+
+def stored_row(group: RolloutGroup, k: int) -> tuple[list[int], list[int], Tensor]:
+    """Prompt, completion and (T,) log-probabilities of a row of a stored group."""
+    span = group.sampled_spans()[k]
+    logprobs = torch.tensor(group.rollout_logprobs[span].copy())
+    return group.prompts()[k].tolist(), group.completion_ids[span].tolist(), logprobs
+
+
+@torch.no_grad()
+def ratios_of(model: Any, group: RolloutGroup, k: int) -> Tensor:
+    """(T,) what the model says of a stored completion over what its sampler said; 1 where that is unknown."""
+    prompt, completion, stored = stored_row(group, k)
+    return (logprobs_of(model, prompt, completion) - stored).exp().nan_to_num(nan=1.0)
 
 
 def rows_of(output: dict[str, Any], row: int) -> tuple[list[int], list[int]]:

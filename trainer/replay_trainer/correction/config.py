@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from replay_client.names import suggests_names
+from replay_client.settings import check_fields, suggests_names
 
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask", "none"]
@@ -43,8 +43,7 @@ class Rejection:
     """Largest value that is kept; None: no bound."""
 
     def __post_init__(self) -> None:
-        _check_choice("estimator", self.estimator, Estimator)
-        _check_choice("aggregate", self.aggregate, Aggregate)
+        check_fields(self)
         _check_bounds("low", self.low, "high", self.high)
         if self.low is None and self.high is None:
             raise ValueError("Rejection() keeps everything: set low, high or both")
@@ -89,9 +88,7 @@ class CorrectionConfig:
     """Which policies the loss compares."""
 
     def __post_init__(self) -> None:
-        _check_choice("level", self.level, Level)
-        _check_choice("action", self.action, Action)
-        _check_choice("objective", self.objective, Objective)
+        check_fields(self)
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
         if self.action != "none" and self.clip_min is None and self.clip_max is None:
             raise ValueError(f"action={self.action!r} needs a bound: set clip_min, clip_max, or action='none'")
@@ -122,11 +119,6 @@ class CorrectionConfig:
         """Whether a mask depends on the sign of the advantage."""
         bounds = (self.off_policy_mask_threshold, self.dppo_mask_low, self.dppo_mask_high)
         return any(bound is not None for bound in bounds)
-
-
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, not {value!r}")
 
 
 def _check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from rich.console import Console
@@ -41,43 +40,43 @@ SMOOTH = 10
 
 def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     """Writes a PNG with a panel for each of PANELS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
-        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
-        axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
-        axis.set_title(f"{title}\n{meaning}", fontsize=9)
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("training step")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with _figure(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
+        for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
+            points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+            steps, values = [step for step, _ in points], [value for _, value in points]
+            axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
+            axis.plot(steps, running_mean(values, SMOOTH), color="tab:blue", label=f"mean of the last {SMOOTH} steps")
+            axis.set_title(f"{title}\n{meaning}", fontsize=9)
+            axis.grid(alpha=0.3)
+        for axis in axes[1]:
+            axis.set_xlabel("training step")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False)
+        figure.tight_layout(rect=(0, 0.05, 1, 1))
 
 
 def draw_comparison(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
     """Writes a PNG with the fresh reward of each variant by generated tokens."""
+    with _figure(path, figsize=(7, 4.5)) as (figure, axis):
+        for name, (tokens, rewards) in curves.items():
+            axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
+        axis.set_xlabel("thousand generated tokens")
+        axis.set_ylabel("mean reward of the groups generated now")
+        axis.grid(alpha=0.3)
+        axis.legend()
+        figure.tight_layout()
+
+
+@contextmanager
+def _figure(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, which are saved at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for name, (tokens, rewards) in curves.items():
-        axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
-    axis.set_xlabel("thousand generated tokens")
-    axis.set_ylabel("mean reward of the groups generated now")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
+    figure, axes = pyplot.subplots(*shape, **options)
+    yield figure, axes
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -196,7 +195,7 @@ class DemoError(Exception):
 class Part:
     """One process of the demo, with its output in a file."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, threads: int = 1) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path) -> None:
         self.name = name
         self.log = folder / "logs" / f"{name}.log"
         self._file: IO[bytes] = self.log.open("wb")
@@ -209,7 +208,7 @@ class Part:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=inherited | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+            env=inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
         )
 
     def check(self) -> bool:
@@ -295,15 +294,14 @@ def run(
         shutil.copyfile(warm / "prompts.jsonl", out / "prompts.jsonl")
     display = Display(steps, variant.fresh)
     parts: list[Part] = []
-    with sigterm_as_interrupt():
-        try:
-            with display.progress:
-                run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
-            for part in reversed(parts):
-                part.stop()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with display.progress:
+            run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
+        for part in reversed(parts):
+            part.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     draw(metrics, out / "curves.png")
@@ -449,22 +447,6 @@ def summarise(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Itera
         f"engine, trainer     differ by {generated.get('probe_max_difference', math.nan):.1e} nats on the probe, after "
         f"{generated.get('reloads', 0)} reloads of the weights"
     )
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the demo like Ctrl-C."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:  # the command line has its own
-        signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 RARE = 0.08

@@ -11,8 +11,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
@@ -27,6 +28,7 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.scoring import carries_gradient, group_priority
+from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
@@ -43,39 +45,31 @@ _RETRY = 1.0
 """Seconds for the one attempt of each call while the server is away."""
 
 
+@dataclass
 class GroupPool:
-    """A table of informative groups. Calls wait for a server that restarts."""
+    """A table of informative groups. Calls wait for a server that restarts.
 
-    def __init__(
-        self,
-        client: ReplayClient,
-        table: str = "replay",
-        on_empty: OnEmpty = "keep",
-        timeout: float | None = 60.0,
-        max_staleness: int | None = None,
-        on_unavailable: OnUnavailable = "continue",
-    ) -> None:
-        """`timeout`: seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups.
+    Raises TableNotFoundError if the server has no such table, ServerUnavailableError if none answers, ValueError for an
+    unknown `on_unavailable`.
+    """
 
-        Raises TableNotFoundError if the server has no such table, ServerUnavailableError if none answers, ValueError
-        for an unknown `on_unavailable`.
-        """
-        if on_unavailable not in get_args(OnUnavailable):
-            raise ValueError(
-                f"on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, not {on_unavailable!r}"
-            )
-        self.client = client
-        self.table = table
-        self.on_empty = on_empty
-        self.timeout = timeout
-        self.max_staleness = max_staleness
-        self.on_unavailable = on_unavailable
-        self.problem: ReplayError | None = None
-        """Why the server is away; None: the last call reached it."""
+    client: ReplayClient
+    table: str = "replay"
+    on_empty: OnEmpty = "keep"
+    timeout: float | None = 60.0
+    """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
+    max_staleness: int | None = None
+    """Groups that lag by more policy versions are not drawn."""
+    on_unavailable: OnUnavailable = "continue"
+    problem: ReplayError | None = field(default=None, init=False)
+    """Why the server is away; None: the last call reached it."""
+
+    def __post_init__(self) -> None:
+        check_choice("on_unavailable", self.on_unavailable, OnUnavailable)
         self._away_since = 0.0
         self._offset: int | None = None
         self._warned = False
-        client.server_info(tables=[table])
+        self.client.server_info(tables=[self.table])
 
     def advance(self, step: int) -> int:
         """Tell the server that `step` updates are done. Returns the policy version of groups generated now.

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
 from replay_client.scoring import carries_gradient, group_advantages, group_priority
+from replay_client.settings import check_choice
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
-from replay_trainer.integrations.trl_rows import FreshRow, GenerationStep, Rows, fingerprint
+from replay_trainer.integrations.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
 
 
 @dataclass
@@ -79,15 +80,8 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
             raise ValueError(f"replay_share must be from 0 to 0.9, not {self.replay_share}")
         if self.replay_buffer_size < 0:
             raise ValueError(f"replay_buffer_size must be at least 0, not {self.replay_buffer_size}")
-        if self.replay_on_empty not in get_args(OnEmpty):
-            raise ValueError(
-                f"replay_on_empty must be one of {', '.join(get_args(OnEmpty))}, not {self.replay_on_empty!r}"
-            )
-        if self.replay_on_unavailable not in get_args(OnUnavailable):
-            raise ValueError(
-                f"replay_on_unavailable must be one of {', '.join(get_args(OnUnavailable))}, "
-                f"not {self.replay_on_unavailable!r}"
-            )
+        check_choice("replay_on_empty", self.replay_on_empty, OnEmpty)
+        check_choice("replay_on_unavailable", self.replay_on_unavailable, OnUnavailable)
         if not self.replay_clip_max > 0:
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
 
@@ -266,7 +260,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # By the method of the class, which may be a subclass with rewards of its own.
         step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
-            step.fresh = Rows(prompt_ids, completion_ids, tool_mask, logprobs)
+            step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
             rows = step.fresh.copy()  # the lists may belong to a rollout_func
             trained = [bool(ids) for ids in completion_ids] if tool_mask is None else [any(mask) for mask in tool_mask]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
@@ -277,7 +271,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------------------------- replacing
 
-    def _replace(self, step: GenerationStep, rows: Rows, prompts: list[Any], completions: list[Any]) -> Tensor:
+    def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
         assert self.pool is not None
         assert step.rewards is not None
@@ -385,7 +379,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rewards_GF[:, column] = group.rewards / weights[column]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
-    def _log_row(self, row: int, rows: Rows, prompts: list[Any], completions: list[Any]) -> None:
+    def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
         """Put what TRL logs of a replaced row in place: its texts, and None for the extra columns of the fresh row."""
         for ids, texts, role in (
             (rows.prompt_ids[row], prompts, "user"),
@@ -443,7 +437,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         return logprobs  # type: ignore[no-any-return]
 
-    def _padded(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _padded(self, rows: GeneratedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prompts padded on the left, completions on the right, and the masks of both."""
         tensors = []
         for values, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):

@@ -26,8 +26,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError
-from replay_client.generator.wait_log import WaitLog
 from replay_client.scoring import carries_gradient
+from replay_client.waits import WaitLog
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
@@ -179,7 +179,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
         self._hungry_since: float | None = None
-        self._waiting = WaitLog("the trainer goes on")
+        self._waiting = WaitLog("the trainer")
         self._stopped = self._ended = False
 
     # ------------------------------------------------------------------------------------------------- the callback
@@ -210,7 +210,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._policy = self._reach(self.client.policy)
         self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
         saved = state.stateful_callbacks.get(type(self).__name__)
-        groups = TrainedGroups.from_state_dict(saved and saved["groups"])
+        groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
         self._progress.skip(dict(saved["begun"]) if saved else {})
         self._reach(partial(self._leases.acknowledge, groups))
         self._reach(partial(self._leases.give_back_of_dead, groups))

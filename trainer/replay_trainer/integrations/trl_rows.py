@@ -17,7 +17,7 @@ from replay_client import RolloutGroup, Sample
 
 
 @dataclass
-class Rows:
+class GeneratedRows:
     """The B rows of one generation on this rank, as TRL holds them: a list for each row."""
 
     prompt_ids: list[list[int]]
@@ -26,10 +26,10 @@ class Rows:
     logprobs: list[list[float | None]] | None
     """Of the sampler; None where the trainer's own model is the sampler."""
 
-    def copy(self) -> Rows:
+    def copy(self) -> GeneratedRows:
         """Rows may be replaced in the copy; they are never changed in place."""
         lists = (getattr(self, each.name) for each in fields(self))
-        return Rows(*(None if rows is None else list(rows) for rows in lists))  # type: ignore[arg-type]
+        return GeneratedRows(*(None if rows is None else list(rows) for rows in lists))  # type: ignore[arg-type]
 
     def mask(self) -> list[list[int]]:
         """`tool_mask`, made of ones if TRL has none."""
@@ -78,7 +78,7 @@ class GenerationStep:
     """Policy version of what is generated now."""
     away: bool = False
     """Whether all ranks do without the server in this step."""
-    fresh: Rows | None = None
+    fresh: GeneratedRows | None = None
     """The rows as they were generated; None until then, and if the rows have images."""
     rewards: Tensor | None = None
     """(rows of all ranks, F) of the fresh rows, for each of F reward functions; NaN where a function has none."""

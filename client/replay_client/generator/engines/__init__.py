@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from replay_client.errors import ReplayError
-from replay_client.names import suggests_names
+from replay_client.settings import bounded, check_fields, suggests_names
 
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
@@ -27,26 +27,19 @@ class SamplingConfig:
     unless the correction knows about them.
     """
 
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, above=0, most=2)
     """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, above=0, most=1)
     """Keeps the smallest set of most likely tokens whose probabilities reach this sum; 1: all."""
-    top_k: int = 0
+    top_k: int = bounded(0, least=0)
     """Keeps this many of the most likely tokens; 0: all."""
-    max_tokens: int = 256
+    max_tokens: int = bounded(256, least=1)
     """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
     seed: int | None = None
     """Makes the completions of a request repeatable; None draws from the engine's own stream."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature <= 2:
-            raise ValueError(f"temperature must be above 0 and at most 2, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more, not {self.top_k}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        check_fields(self)
 
     def describe(self) -> dict[str, Any]:
         """The fields as a group stores them, with `logprobs_mode`."""

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
-from replay_client.generator.engines.adapters import check_base, holds_adapter, read_adapter
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
+from replay_client.generator.weights import check_base, holds_adapter, read_adapter
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class _Call:
+class _Order:
     """Work to do between two tokens."""
 
     work: Callable[[], Any]
@@ -75,7 +75,7 @@ class TransformersEngine:
             seed=seed,
         )
         self._futures: dict[Request, asyncio.Future[list[Completion]]] = {}  # used only by the thread while it runs
-        self._orders: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
@@ -132,7 +132,7 @@ class TransformersEngine:
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._orders.put(_Call(work, result))
+        self._orders.put(_Order(work, result))
         return await result
 
     def _run(self) -> None:

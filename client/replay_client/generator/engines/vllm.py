@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
+import json
 import logging
 import math
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import random
+import re
+import shutil
 import signal
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.generator.engines import LOGPROBS_MODE, Completion, EngineError, SamplingConfig
-from replay_client.generator.engines.adapters import check_base, holds_adapter
-from replay_client.generator.engines.vllm_log import vllm_log
+from replay_client.generator.weights import check_base, holds_adapter
 
 _CPU_ARGS = {
     "enforce_eager": True,
@@ -37,6 +41,9 @@ _REMEDY = (
     "What was inserted is safe: start the generator again. If memory was short, with a smaller "
     "max_concurrent_completions, max_length or gpu_memory_utilization (--engine-arg)"
 )
+
+_FOLLOWS = "EngineDeadError"
+"""The error of everything that asks a dead engine: it follows from another one."""
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
 """Tells vLLM's processes the process that owns them; see `vllm_process`, which only they import."""
@@ -268,11 +275,11 @@ def _start(args: dict[str, Any]) -> Any:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             # vLLM has no types that mypy reads, so its class counts as Any.
-            class Engine(AsyncLLM):  # type: ignore[misc]
+            class QuietLLM(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
                     """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
 
-            result["llm"] = Engine.from_engine_args(AsyncEngineArgs(**args))
+            result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
         except BaseException as error:
             result["error"] = error
 
@@ -299,3 +306,55 @@ def _start(args: dict[str, Any]) -> Any:
     if error is not None:
         raise error
     return result["llm"]
+
+
+class VLLMLog:
+    """A file for the errors that vLLM logs in this process and in those that it starts, instead of the terminal.
+
+    vLLM's processes tell their owner only that one of them died. The reason is in a log of a hundred lines. The file
+    goes at the end of this process, unless somebody has asked it for a reason.
+    """
+
+    def __init__(self) -> None:
+        """Call it before vLLM is imported, which reads the environment then."""
+        self._folder = Path(tempfile.mkdtemp(prefix="replay-vllm-"))
+        self._file = self._folder / "vllm.log"
+        handler = {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain", "delay": True}
+        config = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"plain": {"format": "%(asctime)s pid=%(process)d %(levelname)s %(message)s"}},
+            "handlers": {"file": handler},
+            "loggers": {"vllm": {"handlers": ["file"], "level": "ERROR", "propagate": False}},
+        }
+        (self._folder / "logging.json").write_text(json.dumps(config))
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(self._folder / "logging.json")
+        atexit.register(self._remove, os.getpid())
+        self._keep = False
+
+    def reason(self) -> str:
+        """Why an engine died, and where its log is."""
+        self._keep = True
+        text = self._file.read_text(errors="replace") if self._file.exists() else ""
+        # The last line of each traceback: the first one that is not indented.
+        errors = [match[1] for match in re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)]
+        errors = [error for error in errors if _FOLLOWS not in error.partition(":")[0]]
+        if not errors:
+            return "its process ended without a word; was it killed, for example for its memory?"
+        return f"{errors[-1]} (vLLM's log: {self._file})"
+
+    def _remove(self, owner: int) -> None:
+        if os.getpid() == owner and not self._keep:  # a forked process must leave it
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_log: VLLMLog | None = None
+
+
+def vllm_log() -> VLLMLog | None:
+    """The log of this process; None if the environment says where vLLM shall log to."""
+    global _log
+    given = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
+    if _log is None and not any(name in os.environ for name in given):
+        _log = VLLMLog()
+    return _log

@@ -17,7 +17,7 @@ import aiohttp
 
 from replay_client.errors import ReplayError
 from replay_client.generator.engines import LOGPROBS_MODE
-from replay_client.generator.engines.adapters import holds_adapter
+from replay_client.generator.weights import holds_adapter
 
 FIRST = "default"
 """vLLM's label of the weights that a server was started with."""
@@ -73,7 +73,7 @@ def version_of(label: str) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Seconds within which a server must answer. Completions have no limit: a question about its health goes beside
     them, because they may take long. Raises ValueError."""
 
@@ -105,7 +105,7 @@ class VLLMServer:
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, lock_folder: str | None = None, limits: Limits | None = None
+        self, url: str, api_key: str | None = None, lock_folder: str | None = None, timeouts: Timeouts | None = None
     ) -> None:
         """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY. `lock_folder`: where
         generators that share this server lock it while one loads weights; None: the machine's temporary folder."""
@@ -120,7 +120,7 @@ class VLLMServer:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._lock_file = Path(lock_folder or tempfile.gettempdir()) / f"replay-vllm-{name}.lock"
-        self._limits = limits or Limits()
+        self._timeouts = timeouts or Timeouts()
         self._session: aiohttp.ClientSession | None = None
         self._calls = 0
         self._watch: asyncio.Task[None] | None = None  # while calls are under way
@@ -142,7 +142,7 @@ class VLLMServer:
         """Hangs up when the server has left `_SILENCES` questions in a row unanswered. Then all calls fail."""
         silences = 0
         while silences < _SILENCES:
-            await asyncio.sleep(0 if silences else self._limits.health)
+            await asyncio.sleep(0 if silences else self._timeouts.health)
             try:
                 await self._ask("GET", "/health")
                 silences = 0
@@ -159,7 +159,7 @@ class VLLMServer:
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0, force_close=True)
             )
-        session, limit = self._session, self._limits.of(path)
+        session, limit = self._session, self._timeouts.of(path)
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT_SECONDS)
         try:
             async with session.request(method, self.url + path, json=body, params=query, timeout=timeout) as answer:
@@ -175,7 +175,7 @@ class VLLMServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             if session.closed:
-                reason = f"it left {_SILENCES} questions about its health unanswered, {self._limits.health:g} s each"
+                reason = f"it left {_SILENCES} questions about its health unanswered, {self._timeouts.health:g} s each"
             elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                 reason = f"no answer to {path} within {limit:g} s"
             raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
@@ -286,7 +286,7 @@ class VLLMServer:
 
     async def _load(self, path: str | None) -> None:
         kwargs = {} if path is None else {"weights_path": path}
-        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._limits.reload}
+        body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._timeouts.reload}
         try:
             await self.call("POST", "/collective_rpc", body)
         except VLLMServerGoneError:

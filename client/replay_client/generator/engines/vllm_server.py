@@ -18,17 +18,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from replay_client.errors import ReplayError
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
-    Limits,
+    Timeouts,
     VLLMServer,
     VLLMServerError,
     VLLMServerGoneError,
     Weights,
     version_of,
 )
-from replay_client.generator.wait_log import WaitLog
+from replay_client.waits import WaitLog, patiently
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class VLLMServerEngine:
         self_test: bool = True,
         agreement: float = 0.02,
         patience: float = 600.0,
-        control_timeout: float = Limits.control,
-        reload_timeout: float = Limits.reload,
-        health_timeout: float = Limits.health,
+        control_timeout: float = Timeouts.control,
+        reload_timeout: float = Timeouts.reload,
+        health_timeout: float = Timeouts.health,
         api_key: str | None = None,
         lock_folder: str | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class VLLMServerEngine:
 
         `served_model`: their name of it, if that differs. `max_length` defaults to theirs. `self_test` tries a reload
         at start, see VLLMServer.self_test. `agreement`: most nats that the servers' log-probabilities of a probe may
-        differ by. The three timeouts: see Limits. `api_key`, `lock_folder`: see VLLMServer.
+        differ by. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
         from transformers import AutoTokenizer
@@ -75,14 +76,14 @@ class VLLMServerEngine:
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
-        limits = Limits(control_timeout, reload_timeout, health_timeout)
-        self._servers = [VLLMServer(url, api_key, lock_folder, limits) for url in urls]
+        timeouts = Timeouts(control_timeout, reload_timeout, health_timeout)
+        self._servers = [VLLMServer(url, api_key, lock_folder, timeouts) for url in urls]
         self._agreement, self._patience = agreement, patience
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._weights: Weights | None = None
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
-        self._failures: dict[VLLMServer, VLLMServerError] = {}  # of servers that have used up their patience
+        self._failures: dict[VLLMServer, ReplayError] = {}  # of servers that have used up their patience
         self.servers_lost = 0
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
@@ -249,24 +250,26 @@ class VLLMServerEngine:
             self._recoveries[server] = asyncio.create_task(self._wait_for(server, error))
 
     async def _wait_for(self, server: VLLMServer, error: VLLMServerError) -> None:
-        log, since, pause = WaitLog(), time.monotonic(), _FIRST_PAUSE
-        while True:
-            log.wait(f"{error}; it is asked again, {self.servers_away} of {len(self._servers)} servers are away")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        log, since = WaitLog(), time.monotonic()
+
+        async def use_again() -> None:
+            await server.call("GET", "/health")
+            await server.check(*self._wanted)  # it may have been started again in another way
             try:
-                await server.call("GET", "/health")
-                await server.check(*self._wanted)  # it may have been started again in another way
                 await self._reload(server, keep_newer=True)
-                break
             except FileNotFoundError as gone:
-                error = VLLMServerGoneError(f"{server.url}: {gone}")  # a newer version is on its way
-            except VLLMServerError as refusal:
-                error = refusal
+                raise VLLMServerGoneError(f"{server.url}: {gone}") from gone  # a newer version is on its way
+
+        async def failed(error: ReplayError) -> None:
+            log.wait(f"{error}; it is asked again, {self.servers_away} of {len(self._servers)} servers are away")
             if not isinstance(error, VLLMServerGoneError) or time.monotonic() - since > self._patience:
                 async with self._changed:
                     self._failures[server] = error
                     self._changed.notify_all()
+
+        await failed(error)
+        await asyncio.sleep(_FIRST_PAUSE)
+        await patiently(use_again, failed, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 

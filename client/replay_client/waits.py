@@ -1,0 +1,97 @@
+"""Waits: how a process tries again (patiently), and what it tells a person (WaitLog) and a health check (beat).
+
+Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. Who hangs
+does not beat, so `beat` belongs where work was completed or a wait goes on, and not on a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from replay_client.errors import DeadlineExceededError, ReplayError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VARIABLE = "REPLAY_HEARTBEAT"
+LOG_SECONDS = 30.0
+"""Between two lines about waiting, also about waits that follow each other."""
+_SHORT_WAIT = 1.0
+"""Seconds. The end of a shorter wait is not worth a line, unless its beginning was late too."""
+
+
+def beat() -> None:
+    """Give the file a new time of change. Raises ValueError if that is impossible."""
+    if not (path := os.environ.get(VARIABLE)):
+        return
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ValueError(
+            f"{VARIABLE}: cannot write {path}: {error.strerror}; name a file in a folder that is there"
+        ) from error
+
+
+class WaitLog:
+    """One log for all waits of a kind, however many are under way at once."""
+
+    def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
+        """`who` waits. `every`: seconds between two lines. `late`: the wait begins now, and its first line comes after
+        `every` too. Otherwise that comes at once."""
+        self._who = who
+        self._every, self._late = every, late
+        self._since = time.monotonic() if late else None
+        self._next_line = 0.0 if self._since is None else self._since + every
+        self._logged = False
+
+    def wait(self, reason: str, *, is_news: bool = False) -> None:
+        """An attempt has failed and will be made again. `is_news`: a person must know the reason now."""
+        beat()
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now < self._next_line and not is_news:
+            return
+        waited = now - self._since
+        logger.warning("%s%s", reason, f" (for {waited:.0f} s now)" if waited > _SHORT_WAIT else "")
+        self._next_line, self._logged = now + self._every, True
+
+    def go_on(self) -> None:
+        """An attempt has succeeded."""
+        if self._logged and self._since is not None:
+            waited = time.monotonic() - self._since
+            if self._late or waited > _SHORT_WAIT:
+                logger.warning("%s goes on after %.0f s", self._who, waited)
+        self._since, self._logged = None, False
+
+
+async def patiently(
+    attempt: Callable[[], Awaitable[T]],
+    failed: Callable[[ReplayError], Awaitable[None]],
+    *,
+    first: float = 0.1,
+    longest: float = 2.0,
+) -> T:
+    """The result of `attempt`, made again until it succeeds.
+
+    `failed` is told each ReplayError of an attempt, and raises it if another attempt is useless. The pause after an
+    attempt is `first` seconds, and doubles up to `longest`. An attempt that its deadline ended has waited already, and
+    keeps its place in the server's line only if the next one follows at once.
+    """
+    pause = first
+    while True:
+        try:
+            return await attempt()
+        except ReplayError as error:
+            await failed(error)
+            if isinstance(error, DeadlineExceededError):
+                continue
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, longest)
