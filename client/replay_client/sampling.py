@@ -82,20 +82,17 @@ class DrawStream:
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
         """Begins a draw. The result raises AioRpcError if there is no batch."""
         self._send(pb.DrawRequest(draw=request))
-        return self._draws[request.id]
+        self._draws[request.id] = drawn = self._new_future()
+        return drawn
 
     def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
         """Takes, gives back or renews. The result says what was done, or raises AioRpcError.
 
-        `request.draw` begins in the same message; `drawn` has its result.
+        A draw that begins right after this goes in the same message.
         """
         self._send(request)
         self._answers.append(answer := self._new_future())
         return answer
-
-    def drawn(self, draw_id: int) -> asyncio.Future[Batch]:
-        """The result of a draw that has begun."""
-        return self._draws[draw_id]
 
     def give_up(self, draw_id: int) -> None:
         """Nobody wants this batch any more, whether it is drawn or not."""
@@ -147,8 +144,6 @@ class DrawStream:
                 self._loop.create_task(self._read(self._call)),
                 self._loop.create_task(self._write(self._call)),
             ]
-        if request.HasField("draw"):
-            self._draws[request.draw.id] = self._new_future()
         self._unsent.append(request)
         self._more.set()
 
@@ -159,9 +154,12 @@ class DrawStream:
                 while self._unsent:
                     if (request := self._unsent.popleft()) is None:
                         return
-                    if self._unsent and (draw := self._unsent[0]) is not None and _may_ride(draw, request):
+                    following = self._unsent[0] if self._unsent else None
+                    if following is not None and following.HasField("draw") and not request.HasField("draw"):
+                        # One message for both costs half. It is a new one: `request` may be sent again.
                         self._unsent.popleft()
-                        request = _both(request, draw)
+                        following.MergeFrom(request)
+                        request = following
                     await call.write(request)
                 self._more.clear()
                 await self._more.wait()
@@ -201,18 +199,6 @@ class DrawStream:
         self._answers.clear()
         for future in waiting:
             _fail(future, error)
-
-
-def _may_ride(draw: pb.DrawRequest, request: pb.DrawRequest) -> bool:
-    """Whether a draw that is sent next may go in the same message. That saves half of its cost."""
-    return draw.HasField("draw") and not (draw.take or draw.renew or request.HasField("draw"))
-
-
-def _both(request: pb.DrawRequest, draw: pb.DrawRequest) -> pb.DrawRequest:
-    """A message of its own: the caller of `request` may send that again."""
-    both = pb.DrawRequest(draw=draw.draw)
-    both.MergeFrom(request)
-    return both
 
 
 def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> None:
@@ -396,14 +382,8 @@ class AsyncSampler:
         if self._answer is None:
             ids = [batch_id]
             request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)
-            draws = len(self._ahead) < self._prefetch
-            if draws:
-                self._request.id = new_id()
-                request.draw.CopyFrom(self._request)
             self._answer = self._stream.end(request)
-            if draws:
-                self._ahead.append(self._stream.drawn(self._request.id))
-                self._draw_ahead(self._prefetch)
+            self._draw_ahead(self._prefetch)
         answer = await asyncio.shield(self._answer)
         self._answer = self._taking = None
         return not answer.missing

@@ -4,7 +4,6 @@ import asyncio
 import math
 import threading
 import time
-from contextlib import contextmanager
 
 import grpc
 import numpy as np
@@ -16,7 +15,6 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.config import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
-from replay_server.rpc import sampling
 from tests.factories import until
 from tests.server.rpc.bystander import bystander
 from tests.server.rpc.vanish import hanging
@@ -403,68 +401,6 @@ def test_many_keys_and_tables_that_nobody_knows_are_only_said_to_be_missing(pois
 # ------------------------------------------------------------------------------------------------ messages
 
 
-@contextmanager
-def drawing(stub: ReplayStub, *requests: pb.DrawRequest):
-    """The answers to these requests, on a stream that stays open meanwhile."""
-    end = threading.Event()
-
-    def and_stay():
-        yield from requests
-        end.wait()
-
-    answers = stub.Draw(and_stay())
-    try:
-        yield answers
-    finally:
-        end.set()
-        answers.cancel()
-
-
-def test_a_request_that_is_refused_ends_alone_and_its_stream_goes_on(stub, client):
-    key = client.insert(b"x", {"plain": 1.0})
-    bad, good = draw_request(table="nope"), draw_request(id=ID + 1)
-    with drawing(stub, bad, pb.DrawRequest(renew=[ID]), pb.DrawRequest(), good) as answers:
-        assert [(next(answers).error.code, next(answers).error.code)] == [(5, 3)]
-        assert next(answers).keys == [key]
-
-
-def test_a_draw_that_cannot_be_served_does_not_hold_up_those_behind_it(stub, client):
-    key = client.insert(b"x", {"queue": 1.0})
-    waits, goes = draw_request(table="pool", timeout=60.0), draw_request(table="queue", id=ID + 1)
-    with drawing(stub, waits, goes) as answers:
-        assert next(answers).keys == [key]
-
-
-def test_a_batch_ends_once_whoever_names_it_and_however_often(stub, client):
-    """An unknown id is missing. A known one may be named on any stream: its reader may have lost its own."""
-    for n in range(4):
-        client.insert(bytes([n]), {"queue": 1.0})
-
-    def told(**ids) -> tuple[list[int], list[int]]:
-        (answer,) = stub.Draw(iter([pb.DrawRequest(**ids)]))
-        return list(answer.done), list(answer.missing)
-
-    with drawing(stub, *(draw_request(table="queue", id=ID + n) for n in range(2))) as answers:
-        assert [next(answers).batch for _ in range(2)] == [ID, ID + 1]
-        unknown = [0, 1, ID + 2, 2**63 + ID, 2**64 - 1]
-        assert told(take=unknown) == told(give_back=unknown) == told(renew=unknown, seconds=9.0) == ([], unknown)
-        assert told(take=[ID, ID]) == ([ID, ID], [])
-        assert told(give_back=[ID]) == ([], [ID])
-        assert told(renew=[ID], seconds=9.0) == ([ID], [])
-    until(lambda: client.server_info().tables["queue"].size == 3, "what nobody took must come back")
-    assert told(take=[ID, ID + 1]) == ([ID], [ID + 1])
-    assert client.server_info().tables["queue"].consumed == 1
-
-
-def test_draws_of_one_stream_are_bounded(stub, client, monkeypatch):
-    monkeypatch.setattr(sampling, "MAX_DRAWS", 3)
-    with drawing(stub, *(draw_request(id=ID + n, timeout=60.0) for n in range(4))) as answers:
-        refused = next(answers)
-        assert (refused.batch, refused.error.code) == (ID + 3, Code.RESOURCE_EXHAUSTED.value[0])
-        assert "3 draws of this stream" in refused.error.message
-        assert waiting(client) == 3
-
-
 def iter_later(first, later):
     """`first`, then what is put into `later`."""
     yield first
@@ -484,16 +420,6 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub,
     with bystander(client) as answers:
         assert stub.Insert(request).decided == rows
     assert len(answers) > 3  # one or two is what others get when the server does not yield in between
-
-
-def test_many_draws_at_once_hold_nobody_up(stub, client):
-    with client.writer() as writer:
-        for _ in range(500):
-            writer.insert(b"x" * 100, {"plain": 1.0})
-    draws = [draw_request(num_samples=500, id=ID + n) for n in range(130)]
-    with drawing(stub, *draws) as drawn, bystander(client) as answers:
-        assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
-    assert answers
 
 
 def test_requests_whose_time_is_up_leave_nothing_behind_the_one_that_waits(stub, client):
