@@ -159,6 +159,9 @@ class DrawStream:
                 while self._unsent:
                     if (request := self._unsent.popleft()) is None:
                         return
+                    if self._unsent and (draw := self._unsent[0]) is not None and _may_ride(draw, request):
+                        self._unsent.popleft()
+                        request = _both(request, draw)
                     await call.write(request)
                 self._more.clear()
                 await self._more.wait()
@@ -198,6 +201,18 @@ class DrawStream:
         self._answers.clear()
         for future in waiting:
             _fail(future, error)
+
+
+def _may_ride(draw: pb.DrawRequest, request: pb.DrawRequest) -> bool:
+    """Whether a draw that is sent next may go in the same message. That saves half of its cost."""
+    return draw.HasField("draw") and not (draw.take or draw.renew or request.HasField("draw"))
+
+
+def _both(request: pb.DrawRequest, draw: pb.DrawRequest) -> pb.DrawRequest:
+    """A message of its own: the caller of `request` may send that again."""
+    both = pb.DrawRequest(draw=draw.draw)
+    both.MergeFrom(request)
+    return both
 
 
 def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> None:

@@ -61,7 +61,10 @@ class Latencies:
     def of_stream(
         self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]], *, timed: bool
     ) -> Callable[..., AsyncIterator[Any]]:
-        """Counts the calls of `method`, an asynchronous generator; with `timed` it times its messages, too."""
+        """Counts the calls of `method`, an asynchronous generator; with `timed` it times its messages, too.
+
+        A draw that is refused counts as a call that failed: its stream goes on.
+        """
         histogram = self.histograms.setdefault(name, Histogram()) if timed else None
 
         @functools.wraps(method)
@@ -73,6 +76,8 @@ class Latencies:
                         if histogram is not None and watched.at is not None:
                             histogram.observe(time.perf_counter() - watched.at)
                             watched.at = None
+                        if name == "Draw" and response.head.error.code:
+                            self.ended[name, code_name(response.head.error.code)] += 1
                         yield response
 
         return counted

@@ -11,7 +11,7 @@ brackets.
 * sample [drawing, sampling]: `prioritized` draws the shards in proportion to their total priority, `uniform` to their
   size, and with any other sampler the shards that have something give in turn. So the merged distribution is that of
   one table. Order is kept per shard.
-* sampler [sampler]: as sample, from whichever shards are ready, and drawn ahead under leases.
+* sampler [sampling]: as sample, and drawn ahead on streams of its own.
 * distinct, scope [sampling]: each shard keeps its own record, which suffices because a key is on one shard only.
 * update, delete [by_key]: the owners first, then all other shards for the keys that these lack. A permit, or a shard
   that was away, may have put an item elsewhere. `get` asks all shards at once.

@@ -325,11 +325,11 @@ class ShardedSampler(AsyncSampler):
                 drawn = await self._drawer.draw(rest_of(self._draw, self._taken), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
+                self._draw_ahead(self._prefetch)  # the takes below ride on these draws
             if self._lease:
                 self._on_lease(drawn)
             self._taken += await self._drawer.take(self._draw, drawn, self._lease)
         batch, self._taken = self._taken, []
-        self._draw_ahead(self._prefetch)
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:

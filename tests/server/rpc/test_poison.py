@@ -2,25 +2,22 @@
 
 import asyncio
 import math
-import socket
 import threading
 import time
 from contextlib import contextmanager
 
 import grpc
-import msgpack
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
-from replay_client.rollout import MAGIC
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.config import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
 from replay_server.rpc import sampling
-from tests.factories import make_group, until
+from tests.factories import until
 from tests.server.rpc.bystander import bystander
 from tests.server.rpc.vanish import hanging
 
@@ -603,124 +600,3 @@ def test_a_writer_that_is_given_nonsense_says_so_and_does_not_hang(client, prior
 
     with pytest.raises((TypeError, ValueError, ReplayError)):
         use()
-
-
-# ------------------------------------------------------------------------------------------------ payloads
-
-
-def header(**changes) -> bytes:
-    """The bytes of a group whose header says what it should not."""
-    data = make_group().encode()
-    length = int.from_bytes(data[8:16], "little")
-    content = msgpack.unpackb(data[16 : 16 + length])
-    for path, value in changes.items():
-        if path.startswith("array_"):
-            content["arrays"][0][int(path[-1])] = value
-        else:
-            content[path] = value
-    packed = msgpack.packb(content)
-    start = -(-(16 + len(packed)) // 64) * 64
-    body = data[-(-(16 + length) // 64) * 64 :]
-    return (MAGIC + len(packed).to_bytes(8, "little") + packed).ljust(start, b"\0") + body
-
-
-HOSTILE = {
-    "empty": b"",
-    "pickle": b"\x80\x04\x95" + bytes(100),
-    "other format": MAGIC[:-1] + b"\x09" + bytes(100),
-    "huge header": MAGIC + (2**64 - 1).to_bytes(8, "little") + bytes(100),
-    "no header": MAGIC + bytes(8),
-    "deep header": MAGIC + (10_000).to_bytes(8, "little") + b"\x91" * 10_000,
-    "huge list": MAGIC + (5).to_bytes(8, "little") + b"\xdd\xff\xff\xff\xff",
-    "huge bytes": MAGIC + (5).to_bytes(8, "little") + b"\xc6\xff\xff\xff\xff",
-    "object dtype": header(array_1="object"),
-    "huge shape": header(array_2=[2**62]),
-    "overflowing shape": header(array_2=[2**32, 2**32]),
-    "negative shape": header(array_2=[-1]),
-    "many dimensions": header(array_2=[1] * 64),
-    "zero of much": header(array_2=[0, 2**62]),
-    "negative offset": header(array_3=-64),
-    "far offset": header(array_3=2**62),
-    "unaligned": header(array_3=1),
-    "float shape": header(array_2=[3.0]),
-    "bool shape": header(array_2=[True]),
-    "name is a number": header(array_0=7),
-    "arrays is a map": header(arrays={}),
-    "fields is a list": header(fields=[]),
-    "unknown field": header(fields={"finish_reasons": None, "__class__": "x"}),
-    "reasons is a number": header(fields={"finish_reasons": 3}),
-}
-
-
-@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_bytes_are_stored_as_they_are_and_decode_to_a_value_error(poisoned, payload):
-    _, client = poisoned
-    (item,) = client.get([client.insert(payload, {"plain": 1.0})])
-    assert bytes(item.payload) == payload
-    with pytest.raises(ValueError, match="rollout group"):
-        _ = item.group
-
-
-def test_every_truncation_and_every_flipped_byte_is_an_error_or_a_group():
-    data = make_group(extras={"x": np.arange(4)}, meta={"a": 1}).encode()
-    for end in range(len(data) - 64):
-        with pytest.raises(ValueError, match="rollout group"):
-            RolloutGroup.decode(data[:end])
-    rng = np.random.default_rng(0)
-    for position in range(len(data)):
-        damaged = bytearray(data)
-        damaged[position] ^= int(rng.integers(1, 256))
-        try:
-            group = RolloutGroup.decode(damaged)
-        except ValueError:
-            continue
-        assert int(group.completion_lengths.sum()) == group.num_tokens
-
-
-# ------------------------------------------------------------------------------------------------ HTTP/2
-
-
-def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    return len(body).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + body
-
-
-def call_bytes(path: bytes = b"/replay.v1.Replay/GetServerInfo", **headers: bytes) -> bytes:
-    """All that a client would send for a call with an empty message, as it is; gRPC would refuse to send some of it."""
-    named = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
-    named |= {b"content-type": b"application/grpc"} | {name.encode(): value for name, value in headers.items()}
-    block = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in named.items())
-    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
-    return start + frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5))
-
-
-def wait_for_answer(connection: socket.socket) -> None:
-    """Returns when the server has answered with headers, a reset or a farewell, or has hung up."""
-    with connection.makefile("rb") as stream:
-        while head := stream.read(9):
-            stream.read(int.from_bytes(head[:3]))
-            if head[3] in (1, 3, 7):
-                return
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        call_bytes(b"/\xff\xfe/x"),
-        call_bytes(authorization=b"Bearer \xff\xfe"),
-        call_bytes()[:-5] + b"\0\xff\xff\xff\xff",
-        call_bytes() + bytes(range(256)) * 100,
-    ],
-    ids=["path", "token", "length", "garbage"],
-)
-def test_bytes_that_no_client_sends_do_not_end_the_service_for_others(server, client, data):
-    host, port = server.address.split(":")
-    with client.writer() as writer, client.sampler("queue") as sampler:
-        for n in range(3):
-            writer.insert(b"before", {"plain": 1.0})
-            with socket.create_connection((host, int(port)), timeout=30) as hostile:
-                hostile.sendall(data)
-                wait_for_answer(hostile)
-            writer.insert(b"after", {"queue": 1.0})
-            writer.flush()
-            assert bytes(next(sampler)[0].payload) == b"after"
-            assert client.server_info().tables["plain"].size == n + 1
