@@ -1,4 +1,4 @@
-"""What several tests make: groups, servers that end with the test, and `until`, which waits for a condition."""
+"""What several tests make: groups, servers that end with the test, ranks, and `until`, which waits for a condition."""
 
 from __future__ import annotations
 
