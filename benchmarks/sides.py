@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.cells import CHECKPOINT, Side
-from benchmarks.certificate import CERTIFICATE
 from benchmarks.environments import (
+    CERTIFICATE,
     FILES,
     OURS,
     REDIS,

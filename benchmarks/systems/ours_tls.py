@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.certificate import CERTIFICATE
+from benchmarks.environments import CERTIFICATE
 from benchmarks.systems.ours import OurSession
 from replay_client import TLS
 

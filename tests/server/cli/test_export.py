@@ -103,13 +103,13 @@ def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
         ),
         (
             "packed.jsonl",
-            gzip.compress(b"{}\n"),
+            gzip.compress(b"{}\n", mtime=0),
             "packed.jsonl, line 1: this is a gzip file, and not lines of JSON in UTF-8: unpack it with gunzip",
         ),
         ("binary.jsonl", bytes(range(256)), "binary.jsonl, line 1: "),
         ("table.jsonl", b"PAR1" + bytes(200) + b"\xff", "table.jsonl, line 1: this is a Parquet file, "),
         ("mark.jsonl", b"\xef\xbb\xbf{}\n", "mark.jsonl, row 1: there is no key, table, priority"),
-        ("packed.parquet", gzip.compress(b"{}\n"), "packed.parquet: not a parquet file"),
+        ("packed.parquet", gzip.compress(b"{}\n", mtime=0), "packed.parquet: not a parquet file"),
         ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),
     ],
 )
