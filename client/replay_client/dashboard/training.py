@@ -90,15 +90,15 @@ class Runs:
         patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
         found = (path for pattern in patterns for path in self._folder.glob(pattern))
         paths = heapq.nlargest(MOST_RUNS, found, key=_written)
+        with self._lock:
+            for path in self._runs.keys() - set(paths):
+                del self._runs[path]
+                self.version += 1
         for path in paths:
             name = str(path.parent.relative_to(self._folder))
             with self._lock:
                 run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
                 self.version += run.read()
-        with self._lock:
-            for path in self._runs.keys() - set(paths):
-                del self._runs[path]
-                self.version += 1
 
     def newest(self) -> dict[str, list[float | None]]:
         """The columns of the run whose file changed last."""
