@@ -28,8 +28,8 @@ class Recorder:
         self.stored: dict[int, RolloutGroup] = {}
         replace, to_batch = ZeroVarianceReplacer.replace, GRPOTrainer._to_batch
 
-        def recording_replace(replacer, samples, **options):
-            replacement = replace(replacer, samples, **options)
+        def recording_replace(replacer, *arguments):
+            replacement = replace(replacer, *arguments)
             keys = [replacement.samples[row].info.key for row in replacement.replaced]
             self.stored |= {item.key: item.group for item in client.get(keys)}
             self.replacements.append(replacement)
