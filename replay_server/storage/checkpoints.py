@@ -46,7 +46,7 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
 HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 _MAGIC = b"replay checkpoint\0"
 _FRAME = struct.Struct("<QQQ")
 """Kind, bytes that follow, checksum of both and of these."""

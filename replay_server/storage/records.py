@@ -19,7 +19,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from replay_server.tables.columns import IntArray
 
-FORMAT = 1
+FORMAT = 2
 """Version of this layout. A server reads its own version only."""
 
 ITEM = np.dtype(
