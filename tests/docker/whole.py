@@ -31,11 +31,11 @@ from replay_client import ReplayClient
 payload = bytes(4 << 20)
 with ReplayClient.from_env(60.0) as client, client.writer() as writer:
     for _ in range(4):
-        writer.insert(payload, {"replay": 1.0})
+        writer.insert(payload, {"replay": 1.0}, policy_version=client.policy().version)
     writer.flush()
-    print("rings:", len(re.findall("/shared/replay-", open("/proc/self/maps").read())))
+    print("rings:", len(re.findall("memfd:replay-ring", open("/proc/self/maps").read())))
 """
-"""Inserts from a container, and counts the files of /shared that are mapped: rings, whose names are gone."""
+"""Inserts from a container, and counts the rings that it has mapped."""
 report: list[str] = []
 
 
