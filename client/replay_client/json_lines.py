@@ -17,7 +17,7 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
-"""How files begin that people give by mistake, and what to do with them."""
+"""The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:

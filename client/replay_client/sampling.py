@@ -275,7 +275,10 @@ class SingleBatches:
         return request.id, samples_of(head, payloads, request.lease > 0)
 
     async def _take(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
-        """Whether the batch is taken. If only the server knows, it is kept for the next equal call."""
+        """Takes the batch. Returns False if the server gave it back.
+
+        Keeps a batch whose answer is lost for an equal call.
+        """
         try:
             return not (await self.end(pb.DrawRequest(take=[draw_id]), timeout)).missing
         except BaseException:
@@ -317,7 +320,7 @@ class AsyncSampler:
         self._taking: tuple[int, list[Sample]] | None = None
         """The batch that the caller gets next, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
-        """Of the server, to the take of that batch."""
+        """The server's answer to the take of that batch."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -378,7 +381,7 @@ class AsyncSampler:
         return head.batch, samples
 
     async def _confirmed(self, batch_id: int) -> bool:
-        """Whether the batch is the caller's. False: an item in it became stale, or it went back with its stream."""
+        """Returns whether the server gives the batch to the caller: no item became stale, and its stream lives."""
         if self._answer is None:
             ids = [batch_id]
             request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)

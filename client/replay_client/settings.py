@@ -45,8 +45,8 @@ def _check(each: Field[Any], hint: Any, value: Any) -> None:
         raise ValueError(f"{name} must be true or false, not {value!r}")
     choices = [choice for kind in {hint, *kinds} if get_origin(kind) is Literal for choice in get_args(kind)]
     choices += [None] * (may_be_none and bool(choices))
-    if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if choices:
+        check_choice(name, value, choices)
     if not each.metadata or (value is None and may_be_none):
         return
     whole = float not in kinds
@@ -70,10 +70,10 @@ def unknown_name(name: str, known: Collection[str]) -> str:
     return f"there is no {name[:100]!r}; {hint}"
 
 
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raises ValueError unless `value`, of the setting `name`, is one of a Literal type."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raises ValueError unless `value`, of the setting `name`, is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def suggests_names(kind: type[T]) -> type[T]:

@@ -81,8 +81,8 @@ class Segment:
         ours, theirs = socket.socketpair()
         with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             asking.settimeout(_ANSWER)
-            with _short(path) as short:
-                asking.connect(short)
+            with _short_name(path) as name:
+                asking.connect(name)
             socket.send_fds(asking, [ring_id.to_bytes(_RING_ID, "little")], [theirs.fileno()])
             theirs.close()  # so that the answer ends if the server drops the request
             ours.settimeout(_ANSWER)
@@ -139,8 +139,8 @@ class Handover:
         self._socket.setblocking(False)
         try:
             os.fchmod(self._socket.fileno(), 0o600)  # bind gives this mode to the file
-            with _short(self.path) as short:
-                self._socket.bind(short)
+            with _short_name(self.path) as name:
+                self._socket.bind(name)
         except BaseException:
             self._socket.close()
             raise
@@ -179,15 +179,15 @@ def remove_stale(folder: Path) -> None:
     for path in folder.glob(f"{_SOCKET}*"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             try:
-                with _short(path) as short:
-                    asking.connect(short)
+                with _short_name(path) as name:
+                    asking.connect(name)
             except ConnectionRefusedError:
                 if path.is_socket():
                     path.unlink()
 
 
 @contextmanager
-def _short(path: Path) -> Iterator[str]:
+def _short_name(path: Path) -> Iterator[str]:
     """A name for the socket that fits into the 107 bytes that the system takes, however deep its folder lies."""
     folder = os.open(path.parent, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
     try:

@@ -181,7 +181,7 @@ _ITEM_COLUMNS = {
     "times_sampled": "int",
     "bytes": "int",
 }
-"""What the server knows of an item. Keys are strings: they have 64 bits, and many readers keep only 53."""
+"""The columns that the server keeps of an item. Keys are strings: they have 64 bits, and many readers keep only 53."""
 _TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
 """With a tokenizer."""
 _PAYLOAD = "payload"

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from torch import nn
@@ -268,7 +268,7 @@ class ZeroVarianceReplacer:
     """How the trainer computes advantages anew, as in `carries_gradient`."""
 
     def __post_init__(self) -> None:
-        check_choice("on_empty", self.on_empty, OnEmpty)
+        check_choice("on_empty", self.on_empty, get_args(OnEmpty))
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.

@@ -77,7 +77,7 @@ class TokenText:
 
 
 def item_facts(item: StoredItem) -> dict[str, Any]:
-    """What the server knows of an item, as JSON."""
+    """Returns the columns that the server keeps of an item, as JSON."""
     return {
         "key": str(item.key),
         "bytes": len(item.payload),
@@ -178,7 +178,7 @@ def per_token(group: RolloutGroup) -> list[str]:
 
 
 def _masked(group: RolloutGroup) -> bool:
-    """Whether the group has a loss mask or contexts, so that a trainer may leave tokens out of the loss."""
+    """Returns whether a trainer may leave tokens of the group out of the loss: it has a loss mask or contexts."""
     return group.loss_mask is not None or group.context_lengths is not None
 
 

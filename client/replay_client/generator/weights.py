@@ -170,7 +170,7 @@ class Probe:
 
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder of weights holds an adapter instead of whole weights.
+    """Returns whether a folder of weights holds an adapter, and not whole weights.
 
     Raises FileNotFoundError if it holds neither, or is gone.
     """

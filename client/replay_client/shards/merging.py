@@ -107,7 +107,7 @@ def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, A
 
 
 def _agreed(values: Sequence[Sequence[Silence]]) -> tuple[Silence, ...]:
-    """Those of which all shards say the same: a side is gone only if no shard hears of it. The shortest of them."""
+    """Returns the silences that all shards report, each with the shortest age. A side that one shard hears is there."""
     parts: dict[tuple[str, str], list[Silence]] = defaultdict(list)
     for silence in chain.from_iterable(values):
         parts[silence.side, silence.table].append(silence)
@@ -140,7 +140,7 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
     pb.Field.LOWEST: lowest,
     pb.Field.AGREED: _agreed,
 }
-"""What makes one value of those of all shards, where the values alone tell it."""
+"""The function that merges the values of all shards. Rules that need more than the values stand in `_merged`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- pages

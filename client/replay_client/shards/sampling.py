@@ -20,7 +20,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import numpy as np
@@ -55,7 +55,7 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True)
 class DrawOfAll:
-    """What a caller wants of all shards together."""
+    """One caller's request for a batch from all shards together."""
 
     table: str
     rows: int
@@ -307,11 +307,8 @@ class ShardedSampler(AsyncSampler):
         self._lease, self._on_lease = lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._taken: list[Sample] = []
-        """Of a batch whose other rows were lost with their shard: the next batch begins with them."""
+        """The taken rows of a batch that lost other rows with a shard. The next batch begins with them."""
         self._closed = False
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> list[Sample]:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
@@ -376,7 +373,7 @@ def _request(draw: DrawOfAll, **fields: Any) -> pb.SampleRequest:
 
 
 def _is_plain(draw: DrawOfAll) -> bool:
-    """Whether the weights of other draws hold for it."""
+    """Returns whether this draw may use the weights that a shard told another draw."""
     return not draw.scope and not draw.exclude
 
 

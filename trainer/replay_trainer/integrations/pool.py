@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
@@ -65,7 +65,7 @@ class GroupPool:
     """Why the server is away; None: the last call reached it."""
 
     def __post_init__(self) -> None:
-        check_choice("on_unavailable", self.on_unavailable, OnUnavailable)
+        check_choice("on_unavailable", self.on_unavailable, get_args(OnUnavailable))
         self._away_since = 0.0
         self._offset: int | None = None
         self._warned = False

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -80,8 +80,8 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
             raise ValueError(f"replay_share must be from 0 to 0.9, not {self.replay_share}")
         if self.replay_buffer_size < 0:
             raise ValueError(f"replay_buffer_size must be at least 0, not {self.replay_buffer_size}")
-        check_choice("replay_on_empty", self.replay_on_empty, OnEmpty)
-        check_choice("replay_on_unavailable", self.replay_on_unavailable, OnUnavailable)
+        check_choice("replay_on_empty", self.replay_on_empty, get_args(OnEmpty))
+        check_choice("replay_on_unavailable", self.replay_on_unavailable, get_args(OnUnavailable))
         if not self.replay_clip_max > 0:
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
 
