@@ -298,16 +298,14 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     for name, record in state.state_records.items():
         if name.startswith(REMEMBERED):
             continue
-        if name.startswith(SCOPE):
+        if name.startswith((SCOPE, LEASE)):
             try:
-                scopes.append(unpack(record))
+                (scopes if name.startswith(SCOPE) else leases).append(unpack(record))
             except Damaged:
                 state.damaged += 1
             continue
         value = unpack_named(name, record)
-        if name.startswith(LEASE):
-            leases.append(value)
-        elif name.startswith(TABLE) and value["name"] in buffer.tables:
+        if name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
             buffer.policy = Policy(value[0], value[1], min(value[2] - offset, now))
