@@ -44,10 +44,9 @@ from replay_server.config import (
     MAX_SCOPE,
 )
 from replay_server.errors import Refused, busy, deadline, invalid, try_again
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.backend import Backend, durable, endless, once, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
-from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
 from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, new_id
@@ -83,7 +82,7 @@ class SampleMethods:
                     last = response
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
                 # durable mode the batch is therefore taken before that message.
-                if not request.lease and backend.journal is not None:
+                if not request.lease and backend.is_durable:
                     draws.take(draw)
                     await backend.durable()
                 yield last

@@ -14,9 +14,8 @@ from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import Code
 from replay_server.rpc.auth import REVOKED
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.backend import Backend, endless
 from replay_server.rpc.clients import Context
-from replay_server.rpc.rpc_methods import endless
 
 SHORT = ("UpdatePriorities", "Delete", "TakeItems")
 """The methods that a client may call on the stream. A token that may open the stream may call each of them."""
