@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay_trainer.correction import CorrectionConfig, Rejection, correct
+from replay_trainer.correction import CorrectionConfig, Moments, Rejection, correct
 
 NAN = math.nan
 
@@ -78,6 +78,13 @@ def test_the_log_ratio_of_each_token_is_clamped_before_it_is_summed() -> None:
     assert token.tolist()[0] == pytest.approx([math.exp(20), math.exp(-5)], rel=1e-5)
     sequence = correct(old, rollout, mask, CorrectionConfig(level="sequence", action="none")).weights
     assert sequence.tolist()[0] == pytest.approx([math.exp(15)] * 2, rel=1e-5)
+
+
+def test_a_long_run_of_large_ratios_stays_finite() -> None:
+    old, rollout, mask = torch.zeros(1, 100), torch.full((1, 100), -30.0), torch.ones(1, 100)
+    correction = correct(old, rollout, mask, CorrectionConfig(level="sequence", action="none"))
+    assert correction.weights.isfinite().all()
+    assert math.isfinite(correction.metrics["ess"])
 
 
 def test_an_unknown_logprob_counts_as_on_policy() -> None:
@@ -179,6 +186,17 @@ def test_the_dppo_mask_drops_tokens_that_have_moved_far_in_the_direction_they_ar
 def test_masks_that_judge_by_the_advantage_ask_for_it() -> None:
     with pytest.raises(ValueError, match=r"need advantages of shape \(1,\) or \(1, 2\), not None"):
         correct(*logprobs_of([[1.0, 1.0]]), CorrectionConfig(dppo_mask_high=0.2))
+
+
+def test_moments_of_parts_give_the_metrics_of_the_whole() -> None:
+    config = CorrectionConfig(veto=0.1, off_policy_mask_threshold=0.5)
+    batch, advantages = logprobs_of(OFF_POLICY), torch.tensor([-1.0, 0.0, -1.0, -0.1])
+    parts = [
+        correct(*(tensor[rows] for tensor in batch), config, advantages=advantages[rows]).moments
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    whole = correct(*batch, config, advantages=advantages).metrics
+    assert Moments.of_parts(parts).metrics() == pytest.approx(whole, nan_ok=True)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
