@@ -78,6 +78,9 @@ class Journal:
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
             if checkpoint is None:
+                # Without this a killed restore would be followed by an empty server.
+                if storage.was_written and not state.state_records:
+                    raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
                 restore(buffer, state)
         except UnusableDirectory:
             raise
