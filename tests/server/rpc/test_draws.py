@@ -1,6 +1,5 @@
 """Streams of draws, spoken to message by message: what refuses, holds up or ends one draw, and what it leaves alone."""
 
-import threading
 from contextlib import contextmanager
 
 import grpc
@@ -10,9 +9,10 @@ from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
+from replay_server.errors import Code
 from replay_server.rpc import sampling
 from tests.factories import until
-from tests.server.rpc.bystander import bystander
+from tests.server.rpc.calls import Requests, bystander
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}),
@@ -21,10 +21,6 @@ TABLES = [
 ]
 ID = 1 << 40
 """Of a draw."""
-NOT_FOUND, INVALID, BUSY = (
-    code.value[0]
-    for code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
-)
 
 
 @pytest.fixture
@@ -49,25 +45,19 @@ def draw_request(**fields) -> pb.DrawRequest:
 @contextmanager
 def drawing(stub: ReplayStub, *requests: pb.DrawRequest):
     """The answers to these requests, on a stream that stays open meanwhile."""
-    end = threading.Event()
-
-    def and_stay():
-        yield from requests
-        end.wait()
-
-    answers = stub.Draw(and_stay())
-    try:
-        yield answers
-    finally:
-        end.set()
-        answers.cancel()
+    with Requests(*requests) as stream:
+        answers = stub.Draw(iter(stream))
+        try:
+            yield answers
+        finally:
+            answers.cancel()
 
 
 def test_a_request_that_is_refused_ends_alone_and_its_stream_goes_on(stub, client):
     key = client.insert(b"x", {"plain": 1.0})
     bad, good = draw_request(table="nope"), draw_request(id=ID + 1)
     with drawing(stub, bad, pb.DrawRequest(renew=[ID]), pb.DrawRequest(), good) as answers:
-        assert [(next(answers).error.code, next(answers).error.code)] == [(NOT_FOUND, INVALID)]
+        assert [next(answers).error.code for _ in range(2)] == [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
         assert next(answers).keys == [key]
 
 
@@ -103,7 +93,7 @@ def test_draws_of_one_stream_are_bounded(stub, client, monkeypatch):
     monkeypatch.setattr(sampling, "MAX_DRAWS", 3)
     with drawing(stub, *(draw_request(id=ID + n, timeout=60.0) for n in range(4))) as answers:
         refused = next(answers)
-        assert (refused.batch, refused.error.code) == (ID + 3, BUSY)
+        assert (refused.batch, refused.error.code) == (ID + 3, Code.RESOURCE_EXHAUSTED)
         assert "3 draws of this stream" in refused.error.message
         assert client.server_info().tables["plain"].sampling.count == 3
 
