@@ -522,4 +522,4 @@ def case_of(machine, examples):
     return TestCase
 
 
-TestModel = case_of(ModelMachine, 500)
+TestModel = case_of(ModelMachine, 300)
