@@ -298,7 +298,7 @@ async def test_when_nothing_but_failures_come_the_run_ends_even_if_they_are_skip
 async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
     monkeypatch: pytest.MonkeyPatch, error: Exception, options: Any, groups: int, attempts: int, counted: str
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.policy_follower._TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.05)
     client = RecordingClient(admission=True, refuse=[error] * 2)
     generator = make_generator(client, ScriptedEngine(), max_groups=3, **options)
     await generator.run()

@@ -187,7 +187,7 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
 
 
 async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay_client.generator.policy_follower._TRIAL_SECONDS", 0.2)
+    monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.2)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
             await async_until(lambda: generator.stats["groups"] > 3)
@@ -256,7 +256,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
 async def test_a_server_that_is_restarted_finds_the_generator_going_on(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.server._SECONDS_PER_LOOK", 1.0)
+    monkeypatch.setattr("replay_client.generator.server.SECONDS_PER_LOOK", 1.0)
     address = f"127.0.0.1:{free_port()}"
     config = (
         '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
