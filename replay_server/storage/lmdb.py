@@ -95,8 +95,8 @@ class LmdbStorage:
             if replace:
                 put_aside(directory)
                 self._unsynced.unlink(missing_ok=True)
-                os.ftruncate(self._lock, 0)
-            self._check_openable()
+            else:
+                self._check_openable()
             self._open()
         except BaseException:
             os.close(self._lock)
@@ -123,10 +123,15 @@ class LmdbStorage:
         """Bytes for which there was no room; 0: there is room."""
         self._looked_at = -_LOOK_EVERY
 
+    @property
+    def was_written(self) -> bool:
+        """Whether a commit has ended in this directory, now or in a file that was put aside since."""
+        return os.fstat(self._lock).st_size > 0
+
     def _check_openable(self) -> None:
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
-            if os.fstat(self._lock).st_size:
+            if self.was_written:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
         elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
@@ -297,7 +302,7 @@ class LmdbStorage:
         self._taken = {}, []
         self._looked_at = -_LOOK_EVERY
         if error is None:
-            if not self.commits:
+            if not self.was_written:
                 os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
             self.error = ""
             self.commits += 1
