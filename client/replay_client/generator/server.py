@@ -31,7 +31,7 @@ from replay_client.rollout import RolloutGroup
 from replay_client.waits import WaitLog, patiently
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
