@@ -23,6 +23,7 @@ from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoin
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.state import restore_checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.telemetry.blocked_log import BlockedLog
@@ -226,11 +227,10 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                restored = () if checkpoint is None else (checkpoint.load, checkpoint.summary.bytes)
-                journal = Journal.start(buffer, storage, *restored)
+                journal = Journal.start(buffer, storage, checkpoint)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
-                checkpoint.load(buffer)
+                restore_checkpoint(buffer, checkpoint)
             if directory is not None:
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
                 ends.push_async_callback(checkpointer.close)

@@ -23,16 +23,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
 
 from replay_server.errors import broken
+from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import ChangeCollector, restore
+from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
 from replay_server.tables.remembered import Remembered
 
@@ -65,37 +66,35 @@ class Journal:
         cls,
         buffer: ReplayBuffer,
         storage: LmdbStorage,
-        fill: Callable[[ReplayBuffer, Callable[[], None]], None] | None = None,
-        nbytes: int = 0,
+        checkpoint: OpenCheckpoint | None = None,
     ) -> Journal:
-        """Fills the buffer from its storage, and keeps the storage up to date from then on.
+        """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
 
-        `fill` fills it instead, with `nbytes` of a checkpoint. It is called with the buffer, and with what it has to
-        call after each portion of payloads. Raises UnusableDirectory, and ValueError if the storage holds items then.
+        Raises UnusableDirectory, and ValueError if there is a checkpoint and the storage holds items.
         """
         began = time.monotonic()
         try:
             state = storage.load()
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
-            if fill is None:
+            if checkpoint is None:
                 restore(buffer, state)
         except UnusableDirectory:
             raise
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        if fill is not None:
+        if checkpoint is not None:
             if held := len(state.items) + len(state.skipped):
                 raise ValueError(
                     f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
                     f"without --restore to go on with them, or with --replace to put them aside"
                 )
             try:
-                fill(buffer, storage.write_payloads)
+                restore_checkpoint(buffer, checkpoint, storage.write_payloads)
             except lmdb.Error as error:
                 raise UnusableDirectory(
-                    f"data_dir {storage.directory} cannot take the {nbytes} bytes of the checkpoint: {error}; make "
-                    f"room, and restore it again"
+                    f"data_dir {storage.directory} cannot take the {checkpoint.summary.bytes} bytes of the checkpoint: "
+                    f"{error}; make room, and restore it again"
                 ) from error
             collector.all_changed()
         buffer.damaged += len(state.skipped)

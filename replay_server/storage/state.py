@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from operator import attrgetter
@@ -22,6 +22,7 @@ from xxhash import xxh3_128_digest
 
 from replay_server.errors import Refused
 from replay_server.storage import records
+from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.records import (
     ADMISSION,
     CLOCK,
@@ -298,16 +299,14 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     for name, record in state.state_records.items():
         if name.startswith(REMEMBERED):
             continue
-        if name.startswith(SCOPE):
+        if name.startswith((SCOPE, LEASE)):
             try:
-                scopes.append(unpack(record))
+                (scopes if name.startswith(SCOPE) else leases).append(unpack(record))
             except Damaged:
                 state.damaged += 1
             continue
         value = unpack_named(name, record)
-        if name.startswith(LEASE):
-            leases.append(value)
-        elif name.startswith(TABLE) and value["name"] in buffer.tables:
+        if name.startswith(TABLE) and value["name"] in buffer.tables:
             buffer.tables[value["name"]].load_state_dict(value)
         elif name == POLICY:
             buffer.policy = Policy(value[0], value[1], min(value[2] - offset, now))
@@ -335,6 +334,18 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
         buffer.outstanding.restore_lease(batch_id, table_name, leased, scope, seconds)
     reconcile(buffer)
+
+
+def restore_checkpoint(
+    buffer: ReplayBuffer, checkpoint: OpenCheckpoint, write: Callable[[], None] = lambda: None
+) -> None:
+    """Fills a new buffer from a checkpoint. Calls `write` after each portion of payloads."""
+    with no_garbage_collection():
+        for keys, payloads in checkpoint.payloads():
+            buffer.storage.put(keys, payloads)
+            write()
+        restore(buffer, checkpoint.state)
+    log.info("restored %d items from checkpoint %s", len(buffer.items), checkpoint.path)
 
 
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:

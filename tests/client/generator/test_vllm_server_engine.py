@@ -356,6 +356,8 @@ ANSWERS: dict[str, Any] = {
 """What vLLM 0.32 answers, as far as the engine reads it."""
 NEVER = object()
 CHUNKED = {"enable_chunked_prefill": True}
+PAGE = b"<html>starting</html>"
+"""What a proxy may answer for a server that starts."""
 
 
 @contextlib.contextmanager
@@ -375,7 +377,7 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
                 ended.wait()
                 return
             status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
-            content = json.dumps(answer).encode()
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -445,6 +447,8 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
             {},
             r"a reload of its own weights misses model.norm.weight \(1 parameters\)",
         ),
+        ({"v1/models": PAGE}, {}, "/v1/models answered something else than vLLM does: <html>"),
+        ({"server_info": {"vllm_config": "VllmConfig(...)"}}, {}, "does not tell its configuration: is it vLLM 0.32"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
@@ -506,8 +510,18 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
         assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "useless",
+    [
+        pytest.param({"server_info": server_info("raw_logprobs")}, id="it was started in another way"),
+        pytest.param({"server_info": PAGE}, id="a proxy answers in its place"),
+        pytest.param({"health": PAGE}, id="a proxy answers for its health"),
+        pytest.param({"server_info": {}}, id="it is another program"),
+        pytest.param({"v1/models": {}}, id="it is another version"),
+    ],
+)
 async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
-    model: Path, caplog: pytest.LogCaptureFixture, make_engine: Any
+    model: Path, useless: dict[str, Any], caplog: pytest.LogCaptureFixture, make_engine: Any
 ) -> None:
     choice = {
         "index": 0,
@@ -520,9 +534,10 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
         engine = make_engine(url, other)
-        again |= {"/v1/completions": (503, {}), "/server_info": server_info("raw_logprobs")}
+        again |= answers_for(model, **{"v1/completions": (503, {})}, **useless)
+        before = asked.count("/health")
         await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
-        await async_until(lambda: asked.count("/server_info") >= 3)  # the second question came after the refusal
+        await async_until(lambda: asked.count("/health") >= before + 2)  # the second question came after the refusal
         await engine.generate(PROMPT, SamplingConfig(), 1)
         assert engine.servers_away == 1
         again |= answers_for(model, **completions)
