@@ -70,7 +70,7 @@ class Pipeline:
         """Why this pipeline sends nothing more; None: it works."""
         self._room: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
-        fleet.watch()
+        fleet.connect()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
@@ -91,7 +91,7 @@ class Pipeline:
             line = self._line_for(item)
             wake = line.add(item)
         if wake:
-            self.loop.call_soon_threadsafe(line.start)
+            self.loop.call_soon_threadsafe(line.send)
         return True
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
@@ -103,7 +103,7 @@ class Pipeline:
             self._drained.append(when_drained)
             idle = [line for line in self._lines.values() if line.wakes()]
         for line in idle:
-            self.loop.call_soon_threadsafe(line.start)
+            self.loop.call_soon_threadsafe(line.send)
         return False
 
     @property
@@ -144,7 +144,7 @@ class Pipeline:
             self.evicted.see(response)
             self._unreported.extend(errors.values())
         for other in moved:
-            other.start()
+            other.send()
         self._tell()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
@@ -215,7 +215,7 @@ class InsertLine:
         return self._unsent_bytes + sum(item.nbytes for item in self._unacknowledged)
 
     def add(self, item: Item) -> bool:
-        """Takes the item. Returns whether the caller must `start` this line. The caller holds the lock."""
+        """Takes the item. Returns whether the caller must call `send`. The caller holds the lock."""
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
         wake = not self._awake and self._worth_sending()
@@ -223,12 +223,12 @@ class InsertLine:
         return wake
 
     def wakes(self) -> bool:
-        """Returns whether the caller must `start` this line, so that nothing waits here. The caller holds the lock."""
+        """As `add`, where nothing may wait for other items any more."""
         wake = not self._awake and bool(self._unsent)
         self._awake = self._awake or wake
         return wake
 
-    def start(self) -> None:
+    def send(self) -> None:
         """Sends what is unsent. Call it on the event loop."""
         self._timer = None
         self._wake.set()
@@ -329,7 +329,7 @@ class InsertLine:
             self._pipeline.decided(self, items, response)
             with self._lock:
                 if self._unsent and not self._awake and self._timer is None:
-                    self._timer = self._pipeline.loop.call_later(_LINGER, self.start)
+                    self._timer = self._pipeline.loop.call_later(_LINGER, self.send)
         # A server ends an insert stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 

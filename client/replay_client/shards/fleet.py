@@ -219,11 +219,11 @@ class Fleet:
         """The server of a client of one; None: there are several, or Ray may add some."""
 
     def _make_shard(self, given: str, name: str) -> Shard:
-        shard = Shard(name, self._connect, given if self._names is None else None, self._names)
+        shard = Shard(name, self._connection_to, given if self._names is None else None, self._names)
         shard.changed = self._changed
         return shard
 
-    def _connect(self, address: str) -> Connection:
+    def _connection_to(self, address: str) -> Connection:
         return Connection(replace(self._access, address=address), self._timeout)
 
     def named(self, name: str) -> Shard | None:
@@ -237,7 +237,7 @@ class Fleet:
         check_timeout(timeout)
         return timeout
 
-    def watch(self) -> None:
+    def connect(self) -> None:
         """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
         if self.only is not None:
             return
@@ -268,7 +268,7 @@ class Fleet:
 
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if the time is up before."""
-        self.watch()
+        self.connect()
         while not self.decided:  # soon: each shard has a short time for its first connection
             await self.changed.wait()
         while not (up := self.up()):
@@ -344,7 +344,7 @@ class Fleet:
         if self.only is not None:
             return await self.ask(method, request, timeout)
         deadline = Deadline(self.seconds(timeout))
-        self.watch()
+        self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             changed = self.changed
             try:
