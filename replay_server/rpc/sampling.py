@@ -44,9 +44,8 @@ from replay_server.config import (
     MAX_SCOPE,
 )
 from replay_server.errors import Refused, busy, deadline, invalid, try_again
-from replay_server.rpc.backend import Backend, durable, endless, once, stream, unary
+from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.rpc.messages import split_payloads
 from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, new_id
