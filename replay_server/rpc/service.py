@@ -9,7 +9,7 @@ import logging
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -31,7 +31,9 @@ from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.telemetry import tracing
-from replay_server.telemetry.latency import Latencies
+
+if TYPE_CHECKING:
+    from replay_server.telemetry.prometheus import Latencies
 
 log = logging.getLogger("replay_server")
 # gRPC logs this, with a traceback, when a client leaves while a response is written to it.

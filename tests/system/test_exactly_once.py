@@ -34,43 +34,37 @@ def payload(number: int) -> bytes:
 
 
 @contextmanager
-def reader_behind_a_proxy():
-    """A server, a client that reaches it directly, and a proxy for the reader."""
+def single_samples(reader: ReplayClient):
+    yield iter(lambda: reader.sample("queue", 1), None)
+
+
+READERS = {
+    "samples": single_samples,
+    "a sampler": lambda reader: reader.sampler("queue", prefetch=1),
+    "a sampler with leases": lambda reader: reader.sampler("queue", prefetch=1, lease=60.0),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_batch_whose_answer_breaks_off_anywhere_comes_once(read):
     with (
         ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server,
         ReplayClient(server.address) as writer,
         FaultyProxy(server.address, 0, QUIET) as proxy,
+        ReplayClient(proxy.address, timeout=30.0) as reader,
+        read(reader) as batches,
     ):
-        yield writer, proxy
-
-
-def check_that_the_queue_is_used_up(writer: ReplayClient, inserted: int) -> None:
-    info = writer.server_info()
-    queue, pool = info.tables["queue"], info.tables["pool"]
-    assert (queue.size, queue.consumed, pool.size) == (0, inserted, inserted)
-
-
-def test_a_sample_whose_answer_breaks_off_anywhere_comes_once():
-    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
         cuts = range(1, ANSWER_BYTES, STEP)
         for number, cut in enumerate(cuts):
             writer.insert(payload(number), {"queue": 1.0})
             proxy.cut_after = cut
-            [sample] = reader.sample("queue", 1)
+            [sample] = next(batches)
             assert bytes(sample.payload) == payload(number), cut
-        check_that_the_queue_is_used_up(writer, len(cuts))
-
-
-def test_a_batch_of_a_sampler_whose_answer_breaks_off_anywhere_comes_once():
-    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
-        cuts = range(1, ANSWER_BYTES, STEP)
-        with reader.sampler("queue", prefetch=1) as sampler:
-            for number, cut in enumerate(cuts):
-                writer.insert(payload(number), {"queue": 1.0})
-                proxy.cut_after = cut
-                [sample] = next(sampler)
-                assert bytes(sample.payload) == payload(number), cut
-        check_that_the_queue_is_used_up(writer, len(cuts))
+            if sample.info.lease:
+                assert writer.acknowledge([sample]).applied == 1
+        tables = writer.server_info().tables
+        queue, pool = tables["queue"], tables["pool"]
+        assert (queue.size, queue.reserved, queue.consumed, pool.size) == (0, 0, len(cuts), len(cuts))
 
 
 async def test_a_reader_that_is_interrupted_while_it_takes_batches_gets_each_of_them_once():

@@ -142,17 +142,20 @@ class PolicyFollower:
 
     async def _first_published(self) -> Policy:
         """The first policy with weights. Says every half minute that it is waited for."""
-        log = WaitLog()
-        while True:
-            log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
-            try:
-                async with asyncio.timeout(LOG_SECONDS), aclosing(self._watch()) as policies:
-                    async for policy in policies:
-                        if policy.weights:
-                            log.go_on()
-                            return policy
-            except TimeoutError:
-                continue
+        # One watch for all that time: it ends the run when the server has been away for the client's timeout.
+        log, found = WaitLog(), asyncio.create_task(self._published())
+        try:
+            while not found.done():
+                log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
+                await asyncio.wait({found}, timeout=LOG_SECONDS)
+            log.go_on()
+            return found.result()
+        finally:
+            found.cancel()
+
+    async def _published(self) -> Policy:
+        async with aclosing(self._watch()) as policies:
+            return await anext(policy async for policy in policies if policy.weights)
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""

@@ -282,3 +282,15 @@ async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(t
             server.kill()
             with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
                 await asyncio.wait_for(task, 20)
+
+
+async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay_client.generator.policy_follower.LOG_SECONDS", 0.3)  # the client's timeout is longer
+    with server_process(tmp_path) as server:
+        async with generating(server.address, ScriptedEngine(), timeout=1.0, wait_for_policy=True) as (_, _, task):
+            await async_until(lambda: "waiting until the trainer publishes weights" in caplog.text)
+            server.kill()
+            with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
+                await asyncio.wait_for(task, 20)

@@ -18,6 +18,7 @@ import grpc
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
+from tests.server.rpc.calls import Requests
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
@@ -26,12 +27,13 @@ def insert(key: int, size: int, payload: bytes, table: str = "queue") -> pb.Inse
     return pb.InsertRequest(keys=[key], targets=[pb.InsertTarget(table=table)], payload_sizes=[size], payloads=payload)
 
 
-def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
-    """The call that is under way. Its stream of requests stays open until `end`."""
+def begin(stub: ReplayStub, where: str, requests: Requests) -> Any:
+    """The call that is under way. Its stream of requests stays open."""
 
-    def and_stay(*requests: Any) -> Iterator[Any]:
-        yield from requests
-        end.wait()
+    def and_stay(*first: Any) -> Iterator[Any]:
+        for request in first:
+            requests.put(request)
+        return iter(requests)
 
     many = pb.SampleRequest(table="plain", num_samples=100)
     untaken = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=2**40 + n)) for n in range(4)]
@@ -85,17 +87,13 @@ def hanging(address: str, where: str, how: str) -> Iterator[Callable[[], object]
             process.wait()
             process.stdout.close()
         return
-    end = threading.Event()
-    with grpc.insecure_channel(address, OPTIONS) as channel:
-        call = begin(ReplayStub(channel), where, end)
-        try:
-            yield channel.close if how == "close" else call.cancel
-        finally:
-            end.set()
+    with grpc.insecure_channel(address, OPTIONS) as channel, Requests() as requests:
+        call = begin(ReplayStub(channel), where, requests)
+        yield channel.close if how == "close" else call.cancel
 
 
 if __name__ == "__main__":
     with grpc.insecure_channel(sys.argv[1], OPTIONS) as channel:
-        begun = begin(ReplayStub(channel), sys.argv[2], threading.Event())
+        begun = begin(ReplayStub(channel), sys.argv[2], Requests())
         print("there", flush=True)
         threading.Event().wait()

@@ -124,4 +124,4 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = test_model.case_of(DurableMachine, 150)
+TestDurableModel = test_model.case_of(DurableMachine, 100)

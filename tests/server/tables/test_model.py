@@ -60,7 +60,17 @@ limits = {
     "max_staleness": st.sampled_from([None, 0, 1, 2]),
     "when_full": st.sampled_from(["evict", "block", "reject"]),
 }
-tables = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits)
+anything = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits)
+# What most runs have, and what chance alone seldom puts together: a queue whose items grow too old.
+ageing_queue = st.fixed_dictionaries(
+    {
+        "seed": st.just(1),
+        "rate_limiter": st.integers(2, 5).map(lambda n: {"type": "queue", "max_size": n}),
+        "max_staleness": st.sampled_from([0, 1, 2]),
+    },
+    optional={name: limits[name] for name in ("max_bytes", "when_full")},
+)
+tables = anything | ageing_queue
 forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b": "c"}])
 priorities = st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1.0, 2.0, 1e6])
 timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
@@ -201,6 +211,35 @@ class ModelMachine(RuleBasedStateMachine):
                     assert code == (None if offer == "duplicate" else offer)
             self.follow()
             rows = rows[taken:]
+
+    # Without the next three few sequences have a batch in hand when something happens to its rows.
+
+    @rule(table=names, n=st.integers(1, 4), lag=st.sampled_from([0, 0, 1]), permit=st.booleans())
+    def fill(self, table, n, lag, permit):
+        self.insert(n, {table}, 1.0, lag, 5, 0.0, 0, len(self.leases) - 1 if permit else -1)
+
+    @rule(table=names, n=st.sampled_from([1, 1, 2]))
+    def draw(self, table, n):
+        self.sample(table, n, 0, True, "", frozenset(), 0.0)
+
+    @rule(
+        table=names,
+        n=st.integers(1, 3),
+        permit=st.booleans(),
+        published=st.integers(0, 3),
+        emptied=st.sampled_from([False, False, True]),
+        taken=st.booleans(),
+    )
+    def hold(self, table, n, permit, published, emptied, taken):
+        """Something happens to the rows of a batch before its reader takes it or gives it back."""
+        hands = len(self.hands)
+        self.fill(table, n, 0, permit)
+        self.draw(table, n)
+        for _ in range(published):
+            self.set_policy_version(1)
+        self.reset(table, emptied)
+        if len(self.hands) > hands:
+            self.take(hands, False) if taken else self.give_back(hands)
 
     @rule(
         table=names,
@@ -356,8 +395,9 @@ class ModelMachine(RuleBasedStateMachine):
                 strict=True,
             )
             expected = [
-                (row.key, row.priority, row.version, row.nbytes, row.inserted_at, row.sampled, row.forwarded)
+                (row.key, row.priority, row.version, row.nbytes, row.inserted_at, row.sampled, forwarded)
                 for row in reference.rows
+                for forwarded in [name in self.model.items[row.key].forwarded]
             ]
             assert list(facts) == expected
             assert (table.size, table.bytes, table.outstanding) == (
@@ -482,4 +522,4 @@ def case_of(machine, examples):
     return TestCase
 
 
-TestModel = case_of(ModelMachine, 500)
+TestModel = case_of(ModelMachine, 300)

@@ -60,10 +60,7 @@ def test_a_scrape_says_what_server_info_says(server, client, accept):
     for name, table in info.tables.items():
         for counter in ("inserts", "samples", "consumed", "stale", "forwarded", "evicted_unsampled", "duplicates"):
             assert value(samples, f"replay_table_{counter}_total", table=name) == getattr(table, counter)
-        assert value(samples, "replay_table_items", table=name) == table.size
-        assert value(samples, "replay_table_bytes", table=name) == table.bytes
     assert value(samples, "replay_table_stale_total", table="replay") == 1
-    assert value(samples, "replay_table_max_bytes", table="replay") == 1_000_000
     assert ("replay_table_max_bytes", ("table", "rollouts")) not in samples
     assert value(samples, "replay_table_staleness_versions", table="rollouts", statistic="p50") == 2
     assert value(samples, "replay_table_priority", table="rollouts", statistic="max") == 2
