@@ -15,14 +15,13 @@ from replay_client import AsyncReplayClient, ReplayClient, ShardedInfo
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
-    ReplayError,
     ServerUnavailableError,
     TableNotFoundError,
 )
 from replay_client.sampling import DrawStream
 from replay_client.streams import failure
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import make_group, until
+from tests.factories import until
 
 
 def insert_many(client, table, count, **options):
@@ -184,15 +183,6 @@ def test_a_writer_spreads_items_and_its_flush_acknowledges_all_of_them(client):
     assert all(sizes(client, "pool").values())
 
 
-def test_a_writer_raises_and_keeps_the_reasons_of_refused_items(client):
-    with client.writer() as writer:
-        writer.insert(b"", {"pool": 1.0})
-        writer.insert(b"", {"none": 1.0})
-        with pytest.raises(TableNotFoundError):
-            writer.flush()
-        assert len(writer.refused) == 1
-
-
 async def test_a_writer_never_has_more_in_flight_than_it_may(service):
     async with AsyncReplayClient(service.addresses) as client:
         for address in service.addresses:
@@ -257,14 +247,6 @@ def test_a_sampler_hands_out_no_batch_that_became_stale_meanwhile(client):
             versions_after = []
     assert len(versions) == 4
     assert 0 not in versions_after
-
-
-def test_a_sampler_says_why_there_is_no_batch(client):
-    with (
-        client.sampler("queue", batch_size=2, timeout=1.0) as sampler,
-        pytest.raises(DeadlineExceededError, match="queue: 0 of 2"),
-    ):
-        next(sampler)
 
 
 # ------------------------------------------------------------------------------------------------ by key, listing
@@ -544,14 +526,6 @@ def test_without_any_shard_every_method_says_so_in_time():
         ):
             with pytest.raises(ServerUnavailableError, match="none of the 2 shards answers"):
                 request()
-
-
-def test_a_closed_client_says_so(client):
-    group = make_group()
-    client.insert(group, {"any": 1.0})
-    client.close()
-    with pytest.raises(ReplayError, match="closed"):
-        client.insert(group, {"any": 1.0})
 
 
 def test_an_iterator_of_the_policy_may_outlive_its_client(make_service):
