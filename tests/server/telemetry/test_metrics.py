@@ -9,6 +9,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -73,15 +74,14 @@ def test_a_scrape_says_what_server_info_says(server, client, accept):
 def test_a_wait_is_seen_with_its_table_and_operation(server, client):
     for _ in range(2):
         client.insert(b"x", {"rollouts": 1.0})
-    thread = threading.Thread(target=lambda: client.insert(b"x", {"rollouts": 1.0}))
-    thread.start()
-    until(lambda: client.server_info().tables["rollouts"].inserting.count)
-    samples = scrape(server.metrics_address)
-    assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
-    assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
-    assert value(samples, "replay_table_waiting", table="rollouts", operation="sample") == 0
-    client.sample("rollouts")
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(client.insert, b"x", {"rollouts": 1.0})
+        until(lambda: client.server_info().tables["rollouts"].inserting.count)
+        samples = scrape(server.metrics_address)
+        assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
+        assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
+        assert value(samples, "replay_table_waiting", table="rollouts", operation="sample") == 0
+        client.sample("rollouts")
 
 
 def test_calls_are_timed_and_counted_by_method_and_status(server, client):
@@ -127,23 +127,11 @@ def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(serv
 
 
 def test_scrapes_do_not_get_in_each_others_way_nor_in_that_of_clients(server, client):
-    failures = []
-
-    def scrape_often():
-        try:
-            for _ in range(20):
-                scrape(server.metrics_address)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=scrape_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        client.insert(b"x", {"replay": 1.0})
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        scrapes = [pool.submit(scrape, server.metrics_address) for _ in range(80)]
+        for _ in range(100):
+            client.insert(b"x", {"replay": 1.0})
+        assert all(each.result() for each in scrapes)
     assert value(scrape(server.metrics_address), "replay_table_inserts_total", table="replay") == 100
 
 
