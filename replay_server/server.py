@@ -23,10 +23,10 @@ from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoin
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.state import restore_checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.telemetry.blocked_log import BlockedLog
-from replay_server.telemetry.latency import Latencies
 
 if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import MetricsEndpoint
@@ -226,11 +226,10 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                restored = () if checkpoint is None else (checkpoint.load, checkpoint.summary.bytes)
-                journal = Journal.start(buffer, storage, *restored)
+                journal = Journal.start(buffer, storage, checkpoint)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
-                checkpoint.load(buffer)
+                restore_checkpoint(buffer, checkpoint)
             if directory is not None:
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
                 ends.push_async_callback(checkpointer.close)
@@ -251,7 +250,8 @@ class ReplayServer:
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
-        metrics, latencies = _metrics_endpoint(section.metrics_address)
+        metrics = _metrics_endpoint(section.metrics_address)
+        latencies = None if metrics is None else metrics.latencies
         if metrics is not None:
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
@@ -263,13 +263,14 @@ class ReplayServer:
         self._address = listener.address
         warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
         await listener.start()
-        if metrics is not None and latencies is not None:
-            metrics.start(self._service.administration.server_info, latencies)
+        if metrics is not None:
+            metrics.start(self._service.administration.server_info)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
             warn_of_open_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
+        tasks.append(asyncio.create_task(buffer.items.leaving.run(buffer.clear_slice)))
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:
@@ -299,9 +300,9 @@ class ReplayServer:
         self.stop()
 
 
-def _metrics_endpoint(address: str | None) -> tuple[MetricsEndpoint | None, Latencies | None]:
+def _metrics_endpoint(address: str | None) -> MetricsEndpoint | None:
     if address is None:
-        return None, None
+        return None
     from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
-    return MetricsEndpoint(address), Latencies()
+    return MetricsEndpoint(address)

@@ -1,4 +1,6 @@
-"""Both ways of a payload between a client and a server of this process; and no deadline for hypothesis."""
+"""Settings of all tests, and both ways of a payload between a client and a server of this process."""
+
+import os
 
 import pytest
 from hypothesis import settings
@@ -8,6 +10,8 @@ from replay_protos import shared_memory
 # On a loaded machine one example of a test can take longer than hypothesis allows it by default.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+# A process that a test starts, and that crashes in native code, says in which line of Python it was.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 
 @pytest.fixture(params=["grpc", "shared memory"])

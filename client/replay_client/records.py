@@ -230,22 +230,6 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     return ServerInfo(**given)
 
 
-def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
-    """Inserts and samples a second of each table between two looks at a server.
-
-    A table is absent if its counters began anew in between, or if it was not there before.
-    """
-    if last is None or last.server_id != info.server_id or (seconds := info.uptime - last.uptime) <= 0:
-        return {}
-    return {
-        name: ((table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds)
-        for name, table in info.tables.items()
-        if (before := last.tables.get(name)) is not None
-        and table.inserts >= before.inserts
-        and table.samples >= before.samples
-    }
-
-
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
     """The samples of a batch; `first` is the message with its columns."""
     lease = first.batch if leased else 0

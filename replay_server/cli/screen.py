@@ -16,8 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from replay_client.records import rates_between
-from replay_client.shards.merging import shards_of
+from replay_client.shards.merging import rates_between, shards_of
 from replay_client.units import byte_size, counted, duration, waiting
 
 if TYPE_CHECKING:

@@ -177,8 +177,10 @@ class Changes:
                 yield {"event": "server", "state": "gone"}
             self.there = False
             return
+        from replay_client.shards.merging import restarted, starts_of
+
         last, self.last = self.last, info
-        if last is not None and last.server_id != info.server_id:
+        if last is not None and restarted(last, info):
             yield {"event": "server", "state": "restarted"}
             last = None
         elif not self.there:
@@ -186,8 +188,10 @@ class Changes:
         self.there = True
         if last is None or (last.policy.version, last.policy.weights) != (info.policy.version, info.policy.weights):
             yield {"event": "policy", "version": info.policy.version, "weights": info.policy.weights}
+        # What a shard counted before it was away is no event of the moment when it is back.
+        as_before = last is not None and starts_of(last) == starts_of(info)
         for name, table in info.tables.items():
-            before = None if last is None else last.tables.get(name)
+            before = last.tables.get(name) if last is not None and as_before else None
             if before is not None and (moved := _moved(before, table)):
                 yield {"event": "table", "table": name, **moved, "size": table.size}
             yield from self._waits(table)

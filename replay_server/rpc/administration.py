@@ -12,9 +12,8 @@ from pathlib import Path
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
-from replay_server.rpc.backend import Backend
-from replay_server.rpc.clients import Context, long_wait, silences
-from replay_server.rpc.rpc_methods import durable, once, unary
+from replay_server.rpc.backend import Backend, durable, once, unary
+from replay_server.rpc.clients import Context
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 
@@ -42,8 +41,8 @@ class AdministrationMethods:
         server_info.uptime = self.buffer.clock() - self._started
         server_info.insert_streams = self.backend.insert_streams
         server_info.sample_streams = self.backend.sample_streams
-        server_info.long_wait = long_wait(self.buffer, self.backend.clients)
-        server_info.silences.extend(silences(self.buffer, self.backend.clients))
+        server_info.long_wait = info.long_wait(self.buffer, self.backend.clients)
+        server_info.silences.extend(info.silences(self.buffer, self.backend.clients))
         server_info.clients.extend(info.clients(self.buffer, self.backend.clients))
         server_info.time = time.time()
         server_info.resident_bytes = host.resident_bytes()

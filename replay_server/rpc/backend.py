@@ -1,40 +1,58 @@
-"""Backend: the tables, the journal, and the bounds that clients share. All gRPC methods work on one backend.
+"""Backend: what all gRPC methods share. The tables, the bounds that clients share, and the decorators of the methods.
 
 * Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
 * MemoryGuard: says when too little memory is left for more items, before the system kills the server.
 * OpenCalls: counts the calls that are open, and ends endless streams.
 
 A client is a connection (gRPC's name of the peer).
+
+`unary`, `stream` and `endless` say how a method responds, and how a refusal reaches its client. `durable`, under
+`unary`, lets the response wait until all that the method changed is written. `once`, under `durable`, answers a retry
+without changing anything again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
+import hashlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Protocol, TypeVar
 
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from replay_protos import CLOSING, REASON_KEY
 from replay_server.config import MAX_ROWS_OUTSTANDING, LimitsSection
-from replay_server.errors import busy, deadline
+from replay_server.errors import Refused, busy, deadline, invalid
+from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients, Context
-from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
 from replay_server.telemetry.host import Memory, memories
 
 log = logging.getLogger("replay_server")
 
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+Method = Callable[..., Awaitable[T]]
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
 
 class Backend:
-    def __init__(self, buffer: ReplayBuffer, limits: LimitsSection, journal: Journal | None) -> None:
-        """With a journal no client is told of a change before it is written."""
+    def __init__(
+        self, buffer: ReplayBuffer, limits: LimitsSection, written: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        """`written`, which is Journal.durable, returns when all changes until now are written; None: in memory only."""
         self.buffer = buffer
         self.limits = limits
-        self.journal = journal
+        self.is_durable = written is not None
+        self._written = written
         self.calls = OpenCalls(limits)
         # An item of the largest size must fit, or it could never be received.
         unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
@@ -51,9 +69,9 @@ class Backend:
         """Open now."""
 
     async def durable(self) -> None:
-        """Returns when all changes until now are written; at once without a journal."""
-        if self.journal is not None:
-            await self.journal.durable()
+        """Returns when all changes until now are written; at once where items are in memory only."""
+        if self._written is not None:
+            await self._written()
 
 
 class PendingShare(Pending[int]):
@@ -236,3 +254,142 @@ class OpenCalls:
             raise deadline(
                 f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
             ) from None
+
+
+# ------------------------------------------------------------------------------------------- decorators of methods
+
+
+class HasBackend(Protocol):
+    backend: Backend
+
+
+def unary(method: Method[T]) -> Method[T]:
+    """One request, one response. A Refused ends the call with its code, message and reason."""
+
+    @functools.wraps(method)
+    async def respond(self: HasBackend, request: Any, context: Context) -> T:
+        async with _open_call(self.backend, context):
+            return await method(self, _readable(request), context)
+        raise AssertionError("a call that ends early raises")
+
+    return respond
+
+
+def durable(method: Method[T]) -> Method[T]:
+    """The response waits until all that the method changed is written. Stands under `unary`."""
+
+    @functools.wraps(method)
+    async def respond(self: HasBackend, request: Any, context: Context) -> T:
+        response = await method(self, request, context)
+        await self.backend.durable()
+        return response
+
+    return respond
+
+
+def once(response_type: type[M]) -> Callable[[Method[M]], Method[M]]:
+    """A request that comes again, with the same id in `request`, gets the answer of its first time. Under `durable`.
+
+    So a retry after a broken connection, or after a kill in durable mode, has the effect of one call. The method must
+    not wait after its change, so that one commit writes the change and the answer.
+    """
+
+    def decorate(method: Method[M]) -> Method[M]:
+        @functools.wraps(method)
+        async def respond(self: HasBackend, request: Any, context: Context) -> M:
+            if not request.request:
+                return await method(self, request, context)
+            answers = self.backend.buffer.answers
+            digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=8).digest()
+            digest += type(request).__name__.encode()
+            if (answer := answers.get(request.request)) is None:
+                response = await method(self, request, context)
+                answers.remember([request.request], (digest, response.SerializeToString()))
+                return response
+            first_digest, first_response = answer
+            if first_digest != digest:
+                raise invalid(f"request {request.request} was another request before: choose a new number for each")
+            return response_type.FromString(first_response)
+
+        return respond
+
+    return decorate
+
+
+def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[None]]:
+    """One request, a response with payloads. The call ends if its client does not read for `stall_timeout` seconds."""
+
+    @functools.wraps(method)
+    async def respond(self: HasBackend, request: Any, context: Context) -> None:
+        async with (
+            _open_call(self.backend, context),
+            aclosing(method(self, _readable(request), context)) as responses,
+        ):
+            await self.backend.calls.send(responses, context)
+
+    return respond
+
+
+def endless(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
+    """A stream that lasts until its client ends it, or the server stops.
+
+    The client may read slowly: the server holds little for it meanwhile.
+    """
+
+    @functools.wraps(method)
+    async def respond(self: HasBackend, request: Any, context: Context) -> AsyncIterator[T]:
+        calls, task = self.backend.calls, asyncio.current_task()
+        assert task is not None
+        calls.endless.add(task)
+        try:
+            async with _open_call(self.backend, context):
+                async for response in method(self, _readable(request), context):
+                    yield response
+        except asyncio.CancelledError:
+            if not calls.closing:
+                raise
+            # UNAVAILABLE lets clients try again until a server is back. The reason is for those without a timeout.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ((REASON_KEY, CLOSING),))
+        finally:
+            calls.endless.discard(task)
+
+    return respond
+
+
+def parser(parse: Callable[[bytes], T]) -> Callable[[bytes], T | DecodeError]:
+    """Returns the error instead of raising it. gRPC would log a traceback for each bad message, and call it UNKNOWN."""
+
+    def parse_or_explain(data: bytes) -> T | DecodeError:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parse_or_explain
+
+
+def _readable(request: Any) -> Any:
+    """The request, or the stream of requests, as parsed. Raises Refused if the bytes are no message."""
+    if isinstance(request, DecodeError):
+        raise invalid(f"the bytes are no message of this protocol: {request}")
+    return _each_readable(request) if isinstance(request, AsyncIterator) else request
+
+
+async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
+
+
+@asynccontextmanager
+async def _open_call(backend: Backend, context: Context) -> AsyncIterator[None]:
+    """Counts the call while it is open, and tells its client why it ends early."""
+    try:
+        with backend.calls.counted():
+            yield
+    except Refused as refusal:
+        reason = ((REASON_KEY, str(refusal.reason)),) if refusal.reason else ()
+        await context.abort(_STATUS[refusal.code], refusal.message, reason)
+    except asyncio.CancelledError as error:
+        if error.args == (REVOKED,):  # gRPC tells the client nothing about a call that is cancelled here
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)
+        raise

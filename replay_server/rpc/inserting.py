@@ -19,10 +19,9 @@ from typing import TypeVar
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_server.errors import Refused, busy, draining, invalid, storage_failed
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.backend import Backend, endless, unary
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import InsertMessage, read_messages
-from replay_server.rpc.rpc_methods import endless, unary
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import PendingInsert
 from replay_server.tables.items import InsertBatch
@@ -35,8 +34,9 @@ T = TypeVar("T")
 
 
 class InsertMethods:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, journal: Journal | None) -> None:
         self.backend = backend
+        self._journal = journal
 
     @unary
     async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
@@ -44,9 +44,9 @@ class InsertMethods:
         with self.backend.clients.calling(context, Side.GENERATOR) as seen:
             async for part in self._decisions(_once(request), context.peer(), seen):
                 decided.extend(part)
-            if self.backend.journal is not None:
-                await self.backend.journal.durable()
-                refuse_rolled_back(decided, self.backend.journal)
+            if self._journal is not None:
+                await self._journal.durable()
+                refuse_rolled_back(decided, self._journal)
         if len(decided.keys) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
         return decided.response()
@@ -59,8 +59,8 @@ class InsertMethods:
         try:
             with self.backend.clients.calling(context, Side.GENERATOR) as seen:
                 decisions = self._decisions(requests, context.peer(), seen)
-                if self.backend.journal is not None:
-                    decisions = acknowledge(self.backend.journal, decisions)
+                if self._journal is not None:
+                    decisions = acknowledge(self._journal, decisions)
                 async for decided in decisions:
                     yield decided.response()
         finally:

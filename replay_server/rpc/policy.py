@@ -9,9 +9,8 @@ from replay_protos import replay_pb2 as pb
 from replay_server.config import MAX_ROWS, MAX_SHARE, MAX_WEIGHTS
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.backend import Backend, durable, endless, once, unary
 from replay_server.rpc.clients import Context, Side
-from replay_server.rpc.rpc_methods import durable, endless, once, unary
 from replay_server.tables.admission import Admission
 from replay_server.tables.waiting import deadline_at, result_of
 

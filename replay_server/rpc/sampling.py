@@ -24,10 +24,12 @@ The call `Sample` is one draw without a stream, for clients that want no more.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import math
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
@@ -41,17 +43,17 @@ from replay_server.config import (
     MAX_SAMPLE_STREAMS,
     MAX_SCOPE,
 )
-from replay_server.errors import Refused, busy, invalid, try_again
-from replay_server.rpc.backend import Backend
+from replay_server.errors import Refused, busy, deadline, invalid, try_again
+from replay_server.rpc.backend import Backend, durable, endless, once, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.messages import split_payloads
-from replay_server.rpc.rpc_methods import durable, endless, once, stream, unary
 from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, new_id
 from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
 
+T = TypeVar("T")
 Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
@@ -69,8 +71,7 @@ class SampleMethods:
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
         backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
         with backend.clients.calling(context, Side.TRAINER):
-            deadline = deadline_of(request, backend.buffer.clock())
-            draw = draws.begin(request, context.peer(), deadline, lambda _: ready.set(), None)
+            draw = draws.begin(request, context.peer(), lambda _: ready.set(), None)
             try:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
@@ -81,7 +82,7 @@ class SampleMethods:
                     last = response
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
                 # durable mode the batch is therefore taken before that message.
-                if not request.lease and backend.journal is not None:
+                if not request.lease and backend.is_durable:
                     draws.take(draw)
                     await backend.durable()
                 yield last
@@ -129,11 +130,6 @@ class SampleMethods:
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
 
-def deadline_of(request: pb.SampleRequest, now: float) -> float:
-    """When its wait ends, by the clock of `now`. Raises Refused."""
-    return deadline_at(now, request.timeout if request.HasField("timeout") else None)
-
-
 def _check_lease(seconds: float) -> None:
     if not 0 <= seconds <= MAX_LEASE:
         raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {seconds}")
@@ -176,6 +172,7 @@ class OpenDraw:
     in_use: bool
     """Whether its reader uses the batch. It may then grow stale."""
     pending: PendingSample | None = None
+    """Its place in the line of its table, and then its batch; None: it is put off."""
     share: ExitStack = field(default_factory=ExitStack)
     """Holds its part of the samples that clients may have outstanding."""
     timer: asyncio.TimerHandle | None = None
@@ -205,19 +202,19 @@ class OpenDraws:
         self,
         request: pb.SampleRequest,
         client: str,
-        deadline: float,
         on_ready: Callable[[OpenDraw], None],
         stream: DrawResponder | None,
     ) -> OpenDraw:
         """Puts a draw into the line of its table. Raises Refused for one that can never be served."""
         wanted = _wanted(request)
+        ends_at = deadline_at(self._buffer.clock(), request.timeout if request.HasField("timeout") else None)
         outstanding = self._buffer.outstanding
         if wanted.id in outstanding.taken or wanted.id in outstanding.given_back:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         if (attempt_before := self._by_id.get(wanted.id)) is not None:
             self.drop(attempt_before)  # its reader did not get the end of the answer
         in_use = stream is None or request.lease > 0
-        draw = OpenDraw(request, wanted, client, deadline, on_ready, stream, in_use)
+        draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream, in_use)
         self._wait(draw)
         self._by_id[wanted.id] = draw
         return draw
@@ -229,33 +226,49 @@ class OpenDraws:
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
-        pending = draw.pending
-        if pending is None or not pending.done:
-            return None
-        if draw.timer is not None:
-            draw.timer.cancel()
-            draw.timer = None
         try:
-            _, batch = pending.result()
-            if draw.stream is not None or draw.request.lease:
-                draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
-            keys: list[int] = batch.keys.tolist()
+            if (pending := draw.pending) is None:
+                self._wait(draw)
+            elif pending.done:
+                return self._read(draw, pending.result()[1])
+        except Refused:
+            self.drop(draw)
+            raise
+        return None
+
+    def put_off(self, draw: OpenDraw, why: str) -> None:
+        """The batch goes back. The draw waits for `responses`, and is ready at its deadline.
+
+        Raises Refused with `why`, which ends the draw, if its deadline has passed.
+        """
+        if draw.pending is not None:
+            draw.pending = None
+            self._buffer.give_back(draw.wanted.id)
+        if draw.deadline <= self._buffer.clock():
+            self.drop(draw)
+            raise deadline(why)
+        self._set_timer(draw, draw.deadline - self._buffer.clock(), draw.on_ready, draw)
+
+    def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
+        """The messages of a batch; None: an item was damaged, so the draw waits again."""
+        if draw.stream is not None or draw.request.lease:
+            draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
+        keys: list[int] = batch.keys.tolist()
+        try:
             payloads = self._buffer.payloads(keys)
-            draw.nbytes = int(batch.sizes.sum())
-            return self._messages(draw, batch, keys, payloads)
         except DamagedPayloads as damage:
             draw.share.close()
-            draw.pending = None
             self._buffer.give_back(draw.wanted.id)
             self._buffer.discard(damage.keys)
             self._wait(draw)
             return None
-        except Refused:
-            self.drop(draw)
-            raise
+        draw.nbytes = int(batch.sizes.sum())
+        return self._messages(draw, batch, keys, payloads)
 
     def _wait(self, draw: OpenDraw) -> None:
+        """Puts the draw into the line of its table. Raises Refused."""
         buffer = self._buffer
+        draw.pending = None
         pending = draw.pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
         left = draw.deadline - buffer.clock()
         if left <= 0:
@@ -264,8 +277,13 @@ class OpenDraws:
             draw.on_ready(draw)
             return
         pending.on_done = lambda: draw.on_ready(draw)
-        if left < float("inf"):
-            draw.timer = asyncio.get_running_loop().call_later(left, buffer.time_out, pending)
+        self._set_timer(draw, left, buffer.time_out, pending)
+
+    def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[T], None], of: T) -> None:
+        """Calls `act(of)` after so many seconds, in place of what was to be called before."""
+        if draw.timer is not None:
+            draw.timer.cancel()
+        draw.timer = asyncio.get_running_loop().call_later(seconds, act, of) if seconds < math.inf else None
 
     def _messages(
         self, draw: OpenDraw, batch: SampleBatch, keys: list[int], payloads: Iterator[Payload]
@@ -341,9 +359,7 @@ class OpenDraws:
         """The batch outlives its stream, and goes back after `seconds`."""
         if draw.ended:
             return
-        if draw.timer is not None:
-            draw.timer.cancel()
-        draw.timer = asyncio.get_running_loop().call_later(seconds, self.drop, draw)
+        self._set_timer(draw, seconds, self.drop, draw)
         if draw.stream is not None:
             draw.stream.forget(draw)
             draw.stream = None
@@ -387,13 +403,13 @@ class DrawResponder:
         self._seen = seen
         self._mine: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
-        self._later: deque[tuple[pb.SampleRequest, float]] = deque()
-        """Draws, with their deadlines, that begin when batches end: too many bytes are drawn ahead."""
-        self._ready: deque[OpenDraw] = deque()
-        """Draws that wait no longer. Only the one whose batch is being sent has payloads in memory."""
+        self._put_off: dict[int, OpenDraw] = {}
+        """Those of them that wait until batches end, because too many bytes are drawn ahead."""
+        self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
+        """Draws that have a batch or an error, or may go on. Only the one that is being sent has payloads in memory."""
         self._answers: deque[pb.SampleResponse] = deque()
         self._work = asyncio.Event()
-        """Set when there is something to send."""
+        """Set when there is something to send, or a draw has ended."""
 
     async def responses(self) -> AsyncGenerator[Response]:
         """The messages for the reader, until it ends the stream. Raises Refused."""
@@ -403,19 +419,20 @@ class DrawResponder:
             while True:
                 await self._work.wait()
                 self._work.clear()
+                self._resume()
                 while self._answers or self._ready:
                     while self._answers:
                         yield Frame(self._answers.popleft(), ())
                     if self._ready:
-                        for response in self._responses_of(self._ready.popleft()):
+                        for response in self._responses_of(self._ready.popitem(last=False)[1]):
                             yield response
+                    self._resume()
                 if reading.done():
                     reading.result()
                     return
         finally:
             reading.cancel()
             # Before the first await: a second cancellation would skip everything after it.
-            self._later.clear()
             for draw in list(self._mine.values()):
                 self._draws.drop(draw)
             await asyncio.gather(reading, return_exceptions=True)
@@ -423,33 +440,30 @@ class DrawResponder:
     def forget(self, draw: OpenDraw) -> None:
         """The draw has ended, or is leased now."""
         self._mine.pop(draw.wanted.id, None)
-        if self._later and self._bytes_ahead() < MAX_BYTES_AHEAD:
-            self._begin(*self._later.popleft())
+        self._put_off.pop(draw.wanted.id, None)
+        self._work.set()
+
+    def _resume(self) -> None:
+        """Lets the next draw that was put off wait for its table again, if there is room for its batch."""
+        if self._put_off and not self._ready and self._bytes_ahead() < MAX_BYTES_AHEAD:
+            self._on_ready(next(iter(self._put_off.values())))
 
     async def _read(self) -> None:
         async for request in self._requests:
             self._seen()
             answer = self._end(request) if request.take or request.give_back or request.renew else None
             if request.HasField("draw"):
-                self._begin_or_refuse(request.draw)
+                self._begin(request.draw)
             if answer is not None:
                 await self._backend.durable()
                 self._answer(answer)
 
-    def _begin_or_refuse(self, request: pb.SampleRequest) -> None:
+    def _begin(self, request: pb.SampleRequest) -> None:
         try:
             if not request.id:
                 raise invalid("a draw on a stream has an id, by which its batch is taken: choose 63 random bits")
-            if len(self._mine) + len(self._later) >= MAX_DRAWS:
+            if len(self._mine) >= MAX_DRAWS:
                 raise busy(f"{MAX_DRAWS} draws of this stream wait or are not taken: take some first")
-            deadline = deadline_of(request, self._buffer.clock())
-        except Refused as refusal:
-            self._answer(_refused(refusal, request.id))
-        else:
-            self._begin(request, deadline)
-
-    def _begin(self, request: pb.SampleRequest, deadline: float) -> None:
-        try:
             if request.weigh and not request.num_samples:
                 answer = pb.SampleResponse(batch=request.id)
                 _wanted(request)
@@ -457,13 +471,13 @@ class DrawResponder:
                 self._draws.tell_weight(request, answer)
                 self._answer(answer)
                 return
-            draw = self._draws.begin(request, self._client, deadline, self._on_ready, self)
+            draw = self._draws.begin(request, self._client, self._on_ready, self)
             self._mine[draw.wanted.id] = draw
         except Refused as refusal:
             self._answer(_refused(refusal, request.id))
 
     def _on_ready(self, draw: OpenDraw) -> None:
-        self._ready.append(draw)
+        self._ready[draw.wanted.id] = draw
         self._work.set()
 
     def _answer(self, answer: pb.SampleResponse) -> None:
@@ -473,11 +487,15 @@ class DrawResponder:
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
         if draw.ended:
             return
-        if self._bytes_ahead() >= MAX_BYTES_AHEAD:
-            self._later.append((draw.request, draw.deadline))
-            self._draws.drop(draw)
-            return
+        self._put_off.pop(draw.wanted.id, None)
         try:
+            ahead, is_refused = self._bytes_ahead(), draw.pending is not None and draw.pending.drawn is None
+            if ahead >= MAX_BYTES_AHEAD and not is_refused:
+                self._draws.put_off(
+                    draw, f"{ahead} bytes that this stream has drawn ahead are not taken: take some first"
+                )
+                self._put_off[draw.wanted.id] = draw
+                return
             if (responses := self._draws.responses(draw)) is None:
                 return
         except Refused as refusal:

@@ -9,7 +9,7 @@ import logging
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -20,11 +20,10 @@ from replay_protos.framing import SERVICE, frame_reader, write_frame
 from replay_server.config import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, LimitsSection
 from replay_server.rpc.administration import AdministrationMethods
 from replay_server.rpc.auth import Authorizer, ServerCertificates, TokenInterceptor
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.backend import Backend, parser
 from replay_server.rpc.inserting import InsertMethods
 from replay_server.rpc.items import ItemMethods
 from replay_server.rpc.policy import PolicyMethods
-from replay_server.rpc.rpc_methods import parser
 from replay_server.rpc.sampling import SampleMethods
 from replay_server.rpc.shared_memory import SharedMemoryMethods
 from replay_server.rpc.short_calls import ShortCalls
@@ -32,7 +31,9 @@ from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.telemetry import tracing
-from replay_server.telemetry.latency import Latencies
+
+if TYPE_CHECKING:
+    from replay_server.telemetry.prometheus import Latencies
 
 log = logging.getLogger("replay_server")
 # gRPC logs this, with a traceback, when a client leaves while a response is written to it.
@@ -57,7 +58,7 @@ class ReplayService:
 
         `shared_folder` is that of SharedMemoryMethods.
         """
-        self.backend = Backend(buffer, limits, journal)
+        self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
         self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
         self.shared_memory = SharedMemoryMethods(self.backend, shared_folder)
@@ -65,7 +66,7 @@ class ReplayService:
         groups = (
             self.shared_memory,
             self.short_calls,
-            InsertMethods(self.backend),
+            InsertMethods(self.backend, journal),
             self.sampling,
             ItemMethods(self.backend),
             PolicyMethods(self.backend),

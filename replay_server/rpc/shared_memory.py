@@ -32,9 +32,8 @@ from replay_protos.shared_memory import (
     take_frame,
 )
 from replay_server.errors import Refused, invalid, try_again
-from replay_server.rpc.backend import Backend, Budget
+from replay_server.rpc.backend import Backend, Budget, endless
 from replay_server.rpc.clients import Context
-from replay_server.rpc.rpc_methods import endless
 
 log = logging.getLogger("replay_server")
 

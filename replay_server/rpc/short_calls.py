@@ -13,9 +13,9 @@ import grpc
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import Code
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.auth import REVOKED
+from replay_server.rpc.backend import Backend, endless
 from replay_server.rpc.clients import Context
-from replay_server.rpc.rpc_methods import endless
 
 SHORT = ("UpdatePriorities", "Delete", "TakeItems")
 """The methods that a client may call on the stream. A token that may open the stream may call each of them."""
@@ -57,12 +57,14 @@ class ShortCalls:
         try:
             response = await method.behavior(method.parse(request.request), cast("Context", call))
         except grpc.aio.AbortError:
+            if not call.refusal.code:  # the stream is aborted
+                raise
             return call.refusal
         return pb.CallResponse(response=method.serialize(response))
 
 
 class _Context:
-    """The context of one call. A call that is aborted ends alone, and its stream goes on."""
+    """The context of one call. A call that is aborted ends alone, and its stream goes on; a revoked token ends both."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -81,6 +83,8 @@ class _Context:
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, str], ...] = ()
     ) -> NoReturn:
+        if details == REVOKED:
+            await self._context.abort(code, details)
         number: int = code.value[0]
         self.refusal = pb.CallResponse(code=number, message=details, reason=dict(trailing_metadata).get(REASON_KEY, ""))
         raise grpc.aio.AbortError(details)

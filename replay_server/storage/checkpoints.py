@@ -35,8 +35,6 @@ from xxhash import xxh3_64
 
 from replay_server.errors import invalid
 from replay_server.storage.records import ITEM, ROW, ItemRecords, State, StateRecord, join_items
-from replay_server.storage.state import no_garbage_collection, restore
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.items import Payload
 
 log = logging.getLogger("replay_server")
@@ -82,14 +80,20 @@ class OpenCheckpoint:
     places: npt.NDArray[np.void]
     """A PLACE for each item (n,), in the order of the file."""
 
-    def load(self, buffer: ReplayBuffer, write: Callable[[], None] = lambda: None) -> None:
-        """Fills a new buffer; calls `write` after each portion of payloads."""
-        with no_garbage_collection():
-            for keys, payloads in read_payloads(self.path, self.places):
-                buffer.storage.put(keys, payloads)
-                write()
-            restore(buffer, self.state)
-        log.info("restored %d items from checkpoint %s", len(buffer.items), self.path)
+    def payloads(self) -> Iterator[tuple[list[int], list[Payload]]]:
+        """Keys and payloads of the items, some MB at a time."""
+        starts, ends = self.places["start"], self.places["start"] + self.places["size"]
+        with self.path.open("rb") as file:
+            at = 0
+            while at < ends.size:
+                # What lies between two payloads is small, so one read takes all that begin within some MB.
+                first = int(starts[at])
+                to = max(at + 1, int(np.searchsorted(ends, first + 16 * _CHUNK)))
+                file.seek(first)
+                block = file.read(int(ends[to - 1]) - first)
+                spans = zip((starts[at:to] - first).tolist(), (ends[at:to] - first).tolist(), strict=True)
+                yield self.places["key"][at:to].tolist(), [(block[start:end],) for start, end in spans]
+                at = to
 
 
 class CheckpointDirectory:
@@ -346,22 +350,6 @@ def _last_records(parts: Sequence[ItemRecords | npt.NDArray[np.uint64]]) -> Item
         is_record.append(np.full(len(part), of_items))
     chosen = _is_last(np.concatenate(keys))[np.concatenate(is_record)]
     return joined if chosen.all() else joined.select(chosen)
-
-
-def read_payloads(path: Path, places: npt.NDArray[np.void]) -> Iterator[tuple[list[int], list[Payload]]]:
-    """The payloads that lie there, some MB at a time. `places` must be in the order of the file."""
-    starts, ends = places["start"], places["start"] + places["size"]
-    with path.open("rb") as file:
-        at = 0
-        while at < ends.size:
-            # What lies between two payloads is small, so one read takes all that begin within some MB.
-            first = int(starts[at])
-            to = max(at + 1, int(np.searchsorted(ends, first + 16 * _CHUNK)))
-            file.seek(first)
-            block = file.read(int(ends[to - 1]) - first)
-            spans = zip((starts[at:to] - first).tolist(), (ends[at:to] - first).tolist(), strict=True)
-            yield places["key"][at:to].tolist(), [(block[start:end],) for start, end in spans]
-            at = to
 
 
 def _check_head(file: BinaryIO) -> None:

@@ -11,6 +11,10 @@ changes belong to the transaction after it. So a sync of the disk costs a thousa
 server commits more at once instead of more often. A transaction always leads from one state of the server to a later
 one, never to half of a request: that is why a killed server finds counters, items and scopes that fit each other.
 
+Where very many items have changed, for example all priorities, their records are collected in slices, and other
+requests run in between. What these requests change is collected again, at the end. So the transaction as a whole still
+is the state of one moment, that of the last slice.
+
 * No client is told of a change before the change is written.
 * When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
   else again.
@@ -23,16 +27,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import lmdb
 
 from replay_server.errors import broken
+from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import ChangeCollector, restore
+from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
 from replay_server.tables.remembered import Remembered
 
@@ -65,37 +70,38 @@ class Journal:
         cls,
         buffer: ReplayBuffer,
         storage: LmdbStorage,
-        fill: Callable[[ReplayBuffer, Callable[[], None]], None] | None = None,
-        nbytes: int = 0,
+        checkpoint: OpenCheckpoint | None = None,
     ) -> Journal:
-        """Fills the buffer from its storage, and keeps the storage up to date from then on.
+        """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
 
-        `fill` fills it instead, with `nbytes` of a checkpoint. It is called with the buffer, and with what it has to
-        call after each portion of payloads. Raises UnusableDirectory, and ValueError if the storage holds items then.
+        Raises UnusableDirectory, and ValueError if there is a checkpoint and the storage holds items.
         """
         began = time.monotonic()
         try:
             state = storage.load()
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
-            if fill is None:
+            if checkpoint is None:
+                # Without this a killed restore would be followed by an empty server.
+                if storage.was_written and not state.state_records:
+                    raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
                 restore(buffer, state)
         except UnusableDirectory:
             raise
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        if fill is not None:
+        if checkpoint is not None:
             if held := len(state.items) + len(state.skipped):
                 raise ValueError(
                     f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
                     f"without --restore to go on with them, or with --replace to put them aside"
                 )
             try:
-                fill(buffer, storage.write_payloads)
+                restore_checkpoint(buffer, checkpoint, storage.write_payloads)
             except lmdb.Error as error:
                 raise UnusableDirectory(
-                    f"data_dir {storage.directory} cannot take the {nbytes} bytes of the checkpoint: {error}; make "
-                    f"room, and restore it again"
+                    f"data_dir {storage.directory} cannot take the {checkpoint.summary.bytes} bytes of the checkpoint: "
+                    f"{error}; make room, and restore it again"
                 ) from error
             collector.all_changed()
         buffer.damaged += len(state.skipped)
@@ -175,17 +181,22 @@ class Journal:
         """Writes all changes, except inserts that have to be rolled back."""
         loop, storage = asyncio.get_running_loop(), self._storage
         while True:
+            slices = []
+            for some in self._collector.slices():
+                slices.append(some)
+                await asyncio.sleep(0)
             delta = self._collector.collect()
-            if not delta and not storage.changed:
+            if not delta and not slices and not storage.changed:
                 break
             new, gone = storage.begin_commit()
             try:
-                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone)
+                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone, slices)
             except lmdb.Error as error:
                 if not storage.error:
                     log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
                 unwritten = storage.end_commit(error)
-                self._collector.not_written(delta)
+                for some in (*slices, delta):
+                    self._collector.not_written(some)
                 self._roll_back(unwritten)
                 if self._stopping:
                     raise

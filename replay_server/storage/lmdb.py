@@ -95,8 +95,8 @@ class LmdbStorage:
             if replace:
                 put_aside(directory)
                 self._unsynced.unlink(missing_ok=True)
-                os.ftruncate(self._lock, 0)
-            self._check_openable()
+            else:
+                self._check_openable()
             self._open()
         except BaseException:
             os.close(self._lock)
@@ -123,10 +123,15 @@ class LmdbStorage:
         """Bytes for which there was no room; 0: there is room."""
         self._looked_at = -_LOOK_EVERY
 
+    @property
+    def was_written(self) -> bool:
+        """Whether a commit has ended in this directory, now or in a file that was put aside since."""
+        return os.fstat(self._lock).st_size > 0
+
     def _check_openable(self) -> None:
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
-            if os.fstat(self._lock).st_size:
+            if self.was_written:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
         elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
@@ -234,11 +239,16 @@ class LmdbStorage:
         self._fresh, self._gone = {}, []
         return self._taken
 
-    def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
-        """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
+    def commit(
+        self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]], slices: Sequence[Delta] = ()
+    ) -> None:
+        """Writes everything: the slices, and `delta` over them. If it raises lmdb.Error, nothing has an effect.
+
+        The only method for another thread.
+        """
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         chunks = chunks_of(new)
-        records = pack_items(delta.items)
+        changes = [(some, pack_items(some.items)) for some in (*slices, delta)]
         whole = False
         while not whole:
             written = 0
@@ -250,25 +260,22 @@ class LmdbStorage:
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    self._write_records(txn, delta, records, new, gone)
+                    self._delete_payloads(txn, new, gone)
+                    for some, records in changes:
+                        self._write_records(txn, some, records)
                     whole = True
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
 
-    def _write_records(
-        self,
-        txn: lmdb.Transaction,
-        delta: Delta,
-        records: list[tuple[int, bytes]],
-        new: dict[int, Payload],
-        gone: list[tuple[int, int]],
-    ) -> None:
+    def _delete_payloads(self, txn: lmdb.Transaction, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
         for key, size in gone:
             for number in range(0 if key in new else chunk_count(size)):
                 txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
         for stray in self._strays:
             if CHUNK_KEY.unpack(stray)[0] not in new:
                 txn.delete(stray, db=self._payloads)
+
+    def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
         txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
@@ -295,7 +302,7 @@ class LmdbStorage:
         self._taken = {}, []
         self._looked_at = -_LOOK_EVERY
         if error is None:
-            if not self.commits:
+            if not self.was_written:
                 os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
             self.error = ""
             self.commits += 1

@@ -9,39 +9,48 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import aclosing, contextmanager
 from functools import cache, partial
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 
-from google.protobuf.descriptor import Descriptor
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    make_wsgi_app,
+    start_http_server,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
-from replay_server.telemetry.latency import BOUNDS, Latencies
+from replay_server.telemetry.tracing import Context, code_name
 
 log = logging.getLogger("replay_server")
 T = TypeVar("T")
 
 PATH = "/metrics"
 HEALTH = "/health"
+BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper ends of the buckets of durations, in seconds. One more bucket counts longer times."""
 _LOOP_SECONDS = 5.0
 """How long a scrape or a look at the health waits for the event loop."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
+disable_created_metrics()  # the library would add when each of its series began
 
 
 class MetricsEndpoint:
@@ -60,14 +69,15 @@ class MetricsEndpoint:
         self._metrics = make_wsgi_app(self._registry)
         self._http.set_app(self._respond)
         self._http.RequestHandlerClass = _Handler
+        self.latencies = Latencies(self._registry)
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
         self.address = f"{host}:{self._http.server_port}"
 
-    def start(self, info: Callable[[], pb.ServerInfo], latencies: Latencies) -> None:
+    def start(self, info: Callable[[], pb.ServerInfo]) -> None:
         """Responds from now on. `info` is called on the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
-        self._registry.register(ServerCollector(partial(self._on_loop, info), latencies))
+        self._registry.register(ServerCollector(partial(self._on_loop, info)))
 
     def close(self) -> None:
         """Stops listening. A scrape under way may fail, because the event loop no longer responds."""
@@ -122,16 +132,14 @@ class _Handler(WSGIRequestHandler):
 class ServerCollector(Collector):
     """Asks for the server info at each scrape, and keeps nothing between two scrapes."""
 
-    def __init__(self, ask: Callable[[], pb.ServerInfo], latencies: Latencies) -> None:
+    def __init__(self, ask: Callable[[], pb.ServerInfo]) -> None:
         self._ask = ask
-        self._latencies = latencies
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect when this is registered
 
     def collect(self) -> Iterator[Metric]:
         yield from server_metrics(self._ask())
-        yield from latency_metrics(self._latencies)
 
 
 def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
@@ -145,52 +153,35 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     yield from _people(info)
 
 
-class _Part(NamedTuple):
-    """A field with a metric, or with messages that have some: its options, read once for all scrapes."""
-
-    field: str
-    many: bool
-    inner: bool
-    name: str
-    help: str
-    label: str
-    label_value: str
-    counter: bool
-    zero_is_unknown: bool
-
-
 @cache
-def _parts(message: Descriptor) -> tuple[_Part, ...]:
-    parts = []
-    for field, option in declared(message):
-        if option.no_metric or not (
-            option.metric or option.label or (field.message_type and _parts(field.message_type))
-        ):
-            continue
-        label, _, label_value = option.label.partition("=")
-        inner = field.message_type is not None
-        many, name, text, counter = field.is_repeated, option.metric, option.help, option.counter
-        parts.append(_Part(field.name, many, inner, name, text, label, label_value, counter, option.zero_is_unknown))
-    return tuple(parts)
+def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
+    """The fields of a message that have a metric, or messages with some; and what is declared about them."""
+    return tuple(
+        (field, option)
+        for field, option in declared(message)
+        if not option.no_metric
+        and (option.metric or option.label or (field.message_type and _with_metrics(field.message_type)))
+    )
 
 
 def _add_fields(families: Families, message: Message, name: str, text: str, labels: dict[str, str]) -> None:
     """Adds the samples of a message. `name`, `text` and `labels` are those that the fields around it declare."""
-    for part in _parts(message.DESCRIPTOR):
-        own, value = name + part.name, getattr(message, part.field)
-        if part.many:
+    for field, option in _with_metrics(message.DESCRIPTOR):
+        own, value = name + option.metric, getattr(message, field.name)
+        if field.is_repeated:
             for each in value:
-                _add_fields(families, each, own, part.help, labels | {part.label: each.name})
+                _add_fields(families, each, own, option.help, labels | {option.label: each.name})
             continue
-        around = labels | {part.label: part.label_value} if part.label else labels
-        if not part.inner:
-            if value or not part.zero_is_unknown:
+        label, _, of_field = option.label.partition("=")
+        around = labels | {label: of_field} if label else labels
+        if field.message_type is None:
+            if value or not option.zero_is_unknown:
                 if (family := families.get(own)) is None:
-                    kind = CounterMetricFamily if part.counter else GaugeMetricFamily
-                    family = families[own] = kind(own, part.help or text, labels=list(around))
+                    kind = CounterMetricFamily if option.counter else GaugeMetricFamily
+                    family = families[own] = kind(own, option.help or text, labels=list(around))
                 family.add_metric(list(around.values()), float(bool(value)) if isinstance(value, str) else value)
-        elif message.HasField(part.field):
-            _add_fields(families, value, own, part.help, around)
+        elif message.HasField(field.name):
+            _add_fields(families, value, own, option.help, around)
 
 
 def _bounds(info: pb.ServerInfo) -> Iterator[Metric]:
@@ -223,18 +214,94 @@ def _people(info: pb.ServerInfo) -> Iterator[Metric]:
     yield there
 
 
-def latency_metrics(latencies: Latencies) -> Iterator[Metric]:
-    histogram = HistogramMetricFamily(
-        "replay_grpc_handling_seconds",
-        "From a request to its answer, waiting included; in streams from each message to the next one back.",
-        labels=["method"],
-    )
-    for method, measured in list(latencies.histograms.items()):
-        totals = list(accumulate(list(measured.counts)))
-        bounds = [*(repr(bound) for bound in BOUNDS), "+Inf"]
-        histogram.add_metric([method], list(zip(bounds, totals, strict=True)), measured.sum)
-    yield histogram
-    ended = CounterMetricFamily("replay_grpc_handled", "Calls that ended, by status code.", labels=["method", "code"])
-    for (method, code), count in sorted(latencies.ended.copy().items()):
-        ended.add_metric([method, code], count)
-    yield ended
+class Latencies:
+    """How long each gRPC method takes, and how its calls end.
+
+    * A call with one request is timed from its request to its end, waiting included.
+    * In a stream, each message of the client is timed to the next message of the server.
+    * WatchPolicy is event-driven, so it is counted but not timed.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "replay_grpc_handling_seconds",
+            "From a request to its answer, waiting included; in streams from each message to the next one back.",
+            ["method"],
+            buckets=BOUNDS,
+            registry=registry,
+        )
+        self._ended = Counter(
+            "replay_grpc_handled", "Calls that ended, by status code.", ["method", "code"], registry=registry
+        )
+
+    def of_call(self, name: str, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Times `method`, a coroutine with one request."""
+        histogram = self._seconds.labels(name)
+
+        @functools.wraps(method)
+        async def timed(request: Any, context: Context) -> Any:
+            begin = time.perf_counter()
+            with self._counted(name, context):
+                try:
+                    return await method(request, context)
+                finally:
+                    histogram.observe(time.perf_counter() - begin)
+
+        return timed
+
+    def of_stream(
+        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]], *, timed: bool
+    ) -> Callable[..., AsyncIterator[Any]]:
+        """Counts the calls of `method`, an asynchronous generator; with `timed` it times its messages, too.
+
+        A draw that is refused counts as a call that failed: its stream goes on.
+        """
+        histogram = self._seconds.labels(name) if timed else None
+
+        @functools.wraps(method)
+        async def counted(requests: Any, context: Context) -> AsyncIterator[Any]:
+            watched = requests if histogram is None else _Watched(requests)
+            with self._counted(name, context):
+                async with aclosing(method(watched, context)) as responses:  # type: ignore[type-var]
+                    async for response in responses:
+                        if histogram is not None and watched.at is not None:
+                            histogram.observe(time.perf_counter() - watched.at)
+                            watched.at = None
+                        if name == "Draw" and response.head.error.code:
+                            self._ended.labels(name, code_name(response.head.error.code)).inc()
+                        yield response
+
+        return counted
+
+    @contextmanager
+    def _counted(self, name: str, context: Context) -> Iterator[None]:
+        code = "OK"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            code = code_name(context.code())
+            raise
+        except BaseException:
+            code = "UNKNOWN"
+            raise
+        finally:
+            self._ended.labels(name, code).inc()
+
+
+class _Watched:
+    """The requests of a stream, and when the last request came that has no response yet."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._next = aiter(requests).__anext__
+        self.at: float | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await self._next()
+        self.at = time.perf_counter()
+        return request

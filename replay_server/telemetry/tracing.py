@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from replay_protos.framing import SERVICE
-from replay_server.telemetry.latency import code_name
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Context], Awaitable[Any]]
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def available() -> bool:
@@ -48,6 +48,11 @@ def traced(name: str, method: Method) -> Method:
                 raise
 
     return call
+
+
+def code_name(code: Any) -> str:
+    """The name of a status code. gRPC gives it as a number, or as a member of its enum."""
+    return code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code, "UNKNOWN")
 
 
 def _table(request: Any) -> str:

@@ -38,13 +38,6 @@ def test_priority_is_the_sum_of_absolute_advantages_times_the_spread():
     assert group_priority([1, 0, 0, 0], group_advantages([1, 0, 0, 0])) == pytest.approx(1.5 / 0.5001 * 0.5)
 
 
-def test_binary_rewards_of_eight_give_four_priorities():
-    rewards = [[1.0] * ones + [0.0] * (8 - ones) for ones in range(9)]
-    priorities = {round(group_priority(row, group_advantages(row)), 6) for row in rewards}
-    assert len(priorities - {0.0}) == 4
-    assert 0.0 in priorities
-
-
 def test_learnability_of_binary_rewards_is_p_times_one_minus_p():
     for solved in range(9):
         rewards = [1.0] * solved + [0.0] * (8 - solved)

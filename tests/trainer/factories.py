@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
 from replay_client.errors import DeadlineExceededError
+from replay_client.generator.weights import Probe
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import is_zero_variance
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
@@ -133,6 +134,16 @@ def assert_same_weights(a: Any, b: Any, **tolerance: float) -> None:
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         torch.testing.assert_close(tensor, b[name], **(tolerance or {"atol": 0, "rtol": 0}))
+
+
+def probe_difference(model: Any, folder: Path) -> float:
+    """How far a model that was loaded from the folder is from the trainer's probe, in nats."""
+    probe = Probe.read(str(folder))
+    assert probe is not None
+    ids = torch.tensor([probe.token_ids])
+    with torch.no_grad():
+        logprobs = model.eval()(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return probe.max_difference(logprobs.tolist())
 
 
 class FakeClient:

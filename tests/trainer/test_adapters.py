@@ -27,6 +27,7 @@ from tests.trainer.factories import (
     make_batches,
     make_model,
     make_trainer,
+    probe_difference,
 )
 
 
@@ -53,16 +54,6 @@ def trainer_of(model: Any, client: FakeClient, output_dir: Path, **options: Any)
 
 def copies(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def probe_difference(model: Any, folder: Path) -> float:
-    """How far a model that was loaded from the folder is from the trainer's probe, in nats."""
-    probe = Probe.read(str(folder))
-    assert probe is not None
-    ids = torch.tensor([probe.token_ids])
-    with torch.no_grad():
-        logprobs = model.eval()(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return probe.max_difference(logprobs.tolist())
 
 
 def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_base(

@@ -162,26 +162,6 @@ def test_a_packed_row_has_each_prompt_once_and_no_padding() -> None:
     assert inputs.predicts_N.tolist() == [4, 4, 6, 8, 9, 9, 10, 11, 12, 13]
 
 
-def test_a_padded_row_is_a_completion_behind_its_own_prompt() -> None:
-    inputs = padded_input(to_batch(RAGGED))
-    assert inputs.input_ids_RS.tolist() == [
-        [3, 4, 5, 6, 7, 8, 9, 0, 0],
-        [3, 4, 5, 6, 7, 0, 0, 0, 0],
-        [3, 4, 5, 6, 7, 10, 11, 12, 13],
-        [14, 3, 0, 0, 0, 0, 0, 0, 0],
-        [14, 4, 5, 6, 7, 8, 0, 0, 0],
-    ]
-    assert inputs.attention_mask_RS is not None
-    assert inputs.attention_mask_RS.sum(1).tolist() == [7, 5, 9, 2, 6]
-    assert inputs.predicts_N.tolist() == [4, 22, 23, 25, 27, 36, 37, 38, 39, 40]
-
-
-def test_truncated_completions_leave_the_mask_where_told() -> None:
-    group = make_group(rewards=[0, 1], completions=[[5, 6], [7]], finish_reasons=("length", "stop"))
-    assert to_batch([group]).mask_BT.int().tolist() == [[1, 1], [1, 0]]
-    assert to_batch([group], mask_truncated=True).mask_BT.int().tolist() == [[0, 0], [1, 0]]
-
-
 ROUTES: list[Route] = ["packed", "padded", "logits"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from tests.trainer.factories import (
     make_model,
     make_sample,
     make_trainer,
+    probe_difference,
 )
 
 ALL_WRONG = [0.0] * 3
@@ -276,8 +276,9 @@ def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_p
     assert without.server_checkpoint == ""
 
 
-@pytest.mark.parametrize("lost", ["trainer.pt", "model.safetensors", "config.json"])
-@pytest.mark.parametrize("whole_file", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "whole_file"), [("trainer.pt", False), ("model.safetensors", True), ("config.json", False)]
+)
 def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, whole_file: bool
 ) -> None:
@@ -330,23 +331,6 @@ def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_beside_the_first_is_refused(tmp_path: Path) -> None:
-    """The first is in the middle of a step when the second starts."""
-    refusals: list[str] = []
-
-    def start_another(_: dict[str, float]) -> None:
-        with pytest.raises(RuntimeError) as caught:
-            make_trainer(FakeClient(make_batches(2)), tmp_path, resume=True).train()
-        refusals.append(str(caught.value))
-
-    client = FakeClient(make_batches(2))
-    make_trainer(client, tmp_path, max_steps=2, on_step=start_another).train()
-    assert len(refusals) == 2
-    assert f"is in use by another training run (process {os.getpid()} on " in refusals[0]
-    assert client.version == 2
-    make_trainer(FakeClient(make_batches(3)), tmp_path, max_steps=3, resume=True).train()  # the first has let go
-
-
 def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tmp_path: Path) -> None:
     client = FakeClient(make_batches(2))
     client.set_policy_version(0, str(tmp_path / "first" / "step-0"))
@@ -369,22 +353,15 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
         ({"report_to": ("mlflow",)}, "report_to takes tensorboard, wandb, not mlflow"),
         ({"correction": "icepop"}, r"correction must be a CorrectionConfig, such as PRESETS\['icepop'\]"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm must be at least 0, not nan"),
         ({"learning_rate": math.inf}, "learning_rate must be finite, not inf"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be below 1, not 1.0"),
         ({"bf16": "yes"}, "bf16 must be true or false, not 'yes'"),
         ({"epsilon_high": -0.1}, "epsilon_high must be at least 0, not -0.1"),
-        ({"max_completion_length": 0}, "max_completion_length must be at least 1, not 0"),
-        ({"max_replay_staleness": 1.5}, "max_replay_staleness must be a whole number, not 1.5"),
         ({"replay_share": 0.95}, "replay_share must be at most 0.9, not 0.95"),
         ({"groups_per_step": 2, "replay_share": 0.8}, "groups_per_step=2 with replay_share=0.8 leaves no fresh group"),
-        ({"replay_start_step": 0.5}, "replay_start_step must be a whole number"),
         ({"sample_timeout": -1.0}, "sample_timeout must be at least 0, not -1"),
-        ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
         ({"report_to": "wandb"}, r"report_to takes several names, such as \('wandb',\), not a text"),
-        ({"loss_type": "ppo"}, "loss_type must be one of"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
-        ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
     ],
 )
 def test_a_bad_configuration_is_refused(options: dict[str, Any], message: str) -> None:
@@ -665,15 +642,7 @@ def publish(model: Any, directory: Path, version: int, keep: int = 2, **options:
 
 def test_the_probe_is_what_the_saved_weights_say(tmp_path: Path) -> None:
     make_trainer(FakeClient(make_batches(1)), tmp_path, model=make_model(seed=3), max_steps=1).train()
-    folder = tmp_path / "step-1"
-    content = json.loads((folder / "probe.json").read_text())
-    ids = torch.tensor([content["token_ids"]])
-    assert len(content["logprobs"]) == ids.shape[1] - 1
-    reloaded = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        logprobs_SV = reloaded(ids).logits[0].log_softmax(-1)
-    expected = [logprobs_SV[i, token].item() for i, token in enumerate(content["token_ids"][1:])]
-    assert content["logprobs"] == pytest.approx(expected, abs=1e-5)
+    assert probe_difference(AutoModelForCausalLM.from_pretrained(tmp_path / "step-1"), tmp_path / "step-1") < 1e-5
 
 
 def test_the_probe_asks_all_versions_the_same_and_no_special_token() -> None:

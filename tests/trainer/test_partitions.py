@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from replay_trainer import partitions
-from replay_trainer.partitions import RankFiles, put_rows
+from replay_trainer.partitions import RankFiles, optimizer_state_of_rank, put_rows
 from replay_trainer.weights import checksum_of
 from tests.trainer.factories import FakeClient, assert_same_weights, make_batches
 from tests.trainer.test_publication import train
@@ -130,6 +130,12 @@ def test_a_rank_opens_only_the_files_that_have_its_rows(tmp_path: Path, monkeypa
         opened.clear()
         assert torch.equal(optimizer["state"]["a"]["m"][start:stop], tensor[start:stop])
         assert "".join(opened) == files
+
+
+def test_the_state_of_a_parameter_without_axes_is_read_whole() -> None:
+    model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.tensor(2.0))})
+    state = {"state": {"scale": {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}}, "param_groups": []}
+    assert optimizer_state_of_rank(state, model) == state
 
 
 def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path: Path) -> None:

@@ -86,18 +86,20 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
 
 def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, release, writing = held(monkeypatch, version=1)
+    waits, begun_3, wait = threading.Event(), threading.Event(), BackgroundTask.wait
+    monkeypatch.setattr(BackgroundTask, "wait", lambda *given: waits.set() or wait(*given))
     client = FakeClient(make_batches(4))
-    begun_3 = threading.Event()
     seen = []
 
-    def release_later() -> None:
-        # Step 3 cannot end before version 1 is released, because version 2 waits for it.
-        seen.append((begun_3.wait(1.0), list(writing)))
+    def release_version_1() -> None:
+        waits.wait(60)
+        seen.append((begun_3.is_set(), list(writing)))
         release.set()
 
     def on_step(metrics: dict[str, float]) -> None:
         if metrics["step"] == 2:
-            threading.Thread(target=release_later).start()
+            waits.clear()
+            threading.Thread(target=release_version_1).start()
         if metrics["step"] == 3:
             begun_3.set()
 

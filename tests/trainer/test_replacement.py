@@ -83,11 +83,6 @@ def test_a_batch_with_variance_everywhere_asks_for_nothing() -> None:
     assert math.isnan(replacement.stats["age_mean"])
 
 
-def test_rewards_that_differ_by_rounding_only_are_replaced() -> None:
-    batch = make_batch([0.3, 0.1 + 0.2, 0.3])
-    assert ZeroVarianceReplacer(FakeClient(pool=make_pool(1))).replace(batch).replaced == [0]
-
-
 def test_what_is_in_the_batch_already_does_not_come_again() -> None:
     batch = make_batch(MIXED, ALL_WRONG)
     pool = [batch[0], *make_pool(1)]  # the fresh group has joined the pool the moment it was taken
@@ -109,14 +104,6 @@ def test_what_other_ranks_train_on_does_not_come() -> None:
     pool = make_pool(3)
     replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG), exclude=[100, 101])
     assert keys(replacement.samples) == [102]
-
-
-def test_replacements_of_another_group_size_are_taken_as_they_are() -> None:
-    pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=100), make_sample(make_group(rewards=[1.0, 0, 0]), key=101)]
-    replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG, MIXED, ALL_WRONG))
-    assert [group.group_size for group in replacement.groups] == [2, 4, 3]
-    assert to_batch(replacement.groups).group_B.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
-    assert replacement.stats["group_size_mean"] == 2.5
 
 
 def test_replacements_that_lag_too_far_are_passed_over_for_fresher_ones() -> None:
@@ -155,14 +142,6 @@ def test_a_server_that_starts_again_is_asked_again() -> None:
     assert client.calls == 2
 
 
-def test_a_group_without_replacement_is_kept_and_counted() -> None:
-    replacement = ZeroVarianceReplacer(FakeClient(pool=make_pool(1))).replace(make_batch(ALL_WRONG, MIXED, ALL_RIGHT))
-    assert keys(replacement.samples) == [100, 1, 2]
-    assert replacement.replaced == [0]
-    assert replacement.stats["groups_missing"] == 1
-    assert replacement.stats["groups_dropped"] == 0
-
-
 def test_a_group_without_replacement_is_dropped_where_told() -> None:
     replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(2)), on_empty="drop")
     replacement = replacer.replace(make_batch(MIXED, ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED))
@@ -190,14 +169,6 @@ def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the other rules
-
-
-def test_without_replacement_the_batch_is_what_came() -> None:
-    batch = make_batch(ALL_WRONG, MIXED)
-    taken = make_source(iter([batch]), zero_variance="none").next(1)
-    assert (taken.samples, taken.replaced) == (batch, [])
-    assert taken.stats["groups_zero_variance"] == taken.stats["groups_missing"] == 1
-    assert taken.stats.keys() == ZeroVarianceReplacer(FakeClient()).replace(batch).stats.keys()
 
 
 def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
@@ -266,12 +237,6 @@ def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew() -> Non
     source = shared(FakeClient(pool=[*fresh, *make_pool(1)]), 1, *batches)
     assert keys(source.next(1).samples) == [0, 100]
     assert keys(source.next(2).samples) == [1, 0]
-
-
-def test_the_pool_is_left_alone_until_its_first_step() -> None:
-    source = shared(FakeClient(pool=make_pool(9)), 2, *[[MIXED, ALL_WRONG]] * 3, start=2)
-    sizes = [(len(taken.samples), len(taken.replaced)) for taken in map(source.next, (1, 2, 3))]
-    assert sizes == [(2, 0), (2, 0), (4, 3)]
 
 
 def test_a_share_comes_on_top_of_dynamic_sampling() -> None:

@@ -124,7 +124,7 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
             )
     group_B = np.repeat(np.arange(len(groups)), [group.group_size for group in groups]).astype(np.int64)
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
-    completion_lengths_B = _per_row([group.completion_lengths for group in groups], np.int64)
+    completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
     shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
 
     prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
@@ -152,7 +152,7 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
         completion_ids_BT=tensor(completion_ids_BT),
         mask_BT=tensor(mask_BT),
         rollout_logprobs_BT=tensor(rollout_logprobs_BT),
-        advantages_B=tensor(_per_row([group.advantages for group in groups], np.float32)),
+        advantages_B=tensor(_joined([group.advantages for group in groups], np.float32)),
         temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
         prompt_lengths_U=prompt_lengths_U,
         completion_lengths_B=completion_lengths_B,
@@ -272,10 +272,6 @@ def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields:
 def _inputs(length: int) -> int:
     """Number of tokens of a completion in a packed row: all but the last."""
     return max(length - 1, 0)
-
-
-def _per_row(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)
 
 
 def _temperature(group: RolloutGroup) -> float:

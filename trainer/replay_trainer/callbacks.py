@@ -19,7 +19,7 @@ from rich.table import Table
 from replay_client import ReplayClient, Sample
 from replay_client.tracing import TRACEPARENT
 from replay_trainer.config import GRPOConfig
-from replay_trainer.metrics import Metrics
+from replay_trainer.metrics import Metrics, read_metrics
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import writing
 
@@ -309,8 +309,7 @@ def truncate_lines(path: Path, last_step: int) -> None:
     """Drop the lines of later steps, and a line that a killed process left unfinished. Atomic."""
     if not path.exists():
         return
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     kept = path.with_name(path.name + ".tmp")
-    with writing(kept):
-        kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
+    kept.unlink(missing_ok=True)
+    append_lines(kept, [line for line in read_metrics(path) if line["step"] <= last_step])
     os.replace(kept, path)

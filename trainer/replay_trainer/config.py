@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from replay_client.scoring import Scale
-from replay_client.settings import bounded, check_fields, suggests_names, unknown_name
+from replay_client.settings import bounded, check_fields, suggests_names
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType
 
@@ -240,33 +240,24 @@ def config_from(options: Mapping[str, Any]) -> GRPOConfig:
     """A GRPOConfig from plain data, such as a TOML file's.
 
     `correction` is a table or the name of a preset; its `rejection` is one table or several.
-    Raises ValueError for an unknown name; it lists the known ones.
+    Raises ValueError for an unknown name; it suggests the nearest one.
     """
     values = dict(options)
     correction = values.get("correction")
-    if isinstance(correction, str):
-        if correction not in PRESETS:
-            raise ValueError(f"there is no preset {correction!r} of correction; there are {', '.join(PRESETS)}")
-        values["correction"] = PRESETS[correction]()
-    elif isinstance(correction, Mapping):
-        nested = dict(correction)
-        rejection = nested.get("rejection")
-        if isinstance(rejection, Mapping):
-            nested["rejection"] = _from_options(Rejection, rejection)
-        elif isinstance(rejection, list):
-            nested["rejection"] = tuple(_from_options(Rejection, each) for each in rejection)
-        values["correction"] = _from_options(CorrectionConfig, nested)
-    if isinstance(values.get("report_to"), list):
-        values["report_to"] = tuple(values["report_to"])
-    config: GRPOConfig = _from_options(GRPOConfig, values)
-    return config
-
-
-def _from_options(kind: type[Any], options: Mapping[str, Any]) -> Any:
-    names = [field.name for field in fields(kind)]
-    if unknown := sorted(set(options) - set(names)):
-        raise ValueError(f"{kind.__name__}: {unknown_name(unknown[0], names)}")
     try:
-        return kind(**options)
-    except TypeError as error:
-        raise ValueError(f"{kind.__name__}: {error}") from error
+        if isinstance(correction, str):
+            if correction not in PRESETS:
+                raise ValueError(f"there is no preset {correction!r} of correction; there are {', '.join(PRESETS)}")
+            values["correction"] = PRESETS[correction]()
+        elif isinstance(correction, Mapping):
+            rejection = correction.get("rejection")
+            if isinstance(rejection, Mapping):
+                rejection = Rejection(**rejection)
+            elif isinstance(rejection, list):
+                rejection = tuple(Rejection(**each) for each in rejection)
+            values["correction"] = CorrectionConfig(**(dict(correction) | {"rejection": rejection}))
+        if isinstance(values.get("report_to"), list):
+            values["report_to"] = tuple(values["report_to"])
+        return GRPOConfig(**values)
+    except TypeError as error:  # names the class, and the name that it does not have or lacks
+        raise ValueError(str(error)) from error

@@ -107,12 +107,13 @@ class PromptEvaluation:
         # Of each module: gradient checkpointing puts single layers into training mode.
         modes = {module: module.training for module in model.modules()}
         model.eval()
+        ends = _stop_tokens(model, tokenizer)
         try:
             for start in range(0, len(prompts), self.batch_size):
                 beat()
                 ids = [prompt.tokenize(tokenizer) for prompt in prompts[start : start + self.batch_size]]
-                for completion in self._generate(model, tokenizer, ids):
-                    stops = [place for place, token in enumerate(completion) if token in _stop_tokens(model, tokenizer)]
+                for completion in self._generate(model, next(iter(ends), 0), ids):
+                    stops = [place for place, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)
                     texts.append(tokenizer.decode(completion[:length], skip_special_tokens=True))
                     lengths.append(length)
@@ -122,10 +123,9 @@ class PromptEvaluation:
                 module.training = mode
         return texts, lengths, truncated
 
-    def _generate(self, model: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _generate(self, model: Any, pad: int, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens after each prompt, with what follows the end of a completion."""
         longest = max(map(len, ids))
-        pad = next(iter(_stop_tokens(model, tokenizer)), 0)
         # Padded on the left: the first new token follows the last token of each prompt.
         tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)
         mask_BP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)

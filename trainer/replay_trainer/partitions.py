@@ -137,7 +137,8 @@ def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[s
 def read_rows(stored: Any, like: Tensor) -> Tensor:
     """This rank's rows of `stored`: a tensor, a slice of a file, or StoredRows, with the full shape of `like`."""
     if not isinstance(like, DTensor):
-        return torch.as_tensor(stored[:])
+        # A tensor without axes, such as the scale of a layer, has no slice.
+        return stored if isinstance(stored, Tensor) else torch.as_tensor(stored[:])
     local = like.to_local()
     mesh = like.device_mesh
     rows = math.ceil(like.shape[0] / mesh.size())

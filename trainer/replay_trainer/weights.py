@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -102,7 +103,6 @@ RANKS_FOLDER = "optimizer"
 _FOLDER = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 _STATE = "trainer.pt"
-_CHUNK_BYTES = 16 << 20
 
 
 def publish_weights(
@@ -247,11 +247,8 @@ def remove(folder: Path) -> None:
 
 def checksum_of(path: Path) -> str:
     """The checksum of a file, in the form that the manifest has."""
-    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def to_disk(path: Path) -> None:

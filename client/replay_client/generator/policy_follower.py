@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
 
-_TRIAL_SECONDS = 30.0
+TRIAL_SECONDS = 30.0
 """Between two groups while generation is held. They find out if the server takes such groups again, for example since
 somebody has raised `max_staleness`."""
 
@@ -142,17 +142,20 @@ class PolicyFollower:
 
     async def _first_published(self) -> Policy:
         """The first policy with weights. Says every half minute that it is waited for."""
-        log = WaitLog()
-        while True:
-            log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
-            try:
-                async with asyncio.timeout(LOG_SECONDS), aclosing(self._watch()) as policies:
-                    async for policy in policies:
-                        if policy.weights:
-                            log.go_on()
-                            return policy
-            except TimeoutError:
-                continue
+        # One watch for all that time: it ends the run when the server has been away for the client's timeout.
+        log, found = WaitLog(), asyncio.create_task(self._published())
+        try:
+            while not found.done():
+                log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
+                await asyncio.wait({found}, timeout=LOG_SECONDS)
+            log.go_on()
+            return found.result()
+        finally:
+            found.cancel()
+
+    async def _published(self) -> Policy:
+        async with aclosing(self._watch()) as policies:
+            return await anext(policy async for policy in policies if policy.weights)
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""
@@ -297,10 +300,10 @@ class StaleGroups:
                     f"{self._policy.why_old()}. Let the trainer publish weights with its versions, where this machine "
                     "can read them, or raise max_staleness of the table"
                 )
-            if now - started > _TRIAL_SECONDS:
+            if now - started > TRIAL_SECONDS:
                 break
             left = self._since + self._timeout - now if self._timeout is not None else LOG_SECONDS
-            await self._policy.wait_for_other_weights(min(left + 0.01, started + _TRIAL_SECONDS - now + 0.01))
+            await self._policy.wait_for_other_weights(min(left + 0.01, started + TRIAL_SECONDS - now + 0.01))
         self._stats["stale_seconds"] += time.monotonic() - started
 
 

@@ -28,6 +28,7 @@ from replay_client.generator.rewards import load_priority
 from replay_client.records import PermitLease, ServerInfo
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
+from replay_client.shards.merging import restarted
 from replay_client.waits import WaitLog, patiently
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
-_SECONDS_PER_LOOK = 5.0
+SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 
 
@@ -55,7 +56,7 @@ class GeneratorServer:
         self._stats = stats
         self._priority = load_priority(config.priority)
         self._keys = KeySequence()
-        self._server_id: int | None = None
+        self._seen: ServerInfo | None = None
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
         self._table_full = WaitLog()
@@ -154,9 +155,9 @@ class GeneratorServer:
         """
         away = WaitLog()
         while True:
-            await asyncio.sleep(_SECONDS_PER_LOOK)
+            await asyncio.sleep(SECONDS_PER_LOOK)
             try:
-                info = await self._client.server_info(timeout=_SECONDS_PER_LOOK)
+                info = await self._client.server_info(timeout=SECONDS_PER_LOOK)
             except ReplayError as error:
                 away.wait(f"the server does not answer, and the generator tries again: {error}")
                 continue
@@ -164,11 +165,11 @@ class GeneratorServer:
             self._see(info)
 
     def _see(self, info: ServerInfo) -> None:
-        """Says so if the server that answers now is another process than before: it may be empty."""
-        if self._server_id not in (None, info.server_id):
+        """Says so if a server that answers now is another process than before: it may be empty."""
+        if self._seen is not None and restarted(self._seen, info):
             logger.warning(
                 "the server was restarted: it holds %d items and is at policy version %d",
                 info.items,
                 info.policy.version,
             )
-        self._server_id = info.server_id
+        self._seen = info

@@ -47,6 +47,34 @@ def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
             yield name, None
 
 
+def starts_of(info: ServerInfo) -> dict[str, int]:
+    """The id that each server drew at its start, by its name; a single one has no name. One that is gone is absent."""
+    return {name: shard.server_id for name, shard in shards_of(info) if shard is not None} or {"": info.server_id}
+
+
+def restarted(last: ServerInfo, info: ServerInfo) -> bool:
+    """Whether a server that answers now was started again since the last look."""
+    before = starts_of(last)
+    return any(before.get(name, start) != start for name, start in starts_of(info).items())
+
+
+def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
+    """Inserts and samples a second of each table between two looks at a server.
+
+    A table is absent if its counters began anew in between, or if it was not there before. All are absent if other
+    servers answer than before: what a shard counted while it was away did not happen between the two looks.
+    """
+    if last is None or starts_of(last) != starts_of(info) or (seconds := info.uptime - last.uptime) <= 0:
+        return {}
+    return {
+        name: ((table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds)
+        for name, table in info.tables.items()
+        if (before := last.tables.get(name)) is not None
+        and table.inserts >= before.inserts
+        and table.samples >= before.samples
+    }
+
+
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
     """`infos` has at least one entry."""
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))

@@ -24,7 +24,7 @@ from replay_client import ReplayClient
 from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm_http import VLLMServer, VLLMServerError, VLLMServerGoneError, Weights
-from replay_client.generator.engines.vllm_server import VLLMServerEngine, _completion
+from replay_client.generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.client.generator.factories import (
@@ -356,6 +356,8 @@ ANSWERS: dict[str, Any] = {
 """What vLLM 0.32 answers, as far as the engine reads it."""
 NEVER = object()
 CHUNKED = {"enable_chunked_prefill": True}
+PAGE = b"<html>starting</html>"
+"""What a proxy may answer for a server that starts."""
 
 
 @contextlib.contextmanager
@@ -375,7 +377,7 @@ def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
                 ended.wait()
                 return
             status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
-            content = json.dumps(answer).encode()
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -445,6 +447,8 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
             {},
             r"a reload of its own weights misses model.norm.weight \(1 parameters\)",
         ),
+        ({"v1/models": PAGE}, {}, "/v1/models answered something else than vLLM does: <html>"),
+        ({"server_info": {"vllm_config": "VllmConfig(...)"}}, {}, "does not tell its configuration: is it vLLM 0.32"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
@@ -506,8 +510,18 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
         assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "useless",
+    [
+        pytest.param({"server_info": server_info("raw_logprobs")}, id="it was started in another way"),
+        pytest.param({"server_info": PAGE}, id="a proxy answers in its place"),
+        pytest.param({"health": PAGE}, id="a proxy answers for its health"),
+        pytest.param({"server_info": {}}, id="it is another program"),
+        pytest.param({"v1/models": {}}, id="it is another version"),
+    ],
+)
 async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
-    model: Path, caplog: pytest.LogCaptureFixture, make_engine: Any
+    model: Path, useless: dict[str, Any], caplog: pytest.LogCaptureFixture, make_engine: Any
 ) -> None:
     choice = {
         "index": 0,
@@ -520,9 +534,10 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
         engine = make_engine(url, other)
-        again |= {"/v1/completions": (503, {}), "/server_info": server_info("raw_logprobs")}
+        again |= answers_for(model, **{"v1/completions": (503, {})}, **useless)
+        before = asked.count("/health")
         await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
-        await async_until(lambda: asked.count("/server_info") >= 3)  # the second question came after the refusal
+        await async_until(lambda: asked.count("/health") >= before + 2)  # the second question came after the refusal
         await engine.generate(PROMPT, SamplingConfig(), 1)
         assert engine.servers_away == 1
         again |= answers_for(model, **completions)
@@ -534,7 +549,7 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
 async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.engines.vllm_server._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("replay_client.generator.engines.vllm_server.LONGEST_PAUSE", 0.05)
     weights = make_version(model, tmp_path / "step-1")
     with answering(answers_for(model)) as (url, _):
         engine = make_engine(url)
@@ -580,14 +595,14 @@ def test_versions_of_tokens_are_those_of_the_servers_spans() -> None:
         "finish_reason": "length",
     }
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "7@abc", "start": 1, "end": 3}]
-    completion = _completion(choice | {"weight_versions": spans}, "default", "7@abc")
+    completion = completion_of(choice | {"weight_versions": spans}, "default", "7@abc")
     assert completion.policy_versions == [0, 7, 7]
     assert np.isnan(completion.logprobs[1])
-    assert _completion(choice, "6@abc", "7@abc").policy_versions == [6, 6, 7]
+    assert completion_of(choice, "6@abc", "7@abc").policy_versions == [6, 6, 7]
     empty = choice | {"token_ids": [], "logprobs": {"token_logprobs": []}}
-    assert _completion(empty, "6@abc", "7@abc").policy_versions == []
+    assert completion_of(empty, "6@abc", "7@abc").policy_versions == []
     with pytest.raises(VLLMServerGoneError, match="'incomplete', which are no policy version"):
-        _completion(choice, "incomplete", "7@abc")
+        completion_of(choice, "incomplete", "7@abc")
 
 
 def test_a_label_names_the_version_and_the_files(versions: list[Path], tmp_path: Path) -> None:

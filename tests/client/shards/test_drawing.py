@@ -16,7 +16,8 @@ SHARDS, ITEMS = 4, 60
 
 
 def make_table(sampler: str, seed: int, priorities: dict[int, float], **options) -> Table:
-    table = Table(TableConfig(name="t", sampler=sampler, seed=seed, **options), time.monotonic, lambda _: None)
+    config = TableConfig(name="t", sampler=sampler, seed=seed, **options)
+    table = Table(config, time.monotonic, lambda columns, slots: columns.remove(slots))
     keys, values = list(priorities), np.array(list(priorities.values()))
     ones = np.ones(len(keys), dtype=np.int64)
     if keys:

@@ -7,10 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from replay_client.records import ServerInfo, rates_between, server_info_of
+from replay_client.records import ServerInfo, server_info_of
+from replay_client.shards.merging import merge_infos, rates_between
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.cli.screen import Screen
+from replay_server.cli.tables import Changes
 
 
 def info(tables: int) -> ServerInfo:
@@ -48,8 +50,27 @@ def test_permits_waits_and_keys_are_on_the_screen_however_many_tables_there_are(
 
 
 def look(uptime: float, server_id: int = 1, **inserts: int) -> ServerInfo:
-    tables = [pb.TableInfo(name=name, inserts=count, samples=2 * count) for name, count in inserts.items()]
+    config = TableConfig(name="t").model_dump_json()
+    tables = [
+        pb.TableInfo(name=name, config=config, inserts=count, samples=2 * count) for name, count in inserts.items()
+    ]
     return server_info_of(pb.ServerInfo(server_id=server_id, uptime=uptime, tables=tables))
+
+
+def shards(**looks: ServerInfo) -> ServerInfo:
+    return merge_infos(looks, [name for name in ("first", "second") if name not in looks])
+
+
+def first(uptime: float) -> ServerInfo:
+    return shards(first=look(uptime, a=5))
+
+
+def second(uptime: float) -> ServerInfo:
+    return shards(second=look(uptime, 2, a=7000))
+
+
+def both(uptime: float, more: int = 1, server_id: int = 2) -> ServerInfo:
+    return shards(first=look(uptime, a=4 + more), second=look(uptime, server_id, a=7000))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +82,29 @@ def look(uptime: float, server_id: int = 1, **inserts: int) -> ServerInfo:
         pytest.param(look(10.0, a=5, b=1), look(12.0, a=0, b=2), {"b": (0.5, 1.0)}, id="a table was reset"),
         pytest.param(look(10.0, a=5), look(12.0, a=5, b=2), {"a": (0.0, 0.0)}, id="a table is new"),
         pytest.param(look(10.0, a=5), look(10.0, a=9), {}, id="no time passed"),
+        pytest.param(both(10.0), both(12.0, 3), {"a": (1.0, 2.0)}, id="two looks at two shards"),
+        pytest.param(first(10.0), both(12.0), {}, id="a shard came back, with all that it ever counted"),
+        pytest.param(both(10.0), first(12.0), {}, id="a shard is gone"),
+        pytest.param(first(10.0), second(12.0), {}, id="one shard for the other"),
     ],
 )
 def test_rates_are_what_the_counters_did_between_two_looks(before, after, rates):
     assert rates_between(before, after) == rates
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "events"),
+    [
+        pytest.param(both(10.0), both(12.0, 3), [("table", 2)], id="two looks at two shards"),
+        pytest.param(first(10.0), both(12.0), [], id="a shard came back"),
+        pytest.param(both(10.0), second(12.0), [], id="a shard is gone"),
+        pytest.param(look(10.0, a=5), look(1.0, 2, a=9), [("server", "restarted"), ("policy", 0)], id="started again"),
+        pytest.param(both(10.0), both(12.0, server_id=9), [("server", "restarted"), ("policy", 0)], id="one of two is"),
+    ],
+)
+def test_watch_tells_what_happened_and_not_what_a_shard_counted_before_it_was_away(before, after, events):
+    changes = Changes()
+    assert [event["event"] for event in changes.since_last(before)] == ["policy"]
+    seen = list(changes.since_last(after))
+    told = [event.get("inserts", event.get("state", event.get("version"))) for event in seen]
+    assert list(zip([event["event"] for event in seen], told, strict=True)) == events

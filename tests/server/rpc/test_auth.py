@@ -1,7 +1,10 @@
 """Who gets in: tokens and their roles, TLS and mutual TLS, over real sockets, and what those hear who do not."""
 
 import asyncio
+import itertools
+import struct
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 
 import grpc
@@ -238,6 +241,30 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
             assert refusal.value.code() is Code.UNAUTHENTICATED
         assert watch.is_active()
         draw.put(None)
+
+
+def test_a_revoked_token_ends_a_stream_of_short_calls_that_is_never_idle(tokens_file, tmp_path):
+    """Each call waits for the disk. So the token is revoked in the middle of one, and more have come behind it."""
+    table = TABLES[0].name
+
+    def updates():
+        for n in itertools.count():
+            update = pb.UpdatePrioritiesRequest(
+                table=table, keys=(7).to_bytes(8, "little"), priorities=struct.pack("<d", n)
+            )
+            yield pb.CallRequest(method="UpdatePriorities", request=update.SerializeToString())
+
+    section, writer = SecuritySection(tokens_file=tokens_file), TOKENS[Role.READ_WRITE]
+    with ReplayServer(tables=TABLES, port=0, security=section, data_dir=tmp_path / "data") as server:
+        with ReplayClient(server.address, token=writer) as client:
+            client.insert(b"x", {table: 1.0}, key=7)
+        with grpc.insecure_channel(server.address) as channel:
+            answers = ReplayStub(channel).Calls(updates(), timeout=30, metadata=[bearer(writer)])
+            next(answers)
+            write_tokens(tokens_file, {Role.READ_ONLY: TOKENS[Role.READ_ONLY]})
+            with pytest.raises(grpc.RpcError) as refusal:
+                assert next(filter(attrgetter("code"), answers))
+            assert refusal.value.code() is Code.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Streams of draws, spoken to message by message: what refuses, holds up or ends one draw, and what it leaves alone."""
 
-from contextlib import contextmanager
+from contextlib import closing
 
 import grpc
 import pytest
@@ -42,15 +42,27 @@ def draw_request(**fields) -> pb.DrawRequest:
     )
 
 
-@contextmanager
+class Drawing:
+    """A stream of draws that stays open. It yields the answers; `ask` sends further requests."""
+
+    def __init__(self, stub: ReplayStub, *requests: pb.DrawRequest) -> None:
+        self._requests = Requests(*requests)
+        self._answers = stub.Draw(iter(self._requests), timeout=60)
+
+    def ask(self, request: pb.DrawRequest) -> None:
+        self._requests.put(request)
+
+    def __next__(self) -> pb.SampleResponse:
+        return next(self._answers)
+
+    def close(self) -> None:
+        self._requests.put(None)
+        self._answers.cancel()
+
+
 def drawing(stub: ReplayStub, *requests: pb.DrawRequest):
-    """The answers to these requests, on a stream that stays open meanwhile."""
-    with Requests(*requests) as stream:
-        answers = stub.Draw(iter(stream))
-        try:
-            yield answers
-        finally:
-            answers.cancel()
+    """Such a stream, which begins with these requests and ends with the block."""
+    return closing(Drawing(stub, *requests))
 
 
 def test_a_request_that_is_refused_ends_alone_and_its_stream_goes_on(stub, client):
@@ -106,3 +118,56 @@ def test_many_draws_at_once_hold_nobody_up(stub, client):
     with drawing(stub, *draws) as drawn, bystander(client) as answers:
         assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
     assert answers
+
+
+# ---------------------------------------------------------------------- draws put off until others have been taken
+
+
+@pytest.fixture
+def little_ahead(monkeypatch):
+    """A stream with one item of 100 bytes ahead gets no more before its reader has taken that one."""
+    monkeypatch.setattr(sampling, "MAX_BYTES_AHEAD", 100)
+
+
+def insert(client: ReplayClient, table: str, count: int) -> list[int]:
+    return [client.insert(bytes(100), {table: 1.0}) for _ in range(count)]
+
+
+@pytest.mark.usefixtures("little_ahead")
+def test_a_draw_that_is_put_off_ends_at_its_deadline_and_says_why(stub, client):
+    insert(client, "plain", 2)
+    with drawing(stub, draw_request(), draw_request(id=ID + 1, timeout=0.5)) as answers:
+        assert next(answers).batch == ID
+        late = next(answers)
+        assert (late.batch, late.error.code) == (ID + 1, Code.DEADLINE_EXCEEDED)
+        assert "100 bytes that this stream has drawn ahead are not taken" in late.error.message
+
+
+@pytest.mark.usefixtures("little_ahead")
+def test_a_draw_that_is_put_off_can_be_given_back(stub, client):
+    insert(client, "plain", 3)
+    draws = [draw_request(id=ID + n, timeout=60.0) for n in range(3)]
+    with drawing(stub, *draws, pb.DrawRequest(give_back=[ID + 1])) as answers:
+        assert next(answers).batch == ID
+        assert next(answers).done == [ID + 1]
+        answers.ask(pb.DrawRequest(take=[ID]))
+        assert {next(answers).batch for _ in range(2)} == {0, ID + 2}
+
+
+@pytest.mark.usefixtures("little_ahead")
+def test_a_draw_that_is_put_off_does_not_hold_up_those_behind_it(stub, client):
+    insert(client, "pool", 1)
+    (gone,) = insert(client, "queue", 1)
+    keys = insert(client, "plain", 1)
+    tables = ["pool", "queue", "plain"]
+    with drawing(
+        stub, *(draw_request(table=name, id=ID + n, timeout=60.0) for n, name in enumerate(tables))
+    ) as answers:
+        assert next(answers).batch == ID
+        for _ in range(2):  # when the second one is answered, the stream has put off both draws
+            answers.ask(pb.DrawRequest(give_back=[1]))
+            assert next(answers).missing == [1]
+        assert client.delete("queue", [gone]).applied == 1
+        answers.ask(pb.DrawRequest(take=[ID]))
+        assert next(answers).done == [ID]
+        assert next(answers).keys == keys

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from replay_server.config import MAX_CLIENTS, MAX_NAME
-from replay_server.rpc.clients import FIRST_STEPS, LONG_WAIT, Clients, Side, long_wait, silences
+from replay_server.rpc.clients import Clients, Side
+from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.items import InsertBatch

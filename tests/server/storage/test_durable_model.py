@@ -20,7 +20,7 @@ from replay_server.storage import lmdb, records
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import ChangeCollector, restore
+from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from tests.server.tables import test_model
 
@@ -85,7 +85,7 @@ class DurableMachine(test_model.ModelMachine):
         (Path(self.folder.name) / "server.lock").unlink()
 
         def begin():
-            checkpoint.load(self.buffer, self.storage.write_payloads)
+            restore_checkpoint(self.buffer, checkpoint, self.storage.write_payloads)
             self.collector.all_changed()
 
         self.start_again(begin)

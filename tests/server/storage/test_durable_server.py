@@ -186,6 +186,21 @@ def disk(tmp_path):
         yield disk
 
 
+def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
+    with serving(disk) as client:
+        keys = [client.insert(os.urandom(200_000), {"pool": 1.0}) for _ in range(50)]
+        client.checkpoint("whole")
+    data = disk / "data.mdb"
+    data.write_bytes(data.read_bytes()[:-4096])
+    for _ in range(2):
+        with pytest.raises(UnusableDirectory, match=r"cannot take the 10000000 bytes|No space left"):
+            ReplayServer(TABLES, port=0, data_dir=disk).start()
+    for aside in disk.glob("replaced-*.mdb"):
+        aside.unlink()
+    with serving(disk) as client:
+        assert keys_in(client, "pool") == sorted(keys)
+
+
 @OVER_BOTH
 @pytest.mark.parametrize("reserve", [0, 64 << 20])
 def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(disk, monkeypatch, reserve):

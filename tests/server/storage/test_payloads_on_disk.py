@@ -1,8 +1,12 @@
-"""Payloads that live on disk: damaged ones are never served. test_full_machine.py has their memory."""
+"""Damage on the disk: a damaged payload is never served, and a damaged record costs no other one.
+
+test_full_machine.py has the memory of payloads on disk.
+"""
 
 import os
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from replay_client import ReplayClient
@@ -12,13 +16,12 @@ QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100
 POOL = TableConfig(name="pool", sampler="fifo")
 
 
-def damage(data_dir: Path, payload: bytes) -> None:
-    """Flips a bit in the middle of a payload."""
+def damage(data_dir: Path, written: bytes) -> None:
+    """Flips a bit in these bytes, wherever they stand: the file may still have pages of older commits."""
     path = data_dir / "data.mdb"
-    data = bytearray(path.read_bytes())
-    at = data.index(payload) + len(payload) // 2
-    data[at] ^= 4
-    path.write_bytes(data)
+    data = path.read_bytes()
+    assert written in data
+    path.write_bytes(data.replace(written, bytes([written[0] ^ 4]) + written[1:]))
 
 
 @pytest.fixture(params=["found at once", "found on the way"])
@@ -60,3 +63,13 @@ def test_a_checkpoint_goes_without_a_damaged_item(damaged):
     name = damaged.checkpoint()
     (found,) = damaged.checkpoints(verify=True)
     assert (found.name, found.intact, found.items) == (name, True, 5)
+
+
+def test_a_damaged_record_of_a_lease_costs_the_lease_alone(tmp_path):
+    with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
+        keys = [client.insert(b"x", {"queue": 1.0}) for _ in range(2)]
+        (leased,) = client.sample("queue", 1, lease=600.0)
+        client.renew([leased], 600.0)  # from now on the lease outlives the server
+    damage(tmp_path, msgpack.packb([leased.info.lease, "queue"])[1:])
+    with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
+        assert [sample.info.key for sample in client.sample("queue", 2, timeout=10.0)] == keys

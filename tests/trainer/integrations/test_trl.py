@@ -81,25 +81,6 @@ def test_every_replaced_row_is_what_the_server_holds(tmp_path):
     assert len(lengths) > 1
 
 
-def test_fresh_rows_are_as_trl_has_them(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.train()
-    checked = 0
-    for step, output, _ in trainer.steps:
-        for row, (prompt, completion) in enumerate(zip(step.fresh.prompt_ids, step.fresh.completion_ids, strict=True)):
-            if row // GROUP_SIZE in step.replaced:
-                continue
-            assert rows_of(output, row) == (prompt, completion)
-            first = row - row % GROUP_SIZE
-            rewards = step.rewards_BF[first : first + GROUP_SIZE, 0]
-            advantage = (rewards[row % GROUP_SIZE] - rewards.mean()) / (rewards.std() + 1e-4)
-            found = output["advantages"][row]
-            found = found[: len(completion)] if found.dim() else found
-            torch.testing.assert_close(found, torch.full_like(found, advantage), atol=1e-5, rtol=1e-5)
-            checked += 1
-    assert checked > GROUP_SIZE
-
-
 def test_the_pool_gets_the_informative_groups_with_the_log_probabilities_of_their_sampler(tmp_path, server):
     trainer = make_trainer(tmp_path, replay=server.address, temperature=0.7)
     trainer.train()
@@ -302,34 +283,6 @@ def test_groups_that_somebody_else_wrote_are_used_with_their_own_rewards_and_mas
             sign * output["tool_mask"][row][:length],
         )
     assert metrics_of(trainer, "frac_reward_zero_std") == [0.0] * 5
-
-
-def rollout_with_tool_output(prompts, trainer):
-    """Completions with two tokens of a tool in the middle, as TRL's `env_mask` says."""
-    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    generator = torch.Generator().manual_seed(len(trainer.steps))
-    completions = [torch.randint(3, 40, (5,), generator=generator).tolist() for _ in prompts]
-    return {
-        "prompt_ids": ids,
-        "completion_ids": completions,
-        "logprobs": [[-1.0, -0.5, -0.5, -2.0, -0.1] for _ in prompts],
-        "env_mask": [[1, 0, 0, 1, 1] for _ in prompts],
-        "note": [str(row) for row in range(len(prompts))],
-    }
-
-
-def test_tool_masks_and_given_log_probabilities_survive_the_pool(tmp_path):
-    trainer = make_trainer(tmp_path, rollout_func=rollout_with_tool_output)
-    trainer.train()
-    rows = 0
-    for output, model, row, group, k in replaced_rows(trainer):
-        assert stored_row(group, k)[2].tolist() == pytest.approx([-1.0, -0.5, -0.5, -2.0, -0.1])
-        assert output["tool_mask"][row].tolist() == [1, 0, 0, 1, 1]
-        ratio = ratios_of(model, group, k).clamp(max=2.0)
-        expected = float(group.advantages[k]) * ratio * torch.tensor([1, 0, 0, 1, 1])
-        torch.testing.assert_close(output["advantages"][row], expected, atol=1e-4, rtol=1e-3)
-        rows += 1
-    assert rows > 0
 
 
 def test_evaluation_neither_uses_nor_fills_the_pool(tmp_path, server):

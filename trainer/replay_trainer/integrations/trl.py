@@ -190,8 +190,6 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         settings, server = self._replay, None
         address = settings.replay
         if address is None and self.accelerator.is_main_process:
-            from replay_trainer.integrations.trl import start_embedded
-
             server = start_embedded(settings.replay_table, settings.replay_buffer_size, settings.replay_max_staleness)
             address = server.address
         ranks = self.accelerator.num_processes

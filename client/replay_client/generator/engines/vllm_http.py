@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -171,7 +172,13 @@ class VLLMServer:
                     raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
                 if answer.status != 200:
                     raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:500]}")
-                return await answer.json(content_type=None) if answer.content_length != 0 else None
+                text = await answer.text(errors="replace")
+                try:
+                    return json.loads(text) if text else None
+                except ValueError:
+                    raise VLLMServerError(
+                        f"{self.url}{path} answered something else than vLLM does: {text[:100]}"
+                    ) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             if session.closed:
@@ -201,8 +208,15 @@ class VLLMServer:
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
         """Take over the server's name of the model and its length. Raises VLLMServerError, with the remedy, for a
         server that cannot be used as it was started."""
-        config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
-        if (mode := config["model_config"]["logprobs_mode"]) != LOGPROBS_MODE:
+        try:
+            config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
+            mode = config["model_config"]["logprobs_mode"]
+            served = (await self.call("GET", "/v1/models"))["data"]
+        except (KeyError, TypeError) as error:
+            raise VLLMServerError(
+                f"{self.url} does not tell its configuration: is it vLLM 0.32 or newer? {error!r}"
+            ) from error
+        if mode != LOGPROBS_MODE:
             raise VLLMServerError(
                 f"{self.url} returns {mode}, which are not those that tokens are drawn from: start it with "
                 f"--logprobs-mode {LOGPROBS_MODE}"
@@ -213,7 +227,6 @@ class VLLMServer:
                 f"{self.url} has no GPU and prefills prompts in parts, and vLLM dies of such a request if it has a "
                 "seed, as all have here: start it with --no-enable-chunked-prefill"
             )
-        served = (await self.call("GET", "/v1/models"))["data"]
         fitting = [
             each
             for each in served
