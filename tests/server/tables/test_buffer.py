@@ -256,3 +256,13 @@ def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
     assert list(bench.buffer.items) == best
     assert bench.table("pool").counters.evicted_on_arrival == 1
     assert worst not in bench.buffer.items
+
+
+def test_a_retry_of_an_insert_that_waits_is_taken_once():
+    bench = Bench(queue(size=1))
+    bench.insert()
+    lost, retry = bench.insert(key=9), bench.insert(key=9)
+    assert bench.take(1) == [1]
+    assert lost.done
+    assert retry.done
+    assert bench.keys() == [9]
