@@ -203,6 +203,8 @@ def test_groups_of_another_objective_are_counted_and_left_out_if_the_user_says_s
     with caplog.at_level(logging.WARNING, "replay_trainer"):
         second = make_trainer(tmp_path / "second", reward=nothing, replay_same_rewards=refuse, **shared)
         second.train()
+    # It goes on counting where it found the server, so that ages stay ages.
+    assert [step.version for step, _, _ in second.steps] == [3, 4, 5, 6]
     replaced, others = metrics_of(second, "replay/groups_replaced"), metrics_of(second, "replay/other_rewards")
     assert sum(others) > 0
     assert replaced == ([0.0] * 4 if refuse else others)
