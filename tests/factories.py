@@ -27,6 +27,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_server.tables.columns import Columns
 
 
 def make_group(
@@ -238,3 +239,9 @@ def ctrl_c_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+def slots_of(columns: Columns) -> dict[int, int]:
+    """The slot of each key that is here."""
+    slots = columns.occupied()
+    return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))

@@ -218,6 +218,47 @@ FAILURES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("info", "headlines"),
+    [
+        pytest.param(tutorial(), [], id="healthy"),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
+            ["Inserts into rollouts are blocked: nobody samples it"],
+            id="the trainer does not come",
+        ),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
+            ["Inserts into rollouts are blocked"],
+            id="the trainer comes too seldom",
+        ),
+        pytest.param(
+            tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
+            ["Samples of replay are blocked: nobody inserts into it"],
+            id="the generators do not come",
+        ),
+        pytest.param(tutorial({"sampling": waiting(seconds=1.0)}), [], id="a short wait"),
+        pytest.param(
+            tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
+            ["Generators are blocked: no policy version was published"],
+            id="no version comes",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version")]),
+            ["The trainer is gone"],
+            id="the trainer is gone",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side=side, reason=side) for side in ("generators", "trainer")]),
+            ["Trainer and generators are gone"] * 2,
+            id="both are gone",
+        ),
+    ],
+)
+def test_a_finding_that_stops_the_run_has_a_headline(info: ServerInfo, headlines: list[str]) -> None:
+    assert [finding.headline for finding in troubles(info) if finding.headline] == headlines
+
+
 def troubles(info: ServerInfo) -> list[Finding]:
     return [finding for finding in diagnose(info, VERSION, NOW) if finding.level is not Level.OK]
 

@@ -5,12 +5,15 @@ REPLAY_CUT_STEP=1 cuts the answers after every byte; a run of all tests takes la
 
 import asyncio
 import os
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient, Sample, SampleInfo
+from replay_client.access import Access
+from replay_client.connection import Connection
 from replay_client.sampling import DrawStream, new_id
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
@@ -93,6 +96,16 @@ def draw_of(**fields) -> pb.SampleRequest:
     return pb.SampleRequest(table="queue", num_samples=1, id=new_id(), **fields)
 
 
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Connection]:
+    """A connection for draw streams of their own."""
+    connection = Connection(Access(address), timeout=30.0)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
 async def take(client: AsyncReplayClient, batch: int) -> bool:
     """Takes a batch on the client's own stream. Whether it is the reader's."""
     return (await client.acknowledge([named(batch)])).missing == ()
@@ -107,10 +120,10 @@ def named(batch: int) -> Sample:
 async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the_restart(tmp_path, stream):
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
     with server_process(tmp_path, config) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
             if stream:
-                draws = DrawStream(client.connection)
+                draws = DrawStream(connection)
                 batch = (await draws.draw(draw_of())).head.batch
                 assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
                 await draws.close()
@@ -128,9 +141,9 @@ async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the
 
 async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it():
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
-            draws = DrawStream(client.connection)
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             assert await take(client, batch)
             assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
@@ -143,10 +156,10 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
 async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_got(lease):
     """The first stream is still open: the server has not noticed yet that its connection broke."""
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             for number in range(2):
                 await client.insert(payload(number), {"queue": 1.0})
-            first, again, request = DrawStream(client.connection), DrawStream(client.connection), draw_of(lease=lease)
+            first, again, request = DrawStream(connection), DrawStream(connection), draw_of(lease=lease)
             batches = [await stream.draw(request) for stream in (first, again)]
             assert [bytes(rows[0]) for _, rows in batches] == [payload(0), payload(0)]
             assert (await client.server_info()).tables["queue"].reserved == 1
@@ -161,9 +174,9 @@ async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_
 
 async def test_a_batch_whose_reader_ends_before_it_takes_it_goes_back_at_once():
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
-            draws = DrawStream(client.connection)
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             await draws.close()
             assert not await take(client, batch)
@@ -182,7 +195,7 @@ def test_a_leased_sample_does_not_get_the_batch_that_a_plain_one_could_not_take(
         for number in range(2):
             client.insert(payload(number), {"queue": 1.0})
         with monkeypatch.context() as patch:
-            patch.setattr("replay_client.sampling.SingleBatches.end", dies)
+            patch.setattr("replay_client.sampling.DrawStream.finish", dies)
             with pytest.raises(RuntimeError, match="no answer"):
                 client.sample("queue", 1)
         [leased] = client.sample("queue", 1, lease=30.0)

@@ -7,7 +7,7 @@ from replay_client.sampling import DrawStream
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from tests.factories import server_process, until
-from tests.system.test_exactly_once import QUEUE, draw_of, named, payload
+from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, payload
 
 LONG, SHORT = 600.0, 0.5
 TABLES = [QUEUE, TableConfig(name="pool")]
@@ -157,8 +157,8 @@ def test_permits_of_a_leased_batch_count_once_when_it_goes_back_and_the_trainer_
 async def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
     with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
         insert(client, 1)
-        async with AsyncReplayClient(server.address) as aio:
-            draws = DrawStream(aio.connection)
+        async with AsyncReplayClient(server.address) as aio, connected(server.address) as connection:
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             assert (await aio.renew([named(batch)], LONG)).applied == 1
             answer = await draws.end(pb.DrawRequest(renew=[batch], seconds=LONG))  # said again on the old stream

@@ -29,7 +29,7 @@ from replay_client.records import Policy
 from replay_client.waits import LOG_SECONDS, WaitLog, beat
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 

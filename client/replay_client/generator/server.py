@@ -32,7 +32,7 @@ from replay_client.shards.merging import restarted
 from replay_client.waits import WaitLog, patiently
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 

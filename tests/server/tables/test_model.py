@@ -21,10 +21,13 @@ from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import slots_of
 from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
 
 EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
 STEPS = 60
+ROWS_PER_SLICE = 1
+"""A change of two rows clears them away later, in two slices. Other operations come in between."""
 
 # Odd configurations are the point here; what warns of them is tested elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -115,7 +118,9 @@ class ModelMachine(RuleBasedStateMachine):
             self.listen(table)
 
     def make_buffer(self, tables, admission, max_bytes):
-        return ReplayBuffer(tables, lambda: self.now, admission=admission, max_bytes=max_bytes)
+        return ReplayBuffer(
+            tables, lambda: self.now, admission=admission, max_bytes=max_bytes, rows_per_slice=ROWS_PER_SLICE
+        )
 
     def listen(self, table):
         """Logs what the table does, in the order in which it does it."""
@@ -127,14 +132,14 @@ class ModelMachine(RuleBasedStateMachine):
 
         def logged_evict(n=1):
             columns, ranks = table.columns, {}
-            for key, slot in columns.slots.items():
+            for key, slot in slots_of(columns).items():
                 age, priority = int(columns.order[slot]), float(columns.priority[slot])
                 ranks[key] = {"lifo": (-age,), "min_heap": (priority, age), "max_heap": (-priority, age)}.get(
                     table.config.remover.type, (age,)
                 )
             at = len(self.log)
             evict(n)
-            gone = sorted(ranks.keys() - columns.slots.keys(), key=ranks.__getitem__)
+            gone = sorted(ranks.keys() - slots_of(columns), key=ranks.__getitem__)
             assert len(gone) == n
             for place, key in enumerate(gone, at):
                 self.log.insert(place, ("evict", table.name, key))  # before what came of it: permits were granted
@@ -365,6 +370,13 @@ class ModelMachine(RuleBasedStateMachine):
         self.model.acquiring.append(waiting)
         self.settle(waiting, self.buffer.admission.acquire(count, self.now + wait))
 
+    @rule(slices=st.integers(1, 3))
+    def clear_away(self, slices):
+        """Nobody sees a difference, except that bytes become free."""
+        for _ in range(slices):
+            self.buffer.clear_slice()
+        self.follow()
+
     @precondition(lambda self: self.buffer.admission is not None)
     @rule(pick=picks, count=st.integers(0, 2))
     def release_permits(self, pick, count):
@@ -421,12 +433,14 @@ class ModelMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         model, buffer = self.model, self.buffer
-        assert {key: item.holders for key, item in buffer.items.items()} == {
+        leaving = {key: buffer.items.leaving.holds_of(key) for key in buffer.items}
+        gone = [key for key in buffer.items if buffer.items.gone(key)]
+        assert {key: item.holders - leaving[key] for key, item in buffer.items.items() if key not in gone} == {
             key: model.holders(key) for key in model.items
         }
         payloads = list(buffer.payloads(list(model.items)))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
-        assert buffer.bytes == model.bytes
+        assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)
         assert buffer.bytes <= buffer.items.max_bytes
         assert set(self.hands) == set(model.hands) == set(buffer.outstanding.by_id)
 
@@ -488,6 +502,8 @@ class ModelMachine(RuleBasedStateMachine):
         for batch_id in list(self.buffer.outstanding.by_id):
             self.buffer.give_back(batch_id)
         self.buffer.reset()
+        while self.buffer.items.leaving:
+            self.buffer.clear_slice()
         assert self.buffer.items == {}
         assert self.buffer.bytes == 0
         self.nothing_is_stored()

@@ -8,6 +8,7 @@ import pytest
 
 from replay_server.tables.columns import Columns
 from replay_server.tables.config import SelectorConfig
+from tests.factories import slots_of
 
 
 class Pool:
@@ -27,12 +28,12 @@ class Pool:
         self.selector.insert(slots)
 
     def delete(self, key: int) -> None:
-        slots = np.array([self.columns.slots[key]])
+        slots = np.array([slots_of(self.columns)[key]])
         self.selector.delete(slots)
         self.columns.remove(slots)
 
     def update(self, **priorities: float) -> None:
-        slots = np.array([self.columns.slots[int(key[1:])] for key in priorities])
+        slots = np.array([slots_of(self.columns)[int(key[1:])] for key in priorities])
         self.columns.priority[slots] = list(priorities.values())
         self.selector.update(slots)
 
@@ -54,13 +55,14 @@ def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
     for key in range(3000):
         pool.insert(key, float(rng.integers(50)))
         if key % 3 == 2:
-            pool.delete(int(rng.choice(list(pool.columns.slots))))
+            pool.delete(int(rng.choice(list(slots_of(pool.columns)))))
     columns = pool.columns
     slots = columns.used()[::7]
     columns.priority[slots] = rng.integers(50, size=slots.size)
     pool.selector.update(slots)
     expected = sorted(
-        columns.slots, key=lambda key: (sign * columns.priority[columns.slots[key]], columns.order[columns.slots[key]])
+        slots_of(columns),
+        key=lambda key: (sign * columns.priority[slots_of(columns)[key]], columns.order[slots_of(columns)[key]]),
     )
     assert pool.select(n) == expected[:n]
 
@@ -118,7 +120,7 @@ def test_prioritized_draws_right_after_heavy_churn_over_twelve_orders_of_magnitu
     keys = np.array(list(alive))
     # Ten of about the same size among giants and dwarfs; the dwarfs must neither vanish nor be drawn too often.
     pool.update(**{f"k{key}": priority for key, priority in zip(keys[:10], np.linspace(1e6, 2e6, 10), strict=True)})
-    weights = pool.columns.priority[[pool.columns.slots[key] for key in keys]]
+    weights = pool.columns.priority[[slots_of(pool.columns)[key] for key in keys]]
     counts = dict.fromkeys(keys.tolist(), 0)
     for _ in range(200):
         slots, _ = pool.selector.select_repeated(500, pool.rng)
@@ -172,7 +174,7 @@ class AgeingPool(Pool):
     def expected_shares(self, exponent: float, half_life: float) -> dict[int, float]:
         """From the definition: priority ** exponent * 2 ** (-staleness / half_life), as shares."""
         weights = {}
-        for key, slot in self.columns.slots.items():
+        for key, slot in slots_of(self.columns).items():
             staleness = max(0, self.columns.current_version - int(self.columns.policy_version[slot]))
             if (priority := float(self.columns.priority[slot])) > 0:
                 weights[key] = np.log2(priority) * exponent - staleness / half_life
@@ -203,11 +205,13 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
                     version = max(0, current + int(rng.integers(-30, 4)))  # some are ahead of the trainer
                     pool.insert_version(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
                     key += 1
-            case 2 if pool.columns.slots:
-                for gone in rng.choice(list(pool.columns.slots), min(20, len(pool.columns)), replace=False).tolist():
+            case 2 if slots_of(pool.columns):
+                for gone in rng.choice(
+                    list(slots_of(pool.columns)), min(20, len(pool.columns)), replace=False
+                ).tolist():
                     pool.delete(gone)
-            case 3 if pool.columns.slots:
-                chosen = int(rng.choice(list(pool.columns.slots)))
+            case 3 if slots_of(pool.columns):
+                chosen = int(rng.choice(list(slots_of(pool.columns))))
                 pool.update(**{f"k{chosen}": float(rng.random() * 4)})
             case 4:
                 pool.move(current + int(rng.choice([1, 1, 1, 7, 500])))
@@ -217,7 +221,7 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
         assert (
             len(shares)
             == pool.selector.selectable()
-            == np.count_nonzero(pool.columns.priority[list(pool.columns.slots.values())])
+            == np.count_nonzero(pool.columns.priority[list(slots_of(pool.columns).values())])
         )
         keys = list(expected)
         assert [shares[each] for each in keys] == pytest.approx([expected[each] for each in keys], rel=1e-6, abs=1e-12)
@@ -245,13 +249,13 @@ def test_heaps_order_by_aged_priorities_and_after_a_rollback_too(kind, sign):
         columns = pool.columns
 
         def rank(key: int, columns: Columns = columns) -> tuple[float, int]:
-            slot = columns.slots[key]
+            slot = slots_of(columns)[key]
             counted = min(int(columns.policy_version[slot]), columns.current_version)
             priority = float(columns.priority[slot])
             logarithm = float(np.log2(priority)) if priority else -1e300
             return sign * (logarithm + counted / half_life), int(columns.order[slot])
 
-        assert pool.select(300) == sorted(columns.slots, key=rank)
+        assert pool.select(300) == sorted(slots_of(columns), key=rank)
 
 
 def test_the_largest_priority_at_the_largest_exponent_stays_finite_when_it_ages():
