@@ -270,6 +270,7 @@ class ReplayServer:
             warn_of_open_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
+        tasks.append(asyncio.create_task(buffer.items.leaving.run(buffer.clear_slice)))
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:

@@ -27,6 +27,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_server.tables.columns import Columns
 
 
 def make_group(
@@ -216,6 +217,14 @@ def sample_of(metric: str, **labels: str) -> tuple[Any, ...]:
     return (metric, *sorted(labels.items()))
 
 
+def tokens_file(folder: Path, *tokens: str) -> Path:
+    """A file of tokens ("read-only:…") that its owner alone can read."""
+    path = folder / "tokens"
+    path.write_text("\n".join(tokens))
+    path.chmod(0o600)
+    return path
+
+
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""
@@ -238,3 +247,9 @@ def ctrl_c_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+def slots_of(columns: Columns) -> dict[int, int]:
+    """The slot of each key that is here."""
+    slots = columns.occupied()
+    return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))

@@ -47,19 +47,18 @@ _SWITCHES = ("tls", "allow_insecure_token", "shared_memory")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
-def is_several(address: str | Sequence[str]) -> bool:
-    """Whether `address` names several servers: ["a:7400", "b:7400"], "a:7400,b:7400" or "ray://NAMESPACE/NAME"."""
-    return not isinstance(address, str) or "," in address or address.startswith(RAY_SCHEME)
-
-
-def split_addresses(address: str | Sequence[str]) -> list[str]:
-    """The addresses in a list, or in a text with commas. Empty for a ray:// address: Ray knows the addresses."""
-    if isinstance(address, str) and address.startswith(RAY_SCHEME):
-        return []
-    given = address.split(",") if isinstance(address, str) else address
-    if not isinstance(given, Iterable) or any(not isinstance(one, str) for one in given):
+def joined_addresses(address: str | Sequence[str]) -> str:
+    """The addresses of a list in one text, with commas. Raises ValueError for what is neither text nor list."""
+    if isinstance(address, str):
+        return address
+    if not isinstance(address, Iterable) or any(not isinstance(one, str) for one in address):
         raise ValueError(f"address must be a text such as 127.0.0.1:7400, or a list of these, not {address!r}")
-    return [one.strip() for one in given]
+    return ",".join(address)
+
+
+def split_addresses(address: str) -> list[str]:
+    """The addresses in a text with commas. Empty for a ray:// address: Ray knows the addresses."""
+    return [] if address.startswith(RAY_SCHEME) else [one.strip() for one in address.split(",")]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Access:
     """All settings, checked together with their files. Raises ValueError with the remedy."""
 
     address: str = DEFAULT_ADDRESS
-    """host:port, or several servers as `is_several` describes them"""
+    """host:port, several of these with commas, or ray://NAMESPACE/NAME"""
     token: str | None = field(default=None, repr=False)
     tls: TLS | None = None
     """None: not encrypted."""

@@ -1,22 +1,23 @@
-"""AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it."""
+"""AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
+
+Each method makes a request of its arguments and says to which shards it goes; `replay_client.shards` has these rules.
+With one server a request goes straight to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from contextlib import aclosing
+from typing import Any, Literal, NoReturn, Self
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import tracing
-from replay_client.access import TLS, Access, is_several
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
-from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError, error_of
-from replay_client.frames import Item, pack_items
+from replay_client.access import TLS, Access, joined_addresses
+from replay_client.connection import DEFAULT, Timeout
+from replay_client.frames import Item
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -29,15 +30,19 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
     item_page_of,
-    mutation_of,
     policy_of,
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import KeySequence, column, leases_of, message_of, once, priorities_message
+from replay_client.requests import KeySequence, column, message_of, once, priorities_message
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
-from replay_client.writer import AsyncWriter, InsertStreams, Pipeline
+from replay_client.shards.fleet import Deadline, Fleet, Shard
+from replay_client.shards.merging import lowest, merge_infos, merge_messages, merge_pages, read_page
+from replay_client.shards.placing import Placement
+from replay_client.shards.policy import PermitOffice, PolicyBoard
+from replay_client.shards.sampling import Drawer, ShardedSampler
+from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
 WRITER_BYTES = 256 << 20
@@ -45,7 +50,10 @@ WRITER_BYTES = 256 << 20
 
 
 class AsyncReplayClient:
-    """A client of the replay server at `address` ("host:port"), or of several: see `replay_client.shards`.
+    """A client of the replay server at `address` ("host:port").
+
+    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
+    same methods; `replay_client.shards` says what each then does.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -53,13 +61,6 @@ class AsyncReplayClient:
 
     A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
-
-    of_several: ClassVar[type[AsyncReplayClient]]
-    """The class for several servers. `replay_client.shards` sets it, since that class is derived from this one."""
-
-    def __new__(cls, address: str | Sequence[str] = "", *_: Any, **__: Any) -> Self:
-        several = cls is AsyncReplayClient and is_several(address)
-        return cast("Self", object.__new__(cls.of_several if several else cls))
 
     def __init__(
         self,
@@ -81,13 +82,14 @@ class AsyncReplayClient:
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
-        assert isinstance(address, str)  # see __new__
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
-        access = Access(address, token, files, allow_insecure_token, shared_memory, name)
-        self._connection = Connection(access, timeout)
+        access = Access(joined_addresses(address), token, files, allow_insecure_token, shared_memory, name)
+        self._fleet = Fleet(access, timeout)
         self._keys = KeySequence()
-        self._single_batches = SingleBatches(self._connection)
-        self._insert_streams = InsertStreams(self._connection)
+        self._placement = Placement(self._fleet)
+        self._draws = Drawer(self._fleet) if self._fleet.only is None else SingleBatches(self._fleet)
+        self._board = PolicyBoard(self._fleet)
+        self._permits = PermitOffice(self._fleet)
 
     @classmethod
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
@@ -101,22 +103,24 @@ class AsyncReplayClient:
 
     @property
     def address(self) -> str:
-        """host:port of the server."""
-        return self._connection.address
-
-    @property
-    def connection(self) -> Connection:
-        """The connection to the server, for parts of this package."""
-        return self._connection
+        """host:port of the server; several with commas; or the name of the service in Ray."""
+        return self._fleet.address
 
     @property
     def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
-        return self._connection.transport
+        """How payloads travel: "shared memory", or "grpc: " with the reason.
+
+        Of several servers each that has an address, "SHARD: TRANSPORT", with semicolons.
+        """
+        if self._fleet.only is not None:
+            return self._fleet.only.transport
+        return "; ".join(f"{shard.name}: {shard.transport}" for shard in self._fleet.shards if shard.transport)
 
     async def find_transport(self) -> str:
         """As `transport`, but first finds out whether the server is on this host."""
-        return await self._connection.find_transport()
+        up = await self._fleet.reachable(Deadline(self._fleet.seconds(DEFAULT)))
+        await asyncio.gather(*(shard.connection.find_transport() for shard in up))
+        return self.transport
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -140,19 +144,9 @@ class AsyncReplayClient:
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
-        seconds = self._connection.seconds(timeout)
-        lease = permits.id if permits else 0
-        item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, lease)
-        frames = list(pack_items([item]))
-
-        async def attempt(rpc_timeout: float | None) -> pb.InsertResponse:
-            if len(frames) == 1 and tracing.active():  # a call carries a trace context, a stream does not
-                return await self._connection.payloads.Insert(frames[0], timeout=rpc_timeout)
-            return await self._insert_streams.insert(frames, rpc_timeout)
-
-        response = await self._connection.call(attempt, seconds)
-        for error in response.errors:
-            raise error_of(error.code, error.message, error.reason)
+        seconds = self._fleet.seconds(timeout)
+        item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, permits)
+        await self._placement.insert(item)
         return item.key
 
     def writer(
@@ -163,13 +157,8 @@ class AsyncReplayClient:
         At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. `timeout` bounds
         how long each group may wait for its tables, in seconds.
         """
-        pipeline = Pipeline(
-            self._connection,
-            asyncio.get_running_loop(),
-            max_in_flight,
-            max_bytes,
-            self._connection.seconds(timeout),
-        )
+        seconds = self._fleet.seconds(timeout)
+        pipeline = Pipeline(self._fleet, self._placement, max_in_flight, max_bytes, seconds)
         return AsyncWriter(pipeline, self._keys)
 
     # ------------------------------------------------------------------------------------------------ sample
@@ -199,19 +188,18 @@ class AsyncReplayClient:
 
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
-        seconds = self._connection.seconds(timeout)
+        seconds = self._fleet.seconds(timeout)
         request = message_of(
             pb.SampleRequest,
             table=table,
             num_samples=num_samples,
             min_samples=min_samples,
-            timeout=seconds,
             allow_repeats=not distinct,
             scope=scope,
             exclude=list(exclude),
             lease=lease,
         )
-        return await self._single_batches.sample(request, seconds)
+        return await self._draws.sample(request, seconds)
 
     async def acknowledge(
         self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
@@ -221,9 +209,11 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        leases = leases_of(samples)
-        request = pb.DrawRequest(give_back=leases) if give_back else pb.DrawRequest(take=leases)
-        return await self._end(request, timeout)
+
+        def request_for(leases: list[int]) -> pb.DrawRequest:
+            return pb.DrawRequest(give_back=leases) if give_back else pb.DrawRequest(take=leases)
+
+        return await self._draws.end(samples, request_for, timeout)
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
@@ -231,12 +221,11 @@ class AsyncReplayClient:
         Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
         result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
         """
-        return await self._end(message_of(pb.DrawRequest, renew=leases_of(samples), seconds=lease), timeout)
 
-    async def _end(self, request: pb.DrawRequest, timeout: Timeout) -> MutationResult:
-        if not (request.take or request.give_back or request.renew):
-            return MutationResult(0, ())
-        return await self._single_batches.end(request, self._connection.seconds(timeout))
+        def request_for(leases: list[int]) -> pb.DrawRequest:
+            return message_of(pb.DrawRequest, renew=leases, seconds=lease)
+
+        return await self._draws.end(samples, request_for, timeout)
 
     async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Takes the items that a reader has used, and that are back in the table because its lease has ended.
@@ -244,8 +233,7 @@ class AsyncReplayClient:
         They count as sampled once more. `missing` are those that are not in the table.
         """
         request = message_of(pb.TakeItemsRequest, table=table, keys=list(keys))
-        response = await self._connection.short("TakeItems", once(request), timeout)
-        return mutation_of(response)
+        return await self._placement.change("TakeItems", once(request), timeout)
 
     def sampler(
         self,
@@ -266,7 +254,10 @@ class AsyncReplayClient:
         """
         fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
         request = message_of(pb.SampleRequest, table=table, **fields)
-        return AsyncSampler(self._connection, request, prefetch, self._connection.seconds(timeout), on_lease)
+        seconds = self._fleet.seconds(timeout)
+        if self._fleet.only is None:
+            return ShardedSampler(self._fleet, request, prefetch, seconds, on_lease)
+        return AsyncSampler(self._fleet.only.connection, request, prefetch, seconds, on_lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 
@@ -291,24 +282,21 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
         request = priorities_message(table, keys, priorities)
-        response = await self._connection.short("UpdatePriorities", request, timeout)
-        return mutation_of(response)
+        return await self._placement.change("UpdatePriorities", request, timeout)
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table. They stay in their other tables."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
-        response = await self._connection.short("Delete", once(request), timeout)
-        return mutation_of(response)
+        return await self._placement.change("Delete", once(request), timeout)
 
     async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items with these keys, as far as the server holds them. Does not count as sampling."""
-        request = message_of(pb.GetRequest, keys=list(keys))
-
-        async def attempt(rpc_timeout: float | None) -> list[StoredItem]:
-            first, payloads = await self._connection.payloads.Get(request, timeout=rpc_timeout)
-            return stored_items_of(first, payloads)
-
-        return await self._connection.call(attempt, self._connection.seconds(timeout))
+        wanted = list(keys)
+        answers = await self._fleet.ask("Get", message_of(pb.GetRequest, keys=wanted), timeout)
+        if self._fleet.only is not None:
+            return stored_items_of(*answers[self._fleet.only])
+        found = {item.key: item for answer in answers.values() for item in stored_items_of(*answer)}
+        return [found[key] for key in dict.fromkeys(wanted) if key in found]
 
     async def list_items(
         self,
@@ -340,16 +328,31 @@ class AsyncReplayClient:
             min_staleness=min_staleness,
             max_staleness=max_staleness,
         )
-        response = await self._connection.unary(self._connection.stub.ListItems, request, timeout)
-        return item_page_of(response)
+        if self._fleet.only is not None:
+            answers = await self._fleet.ask("ListItems", request, timeout)
+            return item_page_of(answers[self._fleet.only])
+        begins = read_page(page)
+
+        def request_for(shard: Shard) -> pb.ListItemsRequest:
+            its_own = pb.ListItemsRequest()
+            its_own.CopyFrom(request)
+            its_own.page = begins.get(shard.name, "")
+            return its_own
+
+        answers = await self._fleet.ask("ListItems", request_for, timeout)
+        pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
+        return merge_pages(pages, begins, limit or 100, order_by, descending)
 
     # ------------------------------------------------------------------------------------------------ tables
 
     async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
         """The state of the server and of its tables: all tables, or the named ones."""
         request = message_of(pb.GetServerInfoRequest, tables=list(tables))
-        response = await self._connection.unary(self._connection.stub.GetServerInfo, request, timeout)
-        return server_info_of(response)
+        answers = await self._fleet.ask("GetServerInfo", request, timeout)
+        infos = {shard.name: server_info_of(answer) for shard, answer in answers.items()}
+        if self._fleet.only is not None:
+            return infos[self._fleet.only.name]
+        return merge_infos(infos, [shard.name for shard in self._fleet.shards if shard not in answers])
 
     async def update_table(self, /, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
         """Changes fields of a table's TableConfig at run time, for example `max_size=8192`. Items and counters stay.
@@ -357,13 +360,15 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        return await self._connection.unary(self._connection.stub.UpdateTable, once(request), timeout)
+        answers = await self._fleet.ask_all("UpdateTable", once(request), timeout)
+        merged: TableInfo = merge_messages(list(answers.values()))
+        return merged
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
         request = message_of(pb.ResetRequest, table=table)
-        response = await self._connection.unary(self._connection.stub.Reset, once(request), timeout)
-        return response.removed
+        answers = await self._fleet.ask_all("Reset", once(request), timeout)
+        return sum(answer.removed for answer in answers.values())
 
     # ------------------------------------------------------------------------------- policy version, admission
 
@@ -377,56 +382,40 @@ class AsyncReplayClient:
         InvalidRequestError for a lower version without `rollback`.
         """
         request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
-        response = await self._connection.unary(self._connection.stub.SetPolicyVersion, request, timeout)
-        return policy_of(response)
+        return await self._board.publish(request, timeout)
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
         """The current policy version, and where the trainer saved its weights."""
-        response = await self._connection.unary(self._connection.stub.GetPolicy, pb.GetPolicyRequest(), timeout)
-        return policy_of(response)
+        answers = await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), timeout)
+        return lowest(map(policy_of, answers.values()))
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
         """Yields the current policy, then every new one. If several come quickly, it may yield only the newest.
 
         Connects again by itself.
         """
-        patience = Patience(self._connection, self._connection.timeout)
-        last: tuple[int, str] | None = None
-        while True:
-            call = self._connection.stub.WatchPolicy(pb.GetPolicyRequest())
-            try:
-                async for message in call:
-                    patience.renew()
-                    if (message.version, message.weights) != last:
-                        last = message.version, message.weights
-                        yield policy_of(message)
-            except grpc.aio.AioRpcError as error:
-                await patience.pause_or_raise(error)
-            finally:
-                call.cancel()
+        async with aclosing(self._board.watch()) as watch:
+            async for policy in watch:
+                yield policy
 
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
         """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.
 
         Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
         """
-        seconds = self._connection.seconds(timeout)
-        request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
-        response = await self._connection.unary(self._connection.stub.AcquirePermits, once(request), seconds)
-        return PermitLease(response.lease, response.count, response.ttl)
+        seconds = self._fleet.seconds(timeout)
+        return await self._permits.acquire(message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds), seconds)
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
         """Gives back `count` unused permits; 0: all unused permits of the lease. Returns how many went back."""
         request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
-        response = await self._connection.unary(self._connection.stub.ReleasePermits, once(request), timeout)
-        return response.released
+        return await self._permits.release(lease, request, timeout)
 
     # ------------------------------------------------------------------------------------------------ the client
 
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
         """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
-        with suppress(ServerUnavailableError, ServerClosedError, DeadlineExceededError):
-            await self._connection.unary(self._connection.stub.Leave, pb.LeaveRequest(), timeout)
+        await self._fleet.try_to_ask("Leave", pb.LeaveRequest(), self._fleet.seconds(timeout), self._fleet.up())
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
@@ -436,21 +425,23 @@ class AsyncReplayClient:
         has no place for checkpoints, and StorageError if it cannot write one.
         """
         request = message_of(pb.CheckpointRequest, name=name)
-        response = await self._connection.unary(self._connection.stub.Checkpoint, request, timeout)
-        return response.name
+        answers = await self._fleet.ask_all("Checkpoint", request, timeout)
+        return ",".join(shard.prefix + answer.name for shard, answer in answers.items())
 
     async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
         """The server's checkpoints, the newest first. With `verify` the server reads every byte of them."""
-        response = await self._connection.unary(
-            self._connection.stub.ListCheckpoints, pb.ListCheckpointsRequest(verify=verify), timeout
-        )
-        return list(response.checkpoints)
+        answers = await self._fleet.ask("ListCheckpoints", pb.ListCheckpointsRequest(verify=verify), timeout)
+        found: list[CheckpointInfo] = []
+        for shard, answer in answers.items():
+            for entry in answer.checkpoints:
+                entry.name = shard.prefix + entry.name
+                found.append(entry)
+        return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     async def close(self) -> None:
         """Closes the connection. The server takes back what it drew ahead for this client."""
-        await self._insert_streams.close()
-        await self._single_batches.close()
-        await self._connection.close()
+        await self._draws.close()
+        await self._fleet.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a client cannot be pickled or copied; make one in each process")

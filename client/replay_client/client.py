@@ -28,9 +28,7 @@ def blocking(
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # By its name: a client of several servers has methods of its own.
-        work: Coroutine[Any, Any, T] = getattr(self._aio, method.__name__)(*args, **kwargs)
-        return self._thread.run(work)
+        return self._thread.run(method(self._aio, *args, **kwargs))
 
     # `wraps` copies these too. Tracebacks and the reference must name the method of this class.
     call.__module__, call.__qualname__ = __name__, f"ReplayClient.{method.__name__}"

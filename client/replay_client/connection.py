@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -21,8 +21,9 @@ from replay_client.errors import (
     ServerUnavailableError,
     error_of,
 )
+from replay_client.frames import Item, pack_items
 from replay_client.shared_memory import SharedInserts, SharedMemory, SharedResponse, SharedSamples
-from replay_client.short_calls import MAX_BYTES, ShortCalls
+from replay_client.streams import IdleStreams, failure
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
 T = TypeVar("T")
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Rpc: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"
 
+_SHORT = ("UpdatePriorities", "Delete", "TakeItems")
+"""Methods that go over open streams, because they are frequent and their answers are short."""
+_SHORT_BYTES = 1 << 20
+"""Bytes of a request above which a call of its own costs no more."""
 _GRACE = 5.0
 """Seconds after the timeout. In this time the server can still answer why the request waited."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
@@ -148,7 +150,9 @@ class Connection:
             forks.check_grpc()
             channel = self.access.channel(_OPTIONS)
             payloads = PayloadStub(channel, shared_memory=self.access.shared_memory)
-            self._stubs = _Stubs(channel, ReplayStub(channel), payloads, ShortCalls(channel), forks.count())
+            plain = ReplayStub(channel)
+            inserts, short_calls = IdleStreams(payloads.InsertStream), IdleStreams(plain.Calls)
+            self._stubs = _Stubs(channel, plain, payloads, inserts, short_calls, forks.count())
         elif self._stubs.made_at != forks.count():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
@@ -172,30 +176,45 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 await patience.pause_or_raise(error)
 
-    async def unary(self, rpc: Rpc[Request, Response], request: Request, timeout: Timeout) -> Response:
-        """The response to one request. Tries again until a server answers or the timeout ends."""
-        return await self.call(lambda seconds: rpc(request, timeout=seconds), self.seconds(timeout))
-
-    async def short(self, method: str, request: Message, timeout: Timeout) -> pb.MutationResponse:
-        """As `unary` for UpdatePriorities, Delete or TakeItems, on an open stream where that is possible."""
+    async def unary(self, method: str, request: Message, timeout: Timeout) -> Any:
+        """The server's answer to one request. Tries again until the server answers or the timeout ends."""
         # A stream carries no trace context, a call does.
-        if tracing.active() or request.ByteSize() > MAX_BYTES:
-            response: pb.MutationResponse = await self.unary(getattr(self.stub, method), request, timeout)
-            return response
-        data = request.SerializeToString()
+        data = None
+        if method in _SHORT and not tracing.active() and request.ByteSize() <= _SHORT_BYTES:
+            data = request.SerializeToString()
 
-        async def attempt(seconds: float | None) -> pb.MutationResponse:
-            if (short_calls := self._open().short_calls).free:
-                return pb.MutationResponse.FromString(await short_calls.call(method, data, seconds))
-            response: pb.MutationResponse = await getattr(self.stub, method)(request, timeout=seconds)
-            return response
+        async def attempt(seconds: float | None) -> Any:
+            stubs = self._open()
+            if data is not None and stubs.short_calls.free:
+                answer = await stubs.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
+                if answer.code:
+                    raise failure(answer.code, answer.message, answer.reason)
+                return pb.MutationResponse.FromString(answer.response)
+            stub: Any = stubs.payloads if method == "Get" else stubs.plain
+            return await getattr(stub, method)(request, timeout=seconds)
 
         return await self.call(attempt, self.seconds(timeout))
+
+    async def insert(self, item: Item) -> None:
+        """Inserts one item, and tries again likewise. Raises the reason if the server refuses it."""
+        frames = list(pack_items([item]))
+
+        async def attempt(seconds: float | None) -> pb.InsertResponse:
+            stubs = self._open()
+            if len(frames) == 1 and tracing.active():
+                return await stubs.payloads.Insert(frames[0], timeout=seconds)
+            answer: pb.InsertResponse = await stubs.inserts.exchange(frames, seconds)
+            return answer
+
+        answer = await self.call(attempt, item.timeout)
+        for error in answer.errors:
+            raise error_of(error.code, error.message, error.reason)
 
     async def close(self) -> None:
         """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
         stubs, self._stubs, self._closed = self._stubs, None, True
         for each in [*self._left, *([stubs] if stubs is not None else ())]:
+            await each.inserts.close()
             await each.short_calls.close()
             await each.payloads.shared.end()
             await each.channel.close()
@@ -207,7 +226,8 @@ class _Stubs(NamedTuple):
     channel: grpc.aio.Channel
     plain: ReplayAsyncStub
     payloads: PayloadStub
-    short_calls: ShortCalls
+    inserts: IdleStreams
+    short_calls: IdleStreams
     made_at: int
     """`forks.count()` then."""
 

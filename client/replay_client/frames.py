@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import Buffer
+from replay_client.records import Buffer, PermitLease
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
@@ -29,6 +29,9 @@ class Item:
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
+    """The id of the lease of which the item uses up a permit; 0: of none."""
+    granted_by: str = ""
+    """The name of the shard that granted the permit."""
 
     @classmethod
     def of(
@@ -38,7 +41,7 @@ class Item:
         priorities: Mapping[str, float],
         policy_version: int | None,
         timeout: float | None,
-        permits: int,
+        permits: PermitLease | None,
     ) -> Item:
         if isinstance(group, RolloutGroup):
             payload: Sequence[Buffer] = group.encode_pieces()
@@ -61,7 +64,8 @@ class Item:
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
-        return cls(key, priorities, version, payload, nbytes, timeout, permits)
+        lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by)
 
 
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import Sample
 from replay_protos import replay_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -53,11 +52,6 @@ def priorities_message(
         keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
         priorities=np.ascontiguousarray(priorities, dtype="<f8").tobytes(),
     )
-
-
-def leases_of(samples: Iterable[Sample]) -> list[int]:
-    """The ids of the leases of these samples, without repetition."""
-    return sorted({sample.info.lease for sample in samples} - {0})
 
 
 def once(request: M) -> M:

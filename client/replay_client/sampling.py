@@ -12,23 +12,27 @@ was taken. The client then names the same id again, on a new stream: the server 
 went back meanwhile is drawn again. So no broken answer costs a batch, and none comes twice.
 
 Each sampler has a stream of its own. Whatever ends it, the server takes back what the sampler had drawn ahead.
+
+Both are readers of one server, which makes a draw wait until it can be served. `replay_client.shards.sampling` has the
+readers of several.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import grpc
 
 from replay_client import tracing
-from replay_client.connection import Connection, Patience
+from replay_client.connection import Connection, Patience, Timeout
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError
 from replay_client.records import MutationResult, Sample, samples_of
+from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
 from replay_client.shared_memory import SharedSamples
 from replay_client.streams import end_stream, failure, read_message
 from replay_protos import CLOSING, REASON_KEY
@@ -93,6 +97,15 @@ class DrawStream:
         self._send(request)
         self._answers.append(answer := self._new_future())
         return answer
+
+    async def finish(self, request: pb.DrawRequest, timeout: float | None) -> pb.SampleResponse:
+        """As `end`, and tries again where the stream breaks, also after a restart of the server."""
+
+        async def attempt(rpc_timeout: float | None) -> pb.SampleResponse:
+            answer: pb.SampleResponse = await self.result(self.end(request), rpc_timeout)
+            return answer
+
+        return await self._connection.call(attempt, timeout)
 
     def give_up(self, draw_id: int) -> None:
         """Nobody wants this batch any more, whether it is drawn or not."""
@@ -214,12 +227,75 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         future.exception()  # perhaps nobody waits for it any more
 
 
-class SingleBatches:
-    """The single batches of one client, and the ends of its leases."""
+class DrawStreams:
+    """The draw streams of one reader, one to each shard. The first request opens each."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._stream = DrawStream(connection)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._streams: dict[Shard, DrawStream] = {}
+
+    def stream(self, shard: Shard) -> DrawStream:
+        """Raises ServerUnavailableError while the shard has never had an address."""
+        if shard not in self._streams:
+            self._streams[shard] = DrawStream(shard.connection)
+        return self._streams[shard]
+
+    async def end(
+        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: Timeout
+    ) -> MutationResult:
+        """Ends the leases of samples, or renews them, each on the shard that gave the sample.
+
+        `request_for` says what to do with these leases. Those of a shard that cannot be reached count as missing:
+        nobody may use their samples. Raises InvalidRequestError for samples of a shard that this client does not have.
+        """
+        only, deadline = self._fleet.only, Deadline(self._fleet.seconds(timeout))
+        leases: dict[str, set[int]] = defaultdict(set)
+        for sample in samples:
+            if sample.info.lease:
+                leases[sample.info.shard if only is None else ""].add(sample.info.lease)
+        if not leases:
+            return MutationResult(0, ())
+        shards = {name: self._fleet.named(name) for name in leases}
+        if unknown := [name for name, shard in shards.items() if shard is None]:
+            raise InvalidRequestError(f"samples of {', '.join(map(repr, unknown))}, which is no shard of this client")
+
+        async def end_on(shard: Shard, ids: Iterable[int]) -> MutationResult:
+            answer = await self.stream(shard).finish(request_for(sorted(ids)), deadline.seconds)
+            return MutationResult(len(answer.done), tuple(answer.missing))
+
+        if only is not None:
+            return await end_on(only, leases[""])
+        await self._fleet.reachable(deadline)
+
+        async def try_on(name: str) -> MutationResult:
+            shard = shards[name]
+            assert shard is not None
+            try:
+                return await shard.run(end_on(shard, leases[name]))
+            except GONE:
+                return MutationResult(0, tuple(sorted(leases[name])))
+
+        results = await asyncio.gather(*map(try_on, leases))
+        missing = tuple(batch for result in results for batch in result.missing)
+        return MutationResult(sum(result.applied for result in results), missing)
+
+    def drop_soon(self) -> None:
+        """Ends the streams, from any thread."""
+        for stream in self._streams.values():
+            stream.drop_soon()
+
+    async def close(self) -> None:
+        """Ends the streams in good order. What is neither taken nor leased goes back."""
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+
+
+class SingleBatches(DrawStreams):
+    """The single batches of a client of one server."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet)
+        assert fleet.only is not None
+        self._connection, self._stream = fleet.only.connection, self.stream(fleet.only)
         self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
         """Batches whose time was up before the server confirmed them, by the request."""
 
@@ -234,19 +310,6 @@ class SingleBatches:
             draw_id, samples = drawn
             if request.lease or await self._take(draw_id, samples, same_call, patience.left()):
                 return samples
-
-    async def end(self, request: pb.DrawRequest, timeout: float | None) -> MutationResult:
-        """Takes, gives back or renews batches. It may be repeated, also after a restart of the server."""
-
-        async def attempt(rpc_timeout: float | None) -> pb.SampleResponse:
-            answer: pb.SampleResponse = await self._stream.result(self._stream.end(request), rpc_timeout)
-            return answer
-
-        answer = await self._connection.call(attempt, timeout)
-        return MutationResult(len(answer.done), tuple(answer.missing))
-
-    async def close(self) -> None:
-        await self._stream.close()
 
     async def _draw(
         self, request: pb.SampleRequest, seconds: float | None, patience: Patience
@@ -280,7 +343,7 @@ class SingleBatches:
         Keeps a batch whose answer is lost for an equal call.
         """
         try:
-            return not (await self.end(pb.DrawRequest(take=[draw_id]), timeout)).missing
+            return not (await self._stream.finish(pb.DrawRequest(take=[draw_id]), timeout)).missing
         except BaseException:
             self._untaken[same_call] = draw_id, samples
             while len(self._untaken) > MOST_UNTAKEN:
@@ -347,11 +410,11 @@ class AsyncSampler:
 
     async def _explain(self) -> str:
         """Why sampling this table waits."""
-        table, stub = self._request.table, self._connection.stub
+        table = self._request.table
         with suppress(ReplayError):
-            info = await self._connection.unary(stub.GetServerInfo, pb.GetServerInfoRequest(tables=[table]), 1.0)
+            info = await self._connection.unary("GetServerInfo", pb.GetServerInfoRequest(tables=[table]), 1.0)
             if reason := info.tables[0].sampling.reason:
-                return reason
+                return str(reason)
         return f"{table}: no batch of {self._request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from replay_protos import REASON_KEY
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _GOODBYE = 1.0
 """Seconds that the server has to end a stream."""
+_MOST_OPEN = 16
 
 
 async def read_message(call: Any) -> Any:
@@ -53,3 +55,53 @@ def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc
     status = code if isinstance(code, grpc.StatusCode) else _STATUS[code]
     trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)
+
+
+class IdleStreams:
+    """Streams that stay open between the exchanges of one kind. An exchange on one costs half of a call of its own.
+
+    Each stream carries one exchange at a time. So an exchange that waits holds up no other one.
+    """
+
+    def __init__(self, open_stream: Callable[[], Any]) -> None:
+        self._open = open_stream
+        self._idle: list[Any] = []
+        self._busy = 0
+
+    @property
+    def free(self) -> bool:
+        """Whether fewer streams are in use than may stay open."""
+        return self._busy < _MOST_OPEN
+
+    async def exchange(self, messages: Iterable[Any], timeout: float | None) -> Any:
+        """The server's answer to these messages. Raises AioRpcError if it is late, or the stream breaks."""
+        stream = self._idle.pop() if self._idle else self._open()
+        self._busy += 1
+        try:
+            async with asyncio.timeout(timeout):
+                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
+                    for message in messages:
+                        await stream.write(message)
+                answer = await read_message(stream)
+        except TimeoutError:
+            stream.cancel()
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+        except grpc.aio.AioRpcError:
+            for broken in [stream, *self._idle]:  # they share a connection, so all of them are broken
+                broken.cancel()
+            self._idle.clear()
+            raise
+        except BaseException:
+            stream.cancel()
+            raise
+        finally:
+            self._busy -= 1
+        if len(self._idle) < _MOST_OPEN:
+            self._idle.append(stream)
+        else:
+            stream.cancel()
+        return answer
+
+    async def close(self) -> None:
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(end_stream, idle))

@@ -1,4 +1,4 @@
-"""AsyncWriter: sends inserts in order without waiting for each acknowledgement. InsertStreams: sends single ones.
+"""AsyncWriter: sends inserts without waiting for each acknowledgement, to each server in order.
 
 insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ gone
                 ▲                     │
@@ -11,8 +11,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import islice
 
 import grpc
 
@@ -29,135 +27,144 @@ from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_item
 from replay_client.records import Buffer, PermitLease
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
+from replay_client.shards.fleet import LATE_SECONDS, Fleet, Shard
+from replay_client.shards.placing import Placement
 from replay_client.shared_memory import SharedInserts
-from replay_client.streams import end_stream, read_message
+from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import Frame
 
 _WORTH_A_MESSAGE = 1 << 18
 """Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them."""
 _LINGER = 0.002
 """The most seconds that such items wait after an acknowledgement."""
-_MOST_IDLE = 16
-"""Streams for single inserts that stay open."""
 
 
 class Pipeline:
-    """The items of one writer on their way to the server. The blocking and the asyncio writer share it.
+    """The items of one writer on their way to the servers. The blocking and the asyncio writer share it.
 
     * Any thread may call `offer` and `drained`. They never wait: if the answer is no, they keep the given callback and
-      call it on the event loop when the caller should try again.
-    * `_lock` guards the queues and counters. It is never held while something waits.
-    * An item is in `_unsent` or in `_unacknowledged` until the server has decided about it.
+      call it when the caller should try again, on the event loop in most cases.
+    * Each server has a line of its own; the bounds are those of all lines together. Items that a server has not
+      acknowledged stay in its line while it is away, and count among those in flight.
+    * `lock` guards the queues and counters. It is never held while something waits.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        loop: asyncio.AbstractEventLoop,
-        max_in_flight: int,
-        max_bytes: int,
-        timeout: float | None,
+        self, fleet: Fleet, placement: Placement, max_in_flight: int, max_bytes: int, timeout: float | None
     ) -> None:
         if max_in_flight < 1 or max_bytes < 1:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
-        self.timeout = timeout
+        self.timeout, self.max_in_flight, self.max_bytes = timeout, max_in_flight, max_bytes
         self.refused: dict[int, ReplayError] = {}
-        """Items that the server refused and did not insert: key to reason."""
+        """Items that a server refused and did not insert: key to reason."""
         self.evicted = EvictedItems()
-        self.on_draining: Callable[[Item], None] | None = None
-        """Called on the event loop with each item that a draining server refused. It takes the item over."""
-        self._connection = connection
-        self._loop = loop
-        self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
-        self._lock = threading.Lock()
-        self._unsent: deque[Item] = deque()
-        self._unacknowledged: deque[Item] = deque()
-        self._unsent_bytes = 0
+        self.lock = threading.Lock()
+        self.loop = asyncio.get_running_loop()
+        self._fleet, self._placement = fleet, placement
+        self._lines: dict[Shard, InsertLine] = {}
         self._in_flight, self._bytes = 0, 0
         self._unreported: list[ReplayError] = []
+        self._lost: deque[ReplayError] = deque()
+        """Why lines ended with items in them. Each reason is raised once."""
         self._failure: ReplayError | None = None
+        """Why this pipeline sends nothing more; None: it works."""
         self._room: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
-        self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._awake = False
-        self._task: asyncio.Task[None] | None = None
+        fleet.connect()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
-        with self._lock:
+        with self.lock:
             self._raise()
+            if not self._fleet.decided:  # a server that is only slow to connect would lose its items to another one
+                if when_room is not None:
+                    self._fleet.when_decided(when_room)
+                return False
             if self._in_flight and (
-                self._in_flight >= self._max_in_flight or self._bytes + item.nbytes > self._max_bytes
+                self._in_flight >= self.max_in_flight or self._bytes + item.nbytes > self.max_bytes
             ):
                 if when_room is not None:
                     self._room.append(when_room)
                 return False
-            self._unsent.append(item)
-            self._unsent_bytes += item.nbytes
             self._in_flight += 1
             self._bytes += item.nbytes
-            wake = not self._awake and self._worth_sending()
-            self._awake = self._awake or wake
+            line = self._line_for(item)
+            wake = line.add(item)
         if wake:
-            self._loop.call_soon_threadsafe(self._start)
+            self.loop.call_soon_threadsafe(line.send)
         return True
-
-    def take_over(self, item: Item) -> None:
-        """Takes an item of another pipeline, whether there is room or not."""
-        with self._lock:
-            self._unsent.append(item)
-            self._unsent_bytes += item.nbytes
-            self._in_flight += 1
-            self._bytes += item.nbytes
-            self._awake = True
-        self._start()
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
         """Whether all items are acknowledged. Raises the errors of earlier items."""
-        with self._lock:
-            if not self._in_flight or self._failure is not None:
+        with self.lock:
+            if not self._in_flight or self._failure is not None or self._lost:
                 self._raise()
                 return True
             self._drained.append(when_drained)
-            wake = not self._awake and bool(self._unsent)
-            self._awake = self._awake or wake
-        if wake:
-            self._loop.call_soon_threadsafe(self._start)
+            idle = [line for line in self._lines.values() if line.wakes()]
+        for line in idle:
+            self.loop.call_soon_threadsafe(line.send)
         return False
 
     @property
-    def in_flight(self) -> int:
-        """Items that are not acknowledged."""
-        return self._in_flight
-
-    @property
-    def bytes_in_flight(self) -> int:
-        return self._bytes
-
-    @property
-    def failure(self) -> ReplayError | None:
-        """The error after which this pipeline sends nothing more; None: it works."""
-        return self._failure
-
-    def when_room(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when items have been acknowledged or the pipeline has failed."""
-        with self._lock:
-            self._room.append(callback)
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for all items."""
+        return bool(self._drained)
 
     def seconds(self, timeout: Timeout) -> float | None:
-        return self._connection.seconds(timeout)
+        return self._fleet.seconds(timeout)
 
     def waiting(self) -> str:
-        return f"{self._in_flight} items ({self._bytes} bytes) are not acknowledged yet by {self._connection.address}"
+        with self.lock:
+            lines = [line.waiting() for line in self._lines.values() if line.in_flight]
+        return "; ".join(lines) or "not all shards have been tried yet"
 
     async def close(self) -> None:
-        """Stop sending. The server may have inserted items that it has not acknowledged."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Stop sending. The servers may have inserted items that they have not acknowledged."""
+        for line in list(self._lines.values()):
+            await line.close()
         self._fail(ServerClosedError("the writer is closed"))
+
+    def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
+        """The server has decided about these items of the line."""
+        errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
+        moved: set[InsertLine] = set()
+        with self.lock:
+            for item in items:
+                if self._fleet.only is None and isinstance(errors.get(item.key), ShardDrainingError):
+                    del errors[item.key]
+                    self._placement.forget(item.key, line.shard)
+                    other = self._line_for(item)
+                    other.add(item)
+                    moved.add(other)
+                else:
+                    self._in_flight -= 1
+                    self._bytes -= item.nbytes
+            self.refused.update(errors)
+            self.evicted.see(response)
+            self._unreported.extend(errors.values())
+        for other in moved:
+            other.send()
+        self._tell()
+
+    def ended(self, line: InsertLine, error: ReplayError) -> None:
+        """The line sends nothing more. Where there are other servers, only the items in it are lost."""
+        if self._fleet.only is not None:
+            self._fail(error)
+            return
+        with self.lock:
+            if self._lines.get(line.shard) is line:
+                del self._lines[line.shard]
+                self._lost.append(error)
+                self._in_flight -= line.in_flight
+                self._bytes -= line.bytes_in_flight
+        self._tell(now=True)
+
+    def _line_for(self, item: Item) -> InsertLine:
+        shard = self._placement.shard_for(item)
+        if (line := self._lines.get(shard)) is None:
+            line = self._lines[shard] = InsertLine(self, shard)
+        return line
 
     def _raise(self) -> None:
         if self._unreported:
@@ -165,6 +172,77 @@ class Pipeline:
             raise error
         if self._failure is not None:
             raise self._failure
+        if self._lost:
+            raise self._lost.popleft()
+
+    def _fail(self, error: ReplayError) -> None:
+        with self.lock:
+            self._failure = self._failure or error
+        self._tell(now=True)
+
+    def _tell(self, *, now: bool = False) -> None:
+        """Calls those who wait for room, and if all items are acknowledged, or `now`, those who wait for that."""
+        with self.lock:
+            waiting, self._room = self._room, []
+            if now or not self._in_flight:
+                waiting += self._drained
+                self._drained = []
+        for callback in waiting:
+            callback()
+
+
+class InsertLine:
+    """The items of one pipeline for one server. Each is in `_unsent` or `_unacknowledged` until the server decides."""
+
+    def __init__(self, pipeline: Pipeline, shard: Shard) -> None:
+        self.shard = shard
+        self._pipeline, self._lock = pipeline, pipeline.lock
+        self._unsent: deque[Item] = deque()
+        self._unacknowledged: deque[Item] = deque()
+        self._unsent_bytes = 0
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._awake = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Items that are not acknowledged."""
+        return len(self._unsent) + len(self._unacknowledged)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self._unsent_bytes + sum(item.nbytes for item in self._unacknowledged)
+
+    def add(self, item: Item) -> bool:
+        """Takes the item. Returns whether the caller must call `send`. The caller holds the lock."""
+        self._unsent.append(item)
+        self._unsent_bytes += item.nbytes
+        wake = not self._awake and self._worth_sending()
+        self._awake = self._awake or wake
+        return wake
+
+    def wakes(self) -> bool:
+        """As `add`, where nothing may wait for other items any more."""
+        wake = not self._awake and bool(self._unsent)
+        self._awake = self._awake or wake
+        return wake
+
+    def send(self) -> None:
+        """Sends what is unsent. Call it on the event loop."""
+        self._timer = None
+        self._wake.set()
+        if self._task is None:
+            self._task = self._pipeline.loop.create_task(self._run())
+
+    def waiting(self) -> str:
+        address = self.shard.connection.address
+        return f"{self.in_flight} items ({self.bytes_in_flight} bytes) are not acknowledged yet by {address}"
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _worth_sending(self) -> bool:
         """Whether to send what is unsent now, and not with the next acknowledgement.
@@ -175,26 +253,22 @@ class Pipeline:
         """
         return (
             not self._unacknowledged
-            or bool(self._drained)
+            or self._pipeline.is_awaited
             or self._unsent_bytes >= _WORTH_A_MESSAGE
-            or 2 * len(self._unsent) >= self._max_in_flight
+            or 2 * len(self._unsent) >= self._pipeline.max_in_flight
         )
 
-    def _start(self) -> None:
-        self._timer = None
-        self._wake.set()
-        if self._task is None:
-            self._task = self._loop.create_task(self._run())
-
     async def _run(self) -> None:
-        patience = Patience(self._connection, self._connection.timeout)
+        pipeline = self._pipeline
         try:
+            connection = self.shard.connection
+            patience = Patience(connection, connection.timeout)
             while True:
                 await self._wake.wait()  # do not connect before there is something to send
                 try:
-                    await self._stream(patience)
+                    await self._stream(connection, patience)
                 except grpc.aio.AioRpcError as error:
-                    if self._in_flight:
+                    if self.in_flight:
                         await patience.pause_or_raise(error)
                 with self._lock:  # send again what was not acknowledged, first and in the old order
                     self._unsent.extendleft(reversed(self._unacknowledged))
@@ -206,17 +280,18 @@ class Pipeline:
                     else:
                         self._wake.clear()
         except ReplayError as error:
-            self._fail(error)
+            pipeline.ended(self, error)
         except asyncio.CancelledError:
-            self._fail(ServerClosedError("the writer was closed while it had work to do"))
+            pipeline.ended(self, ServerClosedError("the writer was closed while it had work to do"))
             raise
         except Exception as error:  # a bug: fail, or callers would wait for ever
-            self._fail(ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
+            pipeline.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
-    async def _stream(self, patience: Patience) -> None:
+    async def _stream(self, connection: Connection, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
-        call = self._connection.payloads.InsertStream()
+        call = connection.payloads.InsertStream()
+        doubting = asyncio.create_task(self._doubt()) if self.shard.name else None
         reader = asyncio.create_task(self._read(call, patience))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
@@ -231,11 +306,21 @@ class Pipeline:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason
         finally:
-            if not self._in_flight and await end_stream(call, reader):
+            if not self.in_flight and await end_stream(call, reader):
                 call.keep_ring()
             call.cancel()
+            if doubting is not None:
+                doubting.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()
+
+    async def _doubt(self) -> None:
+        """Asks a shard of several for a sign of life while it acknowledges nothing: new items may go to others."""
+        while True:
+            oldest = self._unacknowledged[0] if self._unacknowledged else None
+            await asyncio.sleep(LATE_SECONDS)
+            if oldest is not None and self._unacknowledged and self._unacknowledged[0] is oldest:
+                self.shard.doubt()
 
     def _next_items(self, worth: bool = True) -> list[Item]:
         with self._lock:
@@ -250,45 +335,14 @@ class Pipeline:
     async def _read(self, call: SharedInserts, patience: Patience) -> None:
         async for response in call:
             patience.renew()
-            errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
-            self._pass_on(response.decided, errors)
             with self._lock:
-                for _ in range(response.decided):
-                    item = self._unacknowledged.popleft()
-                    self._in_flight -= 1
-                    self._bytes -= item.nbytes
-                self.refused.update(errors)
-                self.evicted.see(response)
-                self._unreported.extend(errors.values())
+                items = [self._unacknowledged.popleft() for _ in range(response.decided)]
+            self._pipeline.decided(self, items, response)
+            with self._lock:
                 if self._unsent and not self._awake and self._timer is None:
-                    self._timer = self._loop.call_later(_LINGER, self._start)
-            self._call(self._room)
-            if not self._in_flight:
-                self._call(self._drained)
+                    self._timer = self._pipeline.loop.call_later(_LINGER, self.send)
         # A server ends an insert stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
-
-    def _pass_on(self, decided: int, errors: dict[int, ReplayError]) -> None:
-        """Pass the items that a draining server refused to `on_draining`. They then count as no error."""
-        if self.on_draining is None or not errors:
-            return
-        for item in list(islice(self._unacknowledged, decided)):
-            if isinstance(errors.get(item.key), ShardDrainingError):
-                del errors[item.key]
-                self.on_draining(item)  # before this pipeline counts it as done: it is always in one of them
-
-    def _fail(self, error: ReplayError) -> None:
-        with self._lock:
-            self._failure = self._failure or error
-        self._call(self._room)
-        self._call(self._drained)
-
-    def _call(self, callbacks: list[Callable[[], None]]) -> None:
-        with self._lock:
-            waiting = callbacks[:]
-            callbacks.clear()
-        for callback in waiting:
-            callback()
 
 
 class AsyncWriter:
@@ -343,8 +397,7 @@ class AsyncWriter:
         policy_version: int | None,
         permits: PermitLease | None,
     ) -> Item:
-        lease = permits.id if permits else 0
-        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, lease)
+        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, permits)
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
@@ -369,42 +422,3 @@ class AsyncWriter:
                 await self.flush()
         finally:
             await self.close()
-
-
-class InsertStreams:
-    """The idle streams of one client, for single inserts. A round trip on an open stream costs half of a new call.
-
-    Each stream carries one insert at a time. So an insert that waits for its table does not delay another one.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._idle: list[SharedInserts] = []
-
-    async def insert(self, frames: Sequence[Frame[pb.InsertRequest]], timeout: float | None) -> pb.InsertResponse:
-        """Sends one item and returns the server's decision. Raises AioRpcError if the stream breaks."""
-        call = self._idle.pop() if self._idle else self._connection.payloads.InsertStream()
-        try:
-            async with asyncio.timeout(timeout):
-                with suppress(asyncio.InvalidStateError):  # the idle stream has ended; the read raises the reason
-                    for frame in frames:
-                        await call.write(frame)
-                response: pb.InsertResponse = await read_message(call)
-        except TimeoutError:
-            call.cancel()
-            address = self._connection.address
-            raise DeadlineExceededError(f"{address} did not answer an insert within {timeout:g} s") from None
-        except BaseException:
-            for broken in [call, *self._idle]:  # they share a connection, so all of them are broken
-                broken.cancel()
-            self._idle.clear()
-            raise
-        if len(self._idle) < _MOST_IDLE:
-            self._idle.append(call)
-        else:
-            call.cancel()
-        return response
-
-    async def close(self) -> None:
-        idle, self._idle = self._idle, []
-        await asyncio.gather(*map(end_stream, idle))

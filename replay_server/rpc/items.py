@@ -11,9 +11,8 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
-from replay_server.rpc.backend import Backend, durable, once, stream, unary
+from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context
-from replay_server.rpc.messages import split_payloads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, list_slots
 from replay_server.tables.items import DamagedPayloads, Payload
@@ -47,7 +46,7 @@ class ItemMethods:
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
         buffer = self.buffer
-        keys = [key for key in dict.fromkeys(request.keys) if key in buffer.items]
+        keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
         payloads: Iterable[Payload] = ()
         while not request.without_payloads:
             try:
@@ -55,7 +54,7 @@ class ItemMethods:
                 break
             except DamagedPayloads as damage:
                 buffer.discard(damage.keys)
-                keys = [key for key in keys if key in buffer.items and key not in damage.keys]
+                keys = [key for key in keys if not buffer.items.gone(key) and key not in damage.keys]
         first = _columns(buffer, keys, request)
         if request.without_payloads:
             yield Frame(first, ())
@@ -112,26 +111,26 @@ def _check_keys(n: int) -> None:
 
 def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
     """Everything about the items of `keys` except their payloads."""
-    found, now = set(keys), buffer.clock()
+    there, now = set(keys), buffer.clock()
     items = [buffer.items[key] for key in keys]
     response = pb.GetResponse(
         keys=keys,
         ages=[now - item.inserted_at for item in items],
         policy_versions=[item.policy_version for item in items],
         policy_version=buffer.policy.version,
-        missing=[key for key in dict.fromkeys(request.keys) if key not in found],
+        missing=[key for key in dict.fromkeys(request.keys) if key not in there],
         payload_sizes=[0 if request.without_payloads else item.nbytes for item in items],
     )
     for table in buffer.tables.values():
         columns = table.columns
-        rows = [row for row, key in enumerate(keys) if key in columns.slots]
-        if rows:
-            slots = [columns.slots[keys[row]] for row in rows]
+        found = columns.find(np.array(keys, dtype=np.uint64))
+        if (rows := np.flatnonzero(found >= 0)).size:
+            slots = found[rows]
             response.memberships.add(
                 table=table.name,
-                rows=rows,
+                rows=rows.tolist(),
                 priorities=columns.priority[slots].tolist(),
                 times_sampled=columns.times_sampled[slots].tolist(),
-                effective_priorities=table.effective_priorities(np.array(slots)).tolist(),
+                effective_priorities=table.effective_priorities(slots).tolist(),
             )
     return response

@@ -148,6 +148,10 @@ class Checkpointer:
             rounds = 0
             while True:
                 rounds += 1
+                if collector.pending():
+                    await copy.index()
+                for delta in collector.slices():
+                    await copy.write(delta)
                 last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
                 delta, version = collector.collect(), buffer.policy.version
                 whole = await copy.write(delta)
@@ -195,12 +199,15 @@ class _Copy:
         self._first.append((keys, sizes))
         await self._write(keys, sizes, lambda: self._writer.item_columns(records))
 
+    async def index(self) -> None:
+        """To be called before `write`, where items have changed."""
+        while self._first:
+            keys, sizes = self._first.pop()
+            self._sizes.update(zip(keys, sizes, strict=True))
+            await asyncio.sleep(0)
+
     async def write(self, delta: Delta) -> bool:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
-        if delta.removed or len(delta.items):
-            for keys, sizes in self._first:
-                self._sizes.update(zip(keys, sizes, strict=True))
-            self._first = []
         for key in delta.removed:
             self.bytes -= self._sizes.pop(key, 0)
         keys = [key for key in delta.items.items["key"].tolist() if key not in self._sizes]

@@ -11,6 +11,10 @@ changes belong to the transaction after it. So a sync of the disk costs a thousa
 server commits more at once instead of more often. A transaction always leads from one state of the server to a later
 one, never to half of a request: that is why a killed server finds counters, items and scopes that fit each other.
 
+Where very many items have changed, for example all priorities, their records are collected in slices, and other
+requests run in between. What these requests change is collected again, at the end. So the transaction as a whole still
+is the state of one moment, that of the last slice.
+
 * No client is told of a change before the change is written.
 * When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
   else again.
@@ -177,17 +181,22 @@ class Journal:
         """Writes all changes, except inserts that have to be rolled back."""
         loop, storage = asyncio.get_running_loop(), self._storage
         while True:
+            slices = []
+            for some in self._collector.slices():
+                slices.append(some)
+                await asyncio.sleep(0)
             delta = self._collector.collect()
-            if not delta and not storage.changed:
+            if not delta and not slices and not storage.changed:
                 break
             new, gone = storage.begin_commit()
             try:
-                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone)
+                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone, slices)
             except lmdb.Error as error:
                 if not storage.error:
                     log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
                 unwritten = storage.end_commit(error)
-                self._collector.not_written(delta)
+                for some in (*slices, delta):
+                    self._collector.not_written(some)
                 self._roll_back(unwritten)
                 if self._stopping:
                     raise

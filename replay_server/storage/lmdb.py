@@ -239,11 +239,16 @@ class LmdbStorage:
         self._fresh, self._gone = {}, []
         return self._taken
 
-    def commit(self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
-        """Writes everything. If it raises lmdb.Error, nothing has an effect. The only method for another thread."""
+    def commit(
+        self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]], slices: Sequence[Delta] = ()
+    ) -> None:
+        """Writes everything: the slices, and `delta` over them. If it raises lmdb.Error, nothing has an effect.
+
+        The only method for another thread.
+        """
         portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
         chunks = chunks_of(new)
-        records = pack_items(delta.items)
+        changes = [(some, pack_items(some.items)) for some in (*slices, delta)]
         whole = False
         while not whole:
             written = 0
@@ -255,25 +260,22 @@ class LmdbStorage:
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    self._write_records(txn, delta, records, new, gone)
+                    self._delete_payloads(txn, new, gone)
+                    for some, records in changes:
+                        self._write_records(txn, some, records)
                     whole = True
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
         self._strays = []
 
-    def _write_records(
-        self,
-        txn: lmdb.Transaction,
-        delta: Delta,
-        records: list[tuple[int, bytes]],
-        new: dict[int, Payload],
-        gone: list[tuple[int, int]],
-    ) -> None:
+    def _delete_payloads(self, txn: lmdb.Transaction, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
         for key, size in gone:
             for number in range(0 if key in new else chunk_count(size)):
                 txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
         for stray in self._strays:
             if CHUNK_KEY.unpack(stray)[0] not in new:
                 txn.delete(stray, db=self._payloads)
+
+    def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
         txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
@@ -330,7 +332,7 @@ class LmdbStorage:
     # ------------------------------------------------------------------------------------------------ start
 
     def load(self) -> State:
-        """The committed state, without payloads. Items whose payload is incomplete are left out.
+        """The committed state, without payloads. What a payload lacks is found when it is read.
 
         Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
         """
@@ -355,9 +357,8 @@ class LmdbStorage:
             while some := list(islice(names, _RECORDS_AT_ONCE)):
                 chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
         items = join_items(parts)
-        complete, self._strays = match_payloads(items, np.concatenate(chunks))
-        skipped += items.items["key"][~complete].tolist()
-        return State(pieces, items.select(complete), skipped)
+        self._strays = unneeded(items, np.concatenate(chunks))
+        return State(pieces, items, skipped)
 
 
 def _length(payload: Payload) -> int:
@@ -427,21 +428,11 @@ def chunk_count(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def match_payloads(items: ItemRecords, there: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], list[bytes]]:
-    """Which items have all chunks of their payload; and the names of the chunks that no such item needs.
-
-    `there`: the names of all chunks, ascending.
-    """
+def unneeded(items: ItemRecords, there: npt.NDArray[np.void]) -> list[bytes]:
+    """Those of `there`, the names of chunks, that no payload of `items` needs."""
     keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
-    first = np.searchsorted(there["key"], keys)
-    last = first + counts - 1
-    inside = last < there.size
-    at = np.where(inside & (counts > 0), last, 0)
-    complete = counts == 0
-    if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
-        complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
-    owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
-    mine = np.zeros(there.size, dtype=np.bool_)
+    needed = np.zeros(there.size, dtype=np.bool_)
     if keys.size:
-        mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
-    return np.asarray(complete), [CHUNK_KEY.pack(key, number) for key, number in there[~mine].tolist()]
+        owner = np.searchsorted(keys, there["key"]).clip(max=keys.size - 1)
+        needed = (keys[owner] == there["key"]) & (there["number"] < counts[owner])
+    return [CHUNK_KEY.pack(key, number) for key, number in there[~needed].tolist()]

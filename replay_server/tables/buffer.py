@@ -11,6 +11,9 @@ So a wait ends within the operation that makes its end possible. Requests are se
 whatever the event loop runs next. And a wait can always say why it lasts, because the rule that holds the request
 back has the words.
 
+An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
+left are cleared away afterwards, in slices (`leaving.py`).
+
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
 """
@@ -24,11 +27,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.columns import FloatArray, KeyArray
+from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
     MAX_VERSION,
@@ -41,6 +45,7 @@ from replay_server.tables.insert_rules import (
     bad_priority,
 )
 from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
+from replay_server.tables.leaving import ROWS_PER_SLICE
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, check_sample
 from replay_server.tables.remembered import Remembered, Watcher
@@ -154,14 +159,16 @@ class ReplayBuffer:
         admission: AdmissionConfig | None = None,
         max_bytes: int | None = None,
         max_payload_bytes: int = 1 << 30,
+        rows_per_slice: int = ROWS_PER_SLICE,
     ) -> None:
+        """`rows_per_slice`: of a larger removal, so many rows are cleared away at once."""
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
         configs = list(tables)
         self.admission = None if admission is None else Admission(admission, admitted_table(admission, configs), clock)
         self.max_payload_bytes = max_payload_bytes
         unused_permit = (lambda: None) if self.admission is None else self.admission.forget
-        self.items = Items(self.storage, max_bytes, unused_permit)
+        self.items = Items(self.storage, max_bytes, unused_permit, rows_per_slice)
         self.tables = {config.name: Table(config, clock, self.left) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
@@ -310,6 +317,12 @@ class ReplayBuffer:
                     table.delete([key])
         self._progress(self.tables.values())
 
+    def clear_slice(self) -> None:
+        """Clears away a slice of the rows that have left in a large change, and serves who waits for their bytes."""
+        self.items.leaving.clear_slice()
+        if self.items.freed:
+            self._progress(self.tables.values())
+
     def refuse_damaged(self, damage: DamagedPayloads) -> Refused:
         """Removes the damaged items. Returns the error for a client that has received a part of the response."""
         self.discard(damage.keys)
@@ -324,11 +337,25 @@ class ReplayBuffer:
         if self.items.freed:
             self._progress(self.tables.values())
 
-    def left(self, keys: Sequence[int]) -> None:
-        """These items have left a table."""
+    def left(self, columns: Columns, slots: IntArray) -> None:
+        """These rows leave a table. Many are cleared away later, except where a permit waits for it."""
+        items = self.items
+        later = slots.size > items.leaving.rows_per_slice
+        if later:
+            columns.leave(slots)
+            keys: KeyArray | list[int] = columns.key[slots]
+        else:
+            keys = columns.remove(slots)
         for watcher in self.watchers:
             watcher.changed(keys)
-        self.items.release(keys)
+        if not later:
+            items.release(keys)
+            return
+        permitted = [slot for key in items.unused_permits if (slot := columns.leaving(key)) is not None]
+        if permitted:
+            slots = slots[~np.isin(slots, permitted)]
+            items.release(columns.free(np.array(permitted)))
+        items.leaving.add(columns, slots)
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -446,11 +473,11 @@ class ReplayBuffer:
             raise bad_priority(priorities[row], f"key {int(keys[row])}, table {table_name!r}")
         result = table.update_priorities(keys, priorities)
         for watcher in self.watchers:
-            watcher.changed(keys.tolist())
+            watcher.changed(keys)
         self._progress([table])  # an item of priority 0 may have become selectable
         return result
 
-    def delete(self, table_name: str, keys: Iterable[int]) -> list[int]:
+    def delete(self, table_name: str, keys: Sequence[int]) -> list[int]:
         """Returns the keys that are not in the table."""
         table = self.table(table_name)
         missing = table.delete(keys)
@@ -465,7 +492,7 @@ class ReplayBuffer:
             holding = [table for table in self.tables.values() if key in table]
             if item is None or item.holders > len(holding) or item.forwarded:
                 continue
-            if any(table.columns.times_sampled[table.columns.slots[key]] for table in holding):
+            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
             gone.add(key)
             self.known_keys.forget(key)
@@ -536,9 +563,9 @@ class ReplayBuffer:
                     pending.fail(refusal)
         if self.admission is not None:
             if rollback:
-                self.admission.restart(version, self.items.unused_permits(), share)
+                self.admission.restart(version, len(self.items.unused_permits), share)
             else:
-                self.admission.set_version(version, self.items.unused_permits, share)
+                self.admission.set_version(version, lambda: len(self.items.unused_permits), share)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

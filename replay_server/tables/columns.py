@@ -1,14 +1,18 @@
 """Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact.
 
-A slot is in one state: FREE, RESERVED or SELECTABLE.
+A slot is in one state: FREE, LEAVING, RESERVED or SELECTABLE.
 
     add ──▶ SELECTABLE ◀──return_rows── RESERVED
-                 │ └────────reserve────────▲ │
-                 └──────────▶ FREE ◀─────────┘ remove
+             │   │ └────────reserve────────▲ │
+             │   └──────────▶ FREE ◀─────────┘ remove
+             └─leave─▶ LEAVING ─▲ free
 
 A row is reserved while a batch that may still be given back has used it up. A reserved row counts as gone for whoever
 looks: for size, lookup, listing and removal. It keeps its slot and its facts. So giving it back changes its state
 alone, and nobody has to carry a copy of the row.
+
+A row is leaving when so many rows left at once that freeing all their slots would take long. It is gone for whoever
+looks. `leave` says so of a million rows in one pass over an array; `free` does the rest later, some slots at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ KeyArray = npt.NDArray[np.uint64]
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 
-FREE, RESERVED, SELECTABLE = range(3)
+FREE, LEAVING, RESERVED, SELECTABLE = range(4)
 """The state of a slot. Rows from SELECTABLE on are here for whoever looks."""
 
 _HASH, _BITS = 0x9E3779B97F4A7C15, 64
@@ -47,8 +51,7 @@ def rows_at(slots: IntArray) -> IntArray | slice:
 
 
 class Columns:
-    """Slots are reused. `slots` maps the key of each item that is here to its slot, and `reserved` does so for the
-    reserved ones. Arrays double when they are full.
+    """Slots are reused. `reserved` maps the key of each reserved item to its slot. Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
     therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
@@ -58,7 +61,11 @@ class Columns:
     def __init__(self, current_version: int = 0) -> None:
         self.current_version = current_version
         """The trainer's policy version. The staleness of an item counts from here."""
-        self.slots: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        """The slot of each item that is here, and of some that are leaving."""
+        self._leaving = 0
+        """How many slots are leaving."""
+        self._size = 0
         self.reserved: dict[int, int] = {}
         self.state = np.zeros(0, dtype=np.uint8)
         self._free: list[int] = []
@@ -79,7 +86,20 @@ class Columns:
         self._shift = _BITS
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self._size
+
+    def __contains__(self, key: int) -> bool:
+        return self.slot(key) is not None
+
+    def slot(self, key: int) -> int | None:
+        """The slot of `key`; None if it is not here."""
+        slot = self._slots.get(key)
+        return None if self._leaving and slot is not None and self.state[slot] < SELECTABLE else slot
+
+    def leaving(self, key: int) -> int | None:
+        """The slot of `key` if it is leaving."""
+        slot = self._slots.get(key)
+        return slot if slot is not None and self.state[slot] == LEAVING else None
 
     def find(self, keys: KeyArray) -> IntArray:
         """The slots (n,) of `keys` (n,); -1 for a key that is not here."""
@@ -101,7 +121,10 @@ class Columns:
 
     def _look_up(self, keys: KeyArray) -> IntArray:
         names: list[int] = keys.tolist()
-        return np.fromiter(map(self.slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+        slots = np.fromiter(map(self._slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+        if self._leaving:
+            slots[self.state[slots] < SELECTABLE] = -1
+        return slots
 
     def _hashes(self, keys: KeyArray) -> KeyArray:
         return np.asarray(keys * np.uint64(_HASH) >> np.uint64(self._shift))
@@ -118,7 +141,8 @@ class Columns:
             self._grow(len(keys) - len(self._free))
         chosen = self._free[-len(keys) :]
         del self._free[-len(keys) :]
-        self.slots.update(zip(keys, chosen, strict=True))
+        self._slots.update(zip(keys, chosen, strict=True))
+        self._size += len(keys)
         slots = np.array(chosen, dtype=np.int64)
         if len(keys) == 1:
             self.key[chosen[0]] = keys[0]
@@ -133,20 +157,41 @@ class Columns:
         """Reserves rows that are here."""
         keys: list[int] = self.key[slots].tolist()
         for key in keys:
-            self.reserved[key] = self.slots.pop(key)
+            self.reserved[key] = self._slots.pop(key)
+        self._size -= len(keys)
         self.state[rows_at(slots)] = RESERVED
 
     def return_rows(self, keys: Sequence[int]) -> IntArray:
         """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,)."""
         slots = np.array([self.reserved.pop(key) for key in keys], dtype=np.int64)
-        self.slots.update(zip(keys, slots.tolist(), strict=True))
+        self._slots.update(zip(keys, slots.tolist(), strict=True))
+        self._size += len(keys)
         self._guess[self._hashes(self.key[slots])] = slots
         self.state[slots] = SELECTABLE
         return slots
 
     def remove(self, slots: IntArray) -> list[int]:
         """Frees these slots, all of them of rows that are here. Returns their keys."""
-        return self._free_slots(slots, self.slots)
+        self._size -= slots.size
+        return self._free_slots(slots, self._slots)
+
+    def leave(self, slots: IntArray) -> None:
+        """These rows, all of them here, are gone for whoever looks. `free` has to follow for each of them."""
+        self._size -= slots.size
+        self._leaving += slots.size
+        self.state[slots] = LEAVING
+
+    def free(self, slots: IntArray) -> list[int]:
+        """Frees slots that are leaving. Returns their keys."""
+        self._leaving -= slots.size
+        keys: list[int] = self.key[slots].tolist()
+        names: list[int] = slots.tolist()
+        for key, slot in zip(keys, names, strict=True):
+            if self._slots.get(key) == slot:  # otherwise the item has come again meanwhile
+                del self._slots[key]
+        self.state[slots] = FREE
+        self._free.extend(names)
+        return keys
 
     def remove_reserved(self, keys: Sequence[int]) -> None:
         """Frees the slots of reserved rows."""
@@ -161,7 +206,7 @@ class Columns:
         return keys
 
     def occupied(self) -> IntArray:
-        """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop over `slots`."""
+        """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop."""
         return np.flatnonzero(self.state >= SELECTABLE)
 
     def used(self) -> IntArray:

@@ -1,6 +1,7 @@
 """Items: what all tables share of their items, and which payloads the storage has to keep.
 
 * A table holds each of its items once; an outstanding batch holds each of its rows once, and so does a reader of bytes.
+* Rows that have left a table hold their items until they are cleared away (`leaving.py`).
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
 """
 
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from replay_server.errors import busy
 from replay_server.tables.columns import FloatArray, IntArray
+from replay_server.tables.leaving import ROWS_PER_SLICE, Leaving
 from replay_server.tables.table import Table
 
 
@@ -183,8 +185,6 @@ class Item:
     inserted_at: float
     """Seconds of the server's clock."""
     holders: int = 0
-    unused_permit: bool = False
-    """Inserted with a permit, and not sampled since."""
     forwarded: tuple[str, ...] = ()
     """Names of the tables that forwarded the item."""
 
@@ -192,7 +192,13 @@ class Item:
 class Items(dict[int, Item]):
     """All items, by key."""
 
-    def __init__(self, storage: Storage, max_bytes: int | None, on_unused_permit: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        max_bytes: int | None,
+        on_unused_permit: Callable[[], object],
+        rows_per_slice: int = ROWS_PER_SLICE,
+    ) -> None:
         """`on_unused_permit` is called when an item goes that was inserted with a permit and never sampled."""
         super().__init__()
         self.storage = storage
@@ -200,19 +206,25 @@ class Items(dict[int, Item]):
         self.bytes = 0
         self.freed = False
         """Whether bytes became free since this was last set to False."""
+        self.unused_permits: set[int] = set()
+        """Keys of items that were inserted with a permit, and not sampled since."""
         self._on_unused_permit = on_unused_permit
+        self.leaving = Leaving(self.release, rows_per_slice)
 
     def insert(self, batch: InsertBatch, now: float, holders: int, permits: bool) -> None:
         """Keeps the payloads of a batch, for `holders` tables. `permits`: each row used one."""
         sizes, versions = batch.sizes.tolist(), batch.policy_versions.tolist()
         for key, nbytes, version in zip(batch.keys, sizes, versions, strict=True):
-            self[key] = Item(nbytes, version, now, holders, permits)
+            self[key] = Item(nbytes, version, now, holders)
+        if permits:
+            self.unused_permits.update(batch.keys)
         self.bytes += sum(sizes)
         self.storage.put(batch.keys, batch.payloads)
 
-    def unused_permits(self) -> int:
-        """How many items were inserted with a permit, and not sampled since."""
-        return sum(item.unused_permit for item in self.values())
+    def gone(self, key: int) -> bool:
+        """Whether nothing holds the item, or only rows that wait to be cleared away."""
+        item = self.get(key)
+        return item is None or (bool(self.leaving) and item.holders == self.leaving.holds_of(key))
 
     def hold(self, keys: Iterable[int]) -> None:
         """Adds a holder to each of `keys`."""
@@ -229,7 +241,8 @@ class Items(dict[int, Item]):
                 del self[key]
                 self.bytes -= item.nbytes
                 self.freed = True
-                if item.unused_permit:
+                if key in self.unused_permits:
+                    self.unused_permits.remove(key)
                     self._on_unused_permit()
                 gone.append(key)
                 sizes.append(item.nbytes)
@@ -240,7 +253,9 @@ class Items(dict[int, Item]):
         return read(self.storage, keys, [self[key].nbytes for key in keys])
 
     def why_full(self, nbytes: int) -> str | None:
-        """Why the server has no room for `nbytes` more; None: it has."""
+        """Why the server has no room for `nbytes` more; None: it has, perhaps after clearing away what has left."""
+        while self.bytes + nbytes > self.max_bytes and self.leaving:
+            self.leaving.clear_slice()
         if self.bytes + nbytes > self.max_bytes:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
         return None
@@ -269,7 +284,7 @@ class Items(dict[int, Item]):
         """Whether emptying `tables` would free `needed` bytes."""
         freed = 0
         for place, table in enumerate(tables):
-            for key in table.columns.slots:
+            for key in table.columns.key[table.columns.occupied()].tolist():
                 if any(key in earlier for earlier in tables[:place]):
                     continue
                 item = self[key]

@@ -85,8 +85,7 @@ class OutstandingBatches:
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
         if table.name == self._admitted:
-            for key in keys:
-                self._items[key].unused_permit = False
+            self._items.unused_permits.difference_update(keys)
         table.take(batch)
         changed = [table, *self._forward_rows(table, batch, policy_version)]
         self._items.release(keys)
@@ -136,7 +135,7 @@ class OutstandingBatches:
     def unused_permits(self) -> int:
         """How many items with an unused permit have left all tables, so that they go when their batches end."""
         tables, items = self._tables.values(), self._items
-        keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if items[key].unused_permit}
+        keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if key in items.unused_permits}
         return sum(not any(table.has_or_may_return(key) for table in tables) for key in keys)
 
     def _forward_rows(self, table: Table, batch: SampleBatch, policy_version: int) -> list[Table]:

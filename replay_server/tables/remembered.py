@@ -15,11 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
+from replay_server.tables.columns import KeyArray
+
 
 class Watcher(Protocol):
     """Is told of every change, for example to record it on disk."""
 
-    def changed(self, keys: Iterable[int]) -> None:
+    def changed(self, keys: Iterable[int] | KeyArray) -> None:
         """The records of these items may no longer be true."""
 
     def remembered(self, kind: str, ids: Iterable[int]) -> None:

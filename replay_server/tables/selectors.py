@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import Columns, FloatArray, IntArray
+from replay_server.tables.columns import Columns, FloatArray, IntArray, rows_at
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -81,59 +80,115 @@ class Selector(ABC):
         return np.repeat(slots, n), np.repeat(probabilities, n)
 
 
-class Fifo(Selector):
-    """Selects by age, oldest first (or newest first). An operation is O(1) amortised.
+class Placed(Selector):
+    """Keeps its slots in one array, and the place of each of them, so that many slots go in one pass over arrays."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._slots = np.zeros(64, dtype=np.int64)
+        self._place = np.zeros(0, dtype=np.int64)
+        """By slot: its index in `_slots`; -1: it is not there."""
+        self._count = 0
+
+    def _put(self, slots: IntArray, start: int) -> None:
+        """Writes `slots` (n,) at [start, start + n)."""
+        if (top := int(slots.max(initial=-1))) >= self._place.size:
+            self._place = np.concatenate([self._place, np.full(top + 1, -1, dtype=np.int64)])
+        rows = rows_at(slots)
+        self._slots[start : start + slots.size] = slots
+        self._place[rows] = np.arange(start, start + slots.size)
+
+    def selectable(self) -> int:
+        return self._count
+
+    def holds(self, slot: int) -> bool:
+        return bool(slot < self._place.size and self._place[slot] >= 0)
+
+
+class Fifo(Placed):
+    """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
     To give an item back is O(size) if older and newer items are there.
     """
 
     def __init__(self, columns: Columns, newest_first: bool = False) -> None:
-        self._columns = columns
+        super().__init__(columns)
         self._newest_first = newest_first
-        # (order, slot) by ascending order. A deleted entry stays until it is at an end, or until there are too many.
-        self._entries: deque[tuple[int, int]] = deque()
-        self._live: dict[int, int] = {}  # slot -> order
+        # Slots by ascending order, at [_start, _stop). A deleted one is -1 until it is at an end, or the array is full.
+        self._start = self._stop = 0
 
     def insert(self, slots: IntArray) -> None:
-        orders: list[int] = self._columns.order[slots].tolist()
-        names: list[int] = slots.tolist()
-        self._live.update(zip(names, orders, strict=True))
-        if len(orders) > 1 and (np.diff(self._columns.order[slots]) < 0).any():
-            orders, names = map(list, zip(*sorted(zip(orders, names, strict=True)), strict=True))  # items given back
-        if not self._entries or orders[0] > self._entries[-1][0]:
-            self._entries.extend(zip(orders, names, strict=True))
-        elif orders[-1] < self._entries[0][0]:
-            self._entries.extendleft(zip(reversed(orders), reversed(names), strict=True))
-        else:
-            live = {(order, slot) for order, slot in self._entries if self._live.get(slot) == order}
-            self._entries = deque(sorted(live.union(zip(orders, names, strict=True))))
+        order = self._columns.order
+        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items given back
+            slots = slots[np.argsort(order[slots])]
+        if not self._count:
+            self._start = self._stop = 0
+        elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):
+            if self._start >= slots.size and order.item(slots[-1]) < order.item(self._slots[self._start]):
+                self._start -= slots.size
+                self._count += slots.size
+                self._put(slots, self._start)
+                return
+            held = self._held()
+            slots = np.concatenate([held, slots])
+            slots = slots[np.argsort(order[slots], kind="stable")]
+            self._start = self._stop = 0
+            self._count -= held.size
+        if self._stop + slots.size > self._slots.size:
+            self._make_room(slots.size)
+        self._put(slots, self._stop)
+        self._stop += slots.size
+        self._count += slots.size
+
+    def _held(self) -> IntArray:
+        """Its slots by ascending order."""
+        slots = self._slots[self._start : self._stop]
+        return slots[slots >= 0]
+
+    def _make_room(self, n: int) -> None:
+        """Moves all slots to the middle of an array with room for n more behind them."""
+        held = self._held()
+        capacity = max(64, 1 << (2 * (held.size + n) - 1).bit_length())
+        self._slots = np.full(capacity, -1, dtype=np.int64)
+        self._start = (capacity - held.size - n) // 4
+        self._stop = self._start + held.size
+        self._put(held, self._start)
 
     def delete(self, slots: IntArray) -> None:
-        entries, live = self._entries, self._live
-        for slot in slots.tolist():
-            del live[slot]
-        while entries and live.get(entries[0][1]) != entries[0][0]:
-            entries.popleft()
-        while entries and live.get(entries[-1][1]) != entries[-1][0]:
-            entries.pop()
-        if len(entries) > 2 * len(live) + 64:
-            self._entries = deque(entry for entry in entries if live.get(entry[1]) == entry[0])
+        rows = rows_at(slots)
+        self._slots[self._place[rows]] = -1
+        self._place[rows] = -1
+        self._count -= slots.size
+        if not self._count:
+            self._start = self._stop = 0
+            return
+        if self._slots.item(self._start) < 0:
+            self._start += self._first_held(self._slots[self._start : self._stop])
+        if self._slots.item(self._stop - 1) < 0:
+            self._stop -= self._first_held(self._slots[self._start : self._stop][::-1])
 
-    def selectable(self) -> int:
-        return len(self._live)
-
-    def holds(self, slot: int) -> bool:
-        return slot in self._live
+    def _first_held(self, slots: IntArray) -> int:
+        """The index of the first slot that is held. Looks at twice as many each time."""
+        seen = 0
+        while True:
+            found = np.flatnonzero(slots[seen : 2 * seen + 16] >= 0)
+            if found.size:
+                return seen + int(found[0])
+            seen = 2 * seen + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        chosen: list[int] = []
-        left_out = set(excluded.tolist())
-        for order, slot in reversed(self._entries) if self._newest_first else self._entries:
-            if len(chosen) == n:
-                break
-            if self._live.get(slot) == order and slot not in left_out:
-                chosen.append(slot)
-        return _certain(np.array(chosen, dtype=np.int64))
+        slots = self._slots[self._start : self._stop]
+        if self._newest_first:
+            slots = slots[::-1]
+        look = n + excluded.size
+        while True:  # at twice as many each time, until enough are held
+            some = slots[:look]
+            chosen = some[some >= 0]
+            if excluded.size:
+                chosen = chosen[~np.isin(chosen, excluded)]
+            if chosen.size >= n or look >= slots.size:
+                return _certain(chosen[:n])
+            look *= 2
 
 
 class Heap(Selector):
@@ -182,35 +237,27 @@ class Heap(Selector):
         return _certain(slots[:n])
 
 
-class Uniform(Selector):
-    """Selects every item with the same probability. An operation is O(1)."""
+class Uniform(Placed):
+    """Selects every item with the same probability. An operation is O(1) for each slot."""
 
-    def __init__(self, columns: Columns) -> None:
-        self._slots = np.zeros(64, dtype=np.int64)  # the first `_count` are in use, in no order
-        self._count = 0
-        self._where: dict[int, int] = {}  # slot -> index in `_slots`
+    # The first `_count` of `_slots` are in use, in no order.
 
     def insert(self, slots: IntArray) -> None:
         start, self._count = self._count, self._count + slots.size
         while self._count > self._slots.size:
             self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
-        self._slots[start : self._count] = slots
-        self._where.update(zip(slots.tolist(), range(start, self._count), strict=True))
+        self._put(slots, start)
 
     def delete(self, slots: IntArray) -> None:
-        for slot in slots.tolist():
-            index = self._where.pop(slot)
-            self._count -= 1
-            last = int(self._slots[self._count])
-            if last != slot:
-                self._slots[index] = last
-                self._where[last] = index
-
-    def selectable(self) -> int:
-        return self._count
-
-    def holds(self, slot: int) -> bool:
-        return slot in self._where
+        self._count -= slots.size
+        rows = rows_at(slots)
+        gaps = self._place[rows].copy()
+        self._place[rows] = -1
+        last = self._slots[self._count : self._count + slots.size]
+        last = last[self._place[last] >= 0]
+        gaps = gaps[gaps < self._count]  # as many as are left of the last slots, which fill them
+        self._slots[gaps] = last
+        self._place[last] = gaps
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.

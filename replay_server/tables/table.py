@@ -96,8 +96,9 @@ class Table:
     config: TableConfig
     clock: Callable[[], float]
     """Seconds; never goes back."""
-    on_leave: Callable[[Sequence[int]], None]
-    """Called with the keys of items that leave the table, except rows that are reserved for a batch."""
+    on_leave: Callable[[Columns, IntArray], None]
+    """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
+    the rows in these columns: with `remove`, or with `leave` and later `free`."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -138,11 +139,11 @@ class Table:
         return len(self.columns)
 
     def __contains__(self, key: int) -> bool:
-        return key in self.columns.slots
+        return key in self.columns
 
     def has_or_may_return(self, key: int) -> bool:
         """Whether the item is here, or an outstanding batch may give it back."""
-        return key in self.columns.slots or key in self.columns.reserved
+        return key in self.columns or key in self.columns.reserved
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -243,7 +244,7 @@ class Table:
     def _remove(self, slots: IntArray) -> None:
         if slots.size:
             self._hide(slots)
-            self.on_leave(self.columns.remove(slots))
+            self.on_leave(self.columns, slots)
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -359,7 +360,7 @@ class Table:
         keys: Iterable[int] = request.exclude
         if request.scope and (given := self.scopes.given(request.scope)):
             keys = given | request.exclude
-        found = {slot for key in keys if (slot := self.columns.slots.get(key)) is not None}
+        found = {slot for key in keys if (slot := self.columns.slot(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
@@ -386,15 +387,20 @@ class Table:
         self.counters.inserts -= len(keys)
         self._remove(self.columns.find(np.array(keys, dtype=np.uint64)))
 
-    def delete(self, keys: Iterable[int]) -> list[int]:
+    def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
-        wanted = dict.fromkeys(keys)
-        found = [slot for key in wanted if (slot := self.columns.slots.get(key)) is not None]
-        missing = [key for key in wanted if key not in self.columns.slots]
-        self.counters.deleted += len(found)
-        self.limiter.deletes += len(found)
-        self._remove(np.array(found, dtype=np.int64))
+        slots, missing = self._found(np.array(keys, dtype=np.uint64))
+        slots = slots[self.columns.last_rows(slots)]
+        self.counters.deleted += slots.size
+        self.limiter.deletes += slots.size
+        self._remove(slots)
         return missing
+
+    def _found(self, keys: KeyArray) -> tuple[IntArray, list[int]]:
+        """The slots (m,) of those of `keys` (n,) that are here, in order, and the other keys, each once."""
+        slots = self.columns.find(keys)
+        absent = slots < 0
+        return slots[~absent], list(dict.fromkeys(keys[absent].tolist()))
 
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
@@ -419,11 +425,11 @@ class Table:
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
-        keys = list(self.columns.slots)
+        columns, slots = self.columns, self.columns.used()
         self.counters = Counters()
-        self._clear(self.columns.current_version)
-        self.on_leave(keys)
-        return len(keys)
+        self._clear(columns.current_version)
+        self.on_leave(columns, slots)
+        return int(slots.size)
 
     # ------------------------------------------------------------------------------------- configuration and state
 

@@ -50,7 +50,7 @@ BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 _LOOP_SECONDS = 5.0
 """How long a scrape or a look at the health waits for the event loop."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
-disable_created_metrics()  # the library would add when each of its series began
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library would add when each of its series began
 
 
 class MetricsEndpoint:

@@ -34,11 +34,6 @@ def is_old(path):
     return path.stat().st_mtime == LONG_AGO
 
 
-def test_without_the_variable_nothing_is_written(monkeypatch):
-    monkeypatch.delenv("REPLAY_HEARTBEAT", raising=False)
-    beat()
-
-
 def test_a_file_that_cannot_be_written_is_named(heartbeat, monkeypatch):
     monkeypatch.setenv("REPLAY_HEARTBEAT", str(heartbeat / "none"))
     with pytest.raises(ValueError, match=r"REPLAY_HEARTBEAT: cannot write .*/none"):

@@ -33,13 +33,7 @@ def full_group() -> RolloutGroup:
 def test_a_group_survives_encoding_bit_for_bit():
     group = full_group()
     group.rollout_logprobs[1] = math.nan
-    decoded = RolloutGroup.decode(group.encode())
-    assert decoded == group
-    assert decoded.finish_reasons == ("stop", "length", "stop")
-    assert [completion.tolist() for completion in decoded.completions()] == [
-        completion.tolist() for completion in group.completions()
-    ]
-    assert decoded.completions()[1].size == 0
+    assert RolloutGroup.decode(group.encode()) == group
 
 
 @given(
@@ -121,12 +115,9 @@ def test_another_format_version_is_refused_by_its_number():
         ({"context_lengths": [0, 1], "prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [2**40]}, "outside int32"),
         ({"completion_ids": [1.5, 2.0, 3.0]}, "must hold int32"),
-        ({"prompt_ids": []}, "prompt_ids is empty"),
-        ({"prompt_ids": [1.0, 2.0]}, "prompt_ids must hold int32, not float64"),
         ({"completion_ids": [1, -2, 3]}, "completion_ids holds -2: token ids are not negative"),
         ({"advantages": [1.0, math.nan]}, r"advantages \[1.0, nan\] must be finite"),
         ({"rewards": [1.0, math.inf]}, r"rewards \[1.0, inf\] must be finite"),
-        ({"advantages": [math.inf, 0.0]}, "must be finite"),
         ({"advantages": [1.0, -1e30]}, r"advantages holds 1e\+30: no trainer can use a value beyond ±1e\+09"),
         ({"rewards": [3e38, 0.0]}, r"rewards holds 3e\+38: no trainer"),
         ({"sampling": {"temperature": 1e-30}}, r"temperature 1e-30, not one from 0.001 to 1000 \(0: greedy\)"),
@@ -134,7 +125,6 @@ def test_another_format_version_is_refused_by_its_number():
         ({"sampling": {"temperature": math.nan}}, "temperature nan"),
         ({"rollout_logprobs": [0.0, 0.5, math.nan]}, "rollout_logprobs holds 0.5: a log-probability is not above 0"),
         ({"policy_version": 1.5}, "policy_version must be an integer"),
-        ({"policy_version": None}, "policy_version must be an integer, not None"),
         ({"policy_version_end": True}, "policy_version_end must be an integer, not True"),
         ({"prompt_id": 7}, "prompt_id must be a string, not 7"),
         ({"meta": 3}, "meta must be a dict, not 3"),

@@ -155,7 +155,7 @@ class Service:
         held = dict.fromkeys(buffer.items, 0)
         for table in buffer.tables.values():
             assert table.size <= table.config.max_size
-            for key in table.columns.slots:
+            for key in table.columns.key[table.columns.occupied()].tolist():
                 held[key] += 1
         for _, batch in buffer.outstanding.by_id.values():
             for key in batch.keys.tolist():

@@ -5,12 +5,15 @@ REPLAY_CUT_STEP=1 cuts the answers after every byte; a run of all tests takes la
 
 import asyncio
 import os
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient, Sample, SampleInfo
+from replay_client.access import Access
+from replay_client.connection import Connection
 from replay_client.sampling import DrawStream, new_id
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
@@ -34,43 +37,37 @@ def payload(number: int) -> bytes:
 
 
 @contextmanager
-def reader_behind_a_proxy():
-    """A server, a client that reaches it directly, and a proxy for the reader."""
+def single_samples(reader: ReplayClient):
+    yield iter(lambda: reader.sample("queue", 1), None)
+
+
+READERS = {
+    "samples": single_samples,
+    "a sampler": lambda reader: reader.sampler("queue", prefetch=1),
+    "a sampler with leases": lambda reader: reader.sampler("queue", prefetch=1, lease=60.0),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_batch_whose_answer_breaks_off_anywhere_comes_once(read):
     with (
         ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server,
         ReplayClient(server.address) as writer,
         FaultyProxy(server.address, 0, QUIET) as proxy,
+        ReplayClient(proxy.address, timeout=30.0) as reader,
+        read(reader) as batches,
     ):
-        yield writer, proxy
-
-
-def check_that_the_queue_is_used_up(writer: ReplayClient, inserted: int) -> None:
-    info = writer.server_info()
-    queue, pool = info.tables["queue"], info.tables["pool"]
-    assert (queue.size, queue.consumed, pool.size) == (0, inserted, inserted)
-
-
-def test_a_sample_whose_answer_breaks_off_anywhere_comes_once():
-    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
         cuts = range(1, ANSWER_BYTES, STEP)
         for number, cut in enumerate(cuts):
             writer.insert(payload(number), {"queue": 1.0})
             proxy.cut_after = cut
-            [sample] = reader.sample("queue", 1)
+            [sample] = next(batches)
             assert bytes(sample.payload) == payload(number), cut
-        check_that_the_queue_is_used_up(writer, len(cuts))
-
-
-def test_a_batch_of_a_sampler_whose_answer_breaks_off_anywhere_comes_once():
-    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
-        cuts = range(1, ANSWER_BYTES, STEP)
-        with reader.sampler("queue", prefetch=1) as sampler:
-            for number, cut in enumerate(cuts):
-                writer.insert(payload(number), {"queue": 1.0})
-                proxy.cut_after = cut
-                [sample] = next(sampler)
-                assert bytes(sample.payload) == payload(number), cut
-        check_that_the_queue_is_used_up(writer, len(cuts))
+            if sample.info.lease:
+                assert writer.acknowledge([sample]).applied == 1
+        tables = writer.server_info().tables
+        queue, pool = tables["queue"], tables["pool"]
+        assert (queue.size, queue.reserved, queue.consumed, pool.size) == (0, 0, len(cuts), len(cuts))
 
 
 async def test_a_reader_that_is_interrupted_while_it_takes_batches_gets_each_of_them_once():
@@ -99,6 +96,16 @@ def draw_of(**fields) -> pb.SampleRequest:
     return pb.SampleRequest(table="queue", num_samples=1, id=new_id(), **fields)
 
 
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Connection]:
+    """A connection for draw streams of their own."""
+    connection = Connection(Access(address), timeout=30.0)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
 async def take(client: AsyncReplayClient, batch: int) -> bool:
     """Takes a batch on the client's own stream. Whether it is the reader's."""
     return (await client.acknowledge([named(batch)])).missing == ()
@@ -113,10 +120,10 @@ def named(batch: int) -> Sample:
 async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the_restart(tmp_path, stream):
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
     with server_process(tmp_path, config) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
             if stream:
-                draws = DrawStream(client.connection)
+                draws = DrawStream(connection)
                 batch = (await draws.draw(draw_of())).head.batch
                 assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
                 await draws.close()
@@ -134,9 +141,9 @@ async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the
 
 async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it():
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
-            draws = DrawStream(client.connection)
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             assert await take(client, batch)
             assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
@@ -149,10 +156,10 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
 async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_got(lease):
     """The first stream is still open: the server has not noticed yet that its connection broke."""
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             for number in range(2):
                 await client.insert(payload(number), {"queue": 1.0})
-            first, again, request = DrawStream(client.connection), DrawStream(client.connection), draw_of(lease=lease)
+            first, again, request = DrawStream(connection), DrawStream(connection), draw_of(lease=lease)
             batches = [await stream.draw(request) for stream in (first, again)]
             assert [bytes(rows[0]) for _, rows in batches] == [payload(0), payload(0)]
             assert (await client.server_info()).tables["queue"].reserved == 1
@@ -167,9 +174,9 @@ async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_
 
 async def test_a_batch_whose_reader_ends_before_it_takes_it_goes_back_at_once():
     with ReplayServer(tables=[QUEUE, TableConfig(name="pool")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
+        async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})
-            draws = DrawStream(client.connection)
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             await draws.close()
             assert not await take(client, batch)
@@ -188,7 +195,7 @@ def test_a_leased_sample_does_not_get_the_batch_that_a_plain_one_could_not_take(
         for number in range(2):
             client.insert(payload(number), {"queue": 1.0})
         with monkeypatch.context() as patch:
-            patch.setattr("replay_client.sampling.SingleBatches.end", dies)
+            patch.setattr("replay_client.sampling.DrawStream.finish", dies)
             with pytest.raises(RuntimeError, match="no answer"):
                 client.sample("queue", 1)
         [leased] = client.sample("queue", 1, lease=30.0)

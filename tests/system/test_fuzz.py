@@ -25,7 +25,7 @@ from replay_protos.shared_memory import HEADER
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.rpc.short_calls import SHORT
 from tests.factories import make_group
-from tests.server.rpc.rings import CAPACITY, asking, insert_of
+from tests.server.rpc.rings import CAPACITY, Asking, insert_of
 from tests.system.targets import METHODS, TABLES, Service, frame, rollout
 
 NUMBERS = [0, 1, 2, 3, 5, 64, 2**16, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
@@ -255,7 +255,7 @@ PLACES = st.lists(st.tuples(PLACE, PLACE), min_size=1, max_size=6)
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_no_place_in_a_ring_brings_other_bytes_than_the_ring_s_or_breaks_a_server(ring_server, places):
     stored, codes = dict[int, int](), set()
-    with grpc.insecure_channel(ring_server.address) as channel, asking(stub := ReplayStub(channel)) as session:
+    with grpc.insecure_channel(ring_server.address) as channel, Asking(stub := ReplayStub(channel)) as session:
         for position, size in places:
             segment, key = session.ring(), next(UNUSED_KEYS)
             segment.view[HEADER:] = b"\7" * CAPACITY

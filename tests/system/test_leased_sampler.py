@@ -1,16 +1,13 @@
 """Batches of a sampler under leases: in use until they are acknowledged, across restarts and broken answers."""
 
-import time
-
 import pytest
 
 from replay_client import AsyncReplayClient, MutationResult, ReplayClient
-from replay_client.errors import InvalidRequestError
 from replay_client.sampling import DrawStream
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from tests.factories import server_process, until
-from tests.system.test_exactly_once import ANSWER_BYTES, QUEUE, STEP, draw_of, named, payload, reader_behind_a_proxy
+from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, payload
 
 LONG, SHORT = 600.0, 0.5
 TABLES = [QUEUE, TableConfig(name="pool")]
@@ -122,21 +119,6 @@ def test_the_lease_of_a_dead_reader_ends_after_a_restart_too(tmp_path):
         assert facts(client) == (0, 0, 1, 1, 1, 1, 1)
 
 
-def test_a_leased_batch_whose_answer_breaks_off_anywhere_comes_once():
-    with reader_behind_a_proxy() as (writer, proxy), ReplayClient(proxy.address, timeout=30.0) as reader:
-        cuts = range(1, ANSWER_BYTES, STEP)
-        with reader.sampler("queue", prefetch=1, lease=LONG) as sampler:
-            for number, cut in enumerate(cuts):
-                writer.insert(payload(number), {"queue": 1.0})
-                proxy.cut_after = cut
-                [sample] = next(sampler)
-                assert bytes(sample.payload) == payload(number), cut
-                assert writer.acknowledge([sample]).applied == 1
-        info = writer.server_info()
-        queue, pool = info.tables["queue"], info.tables["pool"]
-        assert (queue.size, queue.reserved, queue.consumed, pool.size) == (0, 0, len(cuts), len(cuts))
-
-
 async def test_a_stale_batch_is_not_leased_and_one_in_use_may_grow_stale():
     tables = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 9}, max_staleness=1)]
     with ReplayServer(tables=tables, port=0) as server:
@@ -172,27 +154,11 @@ def test_permits_of_a_leased_batch_count_once_when_it_goes_back_and_the_trainer_
         assert client.server_info().admission.capacity == (1 + 1 + 1) * 2 - 4
 
 
-def test_a_lease_must_be_a_time_and_a_renewal_lasts():
-    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
-        insert(client, 1)
-        with (
-            client.sampler("queue", lease=1e9) as sampler,
-            pytest.raises(InvalidRequestError, match="lease must be a number of seconds from 0 to 86400"),
-        ):
-            next(sampler)
-        [sample] = client.sample("queue", 1, lease=SHORT)
-        with pytest.raises(InvalidRequestError, match="above 0"):
-            client.renew([sample], 0.0)
-        assert client.renew([sample], LONG).applied == 1
-        time.sleep(2 * SHORT)
-        assert facts(client) == (0, 1, 1, 1, 1, 1, 1)
-
-
 async def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
     with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
         insert(client, 1)
-        async with AsyncReplayClient(server.address) as aio:
-            draws = DrawStream(aio.connection)
+        async with AsyncReplayClient(server.address) as aio, connected(server.address) as connection:
+            draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             assert (await aio.renew([named(batch)], LONG)).applied == 1
             answer = await draws.end(pb.DrawRequest(renew=[batch], seconds=LONG))  # said again on the old stream

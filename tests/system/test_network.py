@@ -4,12 +4,15 @@ REPLAY_NETWORK_SECONDS=120 looks longer than a run of all tests does, REPLAY_NET
 """
 
 import hashlib
+import itertools
 import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -69,31 +72,35 @@ def run_all(*works) -> list[BaseException]:
     return raised
 
 
+def numbers(proxy: FaultyProxy, end: float) -> Iterator[int]:
+    """0, 1, ... until `end`; on a slow machine until a connection was broken."""
+    return itertools.takewhile(lambda _: time.monotonic() < end or not proxy.breaks, itertools.count())
+
+
+def one_by_one(proxy: FaultyProxy, name: int, end: float) -> Iterator[tuple[int, bytes]]:
+    """Inserts into `plain`. Yields what was acknowledged."""
+    with ReplayClient(proxy.address, timeout=60.0) as client:
+        for number in numbers(proxy, end):
+            data = payload(name, number)
+            yield client.insert(data, {"plain": 1.0}), data
+
+
+def pipelined(proxy: FaultyProxy, name: int, end: float, table: str = "plain") -> Iterator[tuple[int, bytes]]:
+    """As `one_by_one`; all is acknowledged at its end."""
+    with ReplayClient(proxy.address, timeout=90.0) as client, client.writer(max_in_flight=16) as writer:
+        for number in numbers(proxy, end):
+            data = payload(name, number)
+            yield writer.insert(data, {table: 1.0}), data
+            if number % 50 == 49:
+                writer.flush()
+
+
 def test_what_writers_had_acknowledged_is_there_exactly_once_and_whole(server):
     written: dict[int, bytes] = {}
     end = time.monotonic() + SECONDS
-
-    def pipeline(name: int, address: str) -> None:
-        with ReplayClient(address, timeout=60.0) as client, client.writer(max_in_flight=16) as writer:
-            number = 0
-            while time.monotonic() < end:
-                number += 1
-                data = payload(name, number)
-                written[writer.insert(data, {"plain": 1.0})] = data
-                if number % 50 == 0:
-                    writer.flush()
-
-    def one_by_one(name: int, address: str) -> None:
-        with ReplayClient(address, timeout=60.0) as client:
-            number = 0
-            while time.monotonic() < end:
-                number += 1
-                data = payload(name, number)
-                written[client.insert(data, {"plain": 1.0})] = data
-
     with proxied(server, 1) as proxy:
-        works = [lambda n=n, work=work: work(n, proxy.address) for n, work in enumerate((pipeline, one_by_one) * 2)]
-        assert run_all(*works) == []
+        writes = [write(proxy, n, end) for n, write in enumerate((pipelined, one_by_one) * 2)]
+        assert run_all(*(partial(written.update, write) for write in writes)) == []
     assert proxy.breaks > 0, proxy.happened
     with ReplayClient(server.address, timeout=30.0) as client:
         table = client.server_info().tables["plain"]
@@ -103,85 +110,54 @@ def test_what_writers_had_acknowledged_is_there_exactly_once_and_whole(server):
             assert bytes(item.payload) == expected
 
 
-def test_items_of_a_queue_reach_readers_who_acknowledge_them_exactly_once(server):
-    """Writers and readers both behind the proxy; readers use leases, and what they do counts once that is settled."""
-    written: set[int] = set()
-    processed: Counter[int] = Counter()
-    writing = threading.Event()
-    end = time.monotonic() + SECONDS
-    refusals: Counter[str] = Counter()
-
-    def write(name: int, address: str) -> None:
-        with ReplayClient(address, timeout=90.0) as client, client.writer(max_in_flight=16) as writer:
-            number = 0
-            while time.monotonic() < end:
-                number += 1
-                written.add(writer.insert(payload(name, number), {"queue": 1.0}))
-
-    def read(address: str) -> None:
-        with ReplayClient(address, timeout=60.0) as client:
-            while not writing.is_set() or left(server):
-                try:
-                    samples = client.sample("queue", 4, min_samples=1, timeout=0.5, lease=8.0)
-                except (DeadlineExceededError, ServerUnavailableError) as error:
-                    refusals[type(error).__name__] += 1
-                    continue
-                if client.acknowledge(samples).applied:
-                    processed.update(sample.info.key for sample in samples)
-
-    def write_all() -> None:
-        try:
-            assert run_all(*(lambda n=n: write(n, proxy.address) for n in range(2))) == []
-        finally:
-            writing.set()
-
-    with proxied(server, 2) as proxy:
-        assert run_all(write_all, *(lambda: read(proxy.address) for _ in range(3))) == []
-    assert proxy.breaks > 0, proxy.happened
-    assert len(written) > 20
-    assert max(processed.values()) == 1
-    assert processed.keys() == written
+def with_leases(client: ReplayClient, goes_on: Callable[[], bool]) -> Iterator[int]:
+    """What is read counts once it is acknowledged."""
+    while goes_on():
+        with suppress(DeadlineExceededError, ServerUnavailableError):
+            samples = client.sample("queue", 4, min_samples=1, timeout=0.5, lease=8.0)
+            if client.acknowledge(samples).applied:
+                yield from (sample.info.key for sample in samples)
 
 
-def left(server: ReplayServer) -> int:
-    with ReplayClient(server.address, timeout=30.0) as client:
-        table = client.server_info().tables["queue"]
-        return table.size + table.reserved + table.inserting.count
+def with_a_sampler(client: ReplayClient, goes_on: Callable[[], bool]) -> Iterator[int]:
+    sampler = client.sampler("queue", batch_size=1, prefetch=4, timeout=0.5)
+    while goes_on():
+        with suppress(DeadlineExceededError, ServerUnavailableError):
+            yield next(sampler)[0].info.key
+    with suppress(DeadlineExceededError):  # a batch that was taken, and whose answer was lost
+        yield next(sampler)[0].info.key
 
 
-def test_items_of_a_queue_reach_readers_with_a_sampler_exactly_once(server):
-    written: set[int] = set()
+@pytest.mark.parametrize("read", [with_leases, with_a_sampler])
+def test_items_of_a_queue_reach_readers_exactly_once(server, read):
+    """Writers and readers are behind the proxy."""
+    written: dict[int, bytes] = {}
     delivered: Counter[int] = Counter()
     writing = threading.Event()
     end = time.monotonic() + SECONDS
 
-    def write(address: str) -> None:
+    def goes_on() -> bool:
+        with ReplayClient(server.address, timeout=30.0) as client:
+            table = client.server_info().tables["queue"]
+        return not writing.is_set() or bool(table.size + table.reserved + table.inserting.count)
+
+    def write_all() -> None:
         try:
-            with ReplayClient(address, timeout=90.0) as client, client.writer(max_in_flight=16) as writer:
-                number = 0
-                while time.monotonic() < end:
-                    number += 1
-                    written.add(writer.insert(payload(9, number), {"queue": 1.0}))
+            writes = [pipelined(proxy, n, end, "queue") for n in range(2)]
+            assert run_all(*(partial(written.update, write) for write in writes)) == []
         finally:
             writing.set()
 
-    def read(address: str) -> None:
-        with ReplayClient(address, timeout=60.0) as client:
-            sampler = client.sampler("queue", batch_size=1, prefetch=4, timeout=0.5)
-            while not writing.is_set() or left(server):
-                try:
-                    delivered.update(sample.info.key for sample in next(sampler))
-                except (DeadlineExceededError, ServerUnavailableError):
-                    continue
-            with suppress(DeadlineExceededError):  # a batch that was taken, and whose answer was lost
-                delivered.update(sample.info.key for sample in next(sampler))
+    def read_all() -> None:
+        with ReplayClient(proxy.address, timeout=60.0) as client:
+            delivered.update(read(client, goes_on))
 
-    with proxied(server, 3) as proxy:
-        works = [lambda: read(proxy.address) for _ in range(2)]
-        assert run_all(lambda: write(proxy.address), *works) == []
+    with proxied(server, 2) as proxy:
+        assert run_all(write_all, *[read_all] * 3) == []
     assert proxy.breaks > 0, proxy.happened
+    assert len(written) > 20
     assert max(delivered.values()) == 1
-    assert delivered.keys() == written
+    assert delivered.keys() == written.keys()
 
 
 def test_every_call_ends_in_its_time_whatever_the_network_does(server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,36 +47,34 @@ def foreign() -> Sample:
     return sample
 
 
-BAD: dict[str, tuple[Callable[[], Sample], str]] = {
+MODEL = ModelLimits(vocabulary=16)
+BAD: dict[str, tuple[Sample, str]] = {
     "a token beyond the vocabulary": (
-        lambda: changed(completion_ids=[5, 16, 7]),
+        changed(completion_ids=[5, 16, 7]),
         "completion_ids holds the token 16, and the model has the tokens 0 to 15",
     ),
-    "a prompt beyond the vocabulary": (lambda: changed(prompt_ids=[3, 900]), "prompt_ids holds the token 900"),
-    "a negative token": (lambda: changed(completion_ids=[5, -1, 7]), "completion_ids holds the token -1"),
-    "a NaN advantage": (lambda: changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
-    "an advantage beyond float32's squares": (
-        lambda: changed(advantages=[1e30, 0.0]),
-        "advantages holds 1e+30, beyond ±1e+09",
-    ),
-    "a reward that is too large": (lambda: changed(rewards=[0.0, -3e38]), "rewards holds -3e+38, beyond ±1e+09"),
-    "sampling that is almost greedy": (
-        lambda: changed(sampling={"temperature": 1e-30}),
-        "sampled at temperature 1e-30, not from 0.001 to 1000",
-    ),
-    "sampling that is too hot": (lambda: changed(sampling={"temperature": 1e30}), "sampled at temperature 1e+30"),
-    "an infinite advantage": (lambda: changed(advantages=[0.0, math.inf]), "advantages holds inf"),
-    "a NaN reward": (lambda: changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
-    "foreign bytes": (foreign, "not a rollout group: 11 bytes that begin with b'not of o'"),
-    "empty completions": (
-        lambda: make_sample(make_group(completions=[[], []]), key=77),
-        "all its completions are empty",
-    ),
-    "an empty prompt": (lambda: changed(prompt_ids=[]), "prompt_ids is empty"),
-    "a probability above 1": (lambda: changed(rollout_logprobs=[-1.0, 0.7, -1.0]), "rollout_logprobs holds 0.7"),
-    "greedy sampling": (lambda: changed(sampling={"temperature": 0}), "sampled at temperature 0"),
-    "a temperature that is no number": (lambda: changed(sampling={"temperature": "hot"}), "at temperature 'hot'"),
+    "a prompt beyond the vocabulary": (changed(prompt_ids=[3, 900]), "prompt_ids holds the token 900"),
+    "a negative token": (changed(completion_ids=[5, -1, 7]), "completion_ids holds the token -1"),
+    "a NaN advantage": (changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
+    "an infinite advantage": (changed(advantages=[0.0, math.inf]), "advantages holds inf"),
+    "an advantage beyond float32's squares": (changed(advantages=[1e30, 0.0]), "holds 1e+30, beyond ±1e+09"),
+    "a NaN reward": (changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
+    "a reward that is too large": (changed(rewards=[0.0, -3e38]), "rewards holds -3e+38, beyond ±1e+09"),
+    "foreign bytes": (foreign(), "not a rollout group: 11 bytes that begin with b'not of o'"),
+    "empty completions": (make_sample(make_group(completions=[[], []])), "all its completions are empty"),
+    "an empty prompt": (changed(prompt_ids=[]), "prompt_ids is empty"),
+    "a probability above 1": (changed(rollout_logprobs=[-1.0, 0.7, -1.0]), "rollout_logprobs holds 0.7"),
+    "greedy sampling": (changed(sampling={"temperature": 0}), "sampled at temperature 0"),
+    "almost greedy": (changed(sampling={"temperature": 1e-30}), "at temperature 1e-30, not from 0.001 to 1000"),
+    "sampling that is too hot": (changed(sampling={"temperature": 1e30}), "sampled at temperature 1e+30"),
+    "a temperature that is no number": (changed(sampling={"temperature": "hot"}), "at temperature 'hot'"),
 }
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_trained_on_has_a_reason(name: str) -> None:
+    sample, words = BAD[name]
+    assert words in why_unusable(sample, MODEL)
 
 
 LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5], logprobs=-1.0)
@@ -125,18 +122,17 @@ def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path: Path, capl
 
 def test_what_can_be_trained_on_has_no_reason() -> None:
     group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
-    assert why_unusable(make_sample(group), ModelLimits(vocabulary=16)) == ""
+    assert why_unusable(make_sample(group), MODEL) == ""
     assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", ["a token beyond the vocabulary", "foreign bytes"])
 def test_a_bad_fresh_group_leaves_the_step_and_the_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    make, words = BAD[name]
     batches = make_batches(3)
-    batches[1][1] = bad = make()
-    client = FakeClient(batches, pool=[bad])  # forward_to has put it into the pool
+    batches[1][1], words = BAD[name]
+    client = FakeClient(batches, pool=[batches[1][1]])  # forward_to has put it into the pool
     make_trainer(client, tmp_path, groups_per_step=3).train()
     assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1, 0]
     assert [line["train/groups"] for line in lines_of(tmp_path)] == [3, 2, 3]
@@ -158,7 +154,7 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()
-    inspector = Inspector(client, Ranks("cpu"), ModelLimits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(client, Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
     assert inspector.usable([foreign()], "rollouts") == []
     assert inspector.end_draws() == 1
     client.pool = [foreign()]
@@ -198,7 +194,7 @@ def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tm
 
 
 def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
-    inspector = Inspector(FakeClient(), Ranks("cpu"), ModelLimits(vocabulary=16), "replay", 0.1)  # type: ignore[arg-type]
+    inspector = Inspector(FakeClient(), Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
     good = make_sample(make_group())
     caplog.set_level(logging.ERROR)
 

@@ -67,15 +67,15 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("rank", "phase", "step", "options"),
     [
-        # The other rank may still write the state of step 1.
-        (1, "backward", 2, {}),
-        (0, "updated", 2, {"fsdp": True}),
         # The first rank waits for the file of the second.
         (1, "rows", 2, {"fsdp": True}),
+        # The other rank may still write the state of step 1.
+        pytest.param(1, "backward", 2, {}, marks=pytest.mark.long),
+        pytest.param(0, "updated", 2, {"fsdp": True}, marks=pytest.mark.long),
         # The other rank gives back groups that the state contains.
-        (0, "written", 2, {}),
-        (0, "announced", 3, {"save_every": 2, "fsdp": True}),
-        (1, "updated", 2, {"all_ranks": True}),
+        pytest.param(0, "written", 2, {}, marks=pytest.mark.long),
+        pytest.param(0, "announced", 3, {"save_every": 2, "fsdp": True}, marks=pytest.mark.long),
+        pytest.param(1, "updated", 2, {"all_ranks": True}, marks=pytest.mark.long),
     ],
 )
 def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twice(
@@ -90,7 +90,7 @@ def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twi
         check_used_up(client, keys, len(keys))
 
 
-@pytest.mark.parametrize(("rank", "memory"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("rank", "memory"), [(0, False), pytest.param(1, True, marks=pytest.mark.long)])
 def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
     server: ServerProcess, tmp_path: Path, rank: int, memory: bool
 ) -> None:
@@ -114,6 +114,7 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
         assert trained(tmp_path) == sorted(keys)
 
 
+@pytest.mark.long
 def test_ranks_and_server_killed_together_come_back_together(tmp_path: Path) -> None:
     config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:

@@ -59,7 +59,7 @@ def steps(folder: Path) -> list[int]:
 def test_the_trainer_announces_a_version_when_the_server_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publication, "_FIRST_TRY", 0.2)
+    monkeypatch.setattr(publication, "FIRST_TRY", 0.2)
     server = serve(tmp_path)
     port = int(server.address.rpartition(":")[2])
     done: list[int] = []
@@ -95,7 +95,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(
 def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_version_is_announced_by_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publication, "_LAST_TRY", 0.5)
+    monkeypatch.setattr(publication, "LAST_TRY", 0.5)
     server = serve(tmp_path)
     port = int(server.address.rpartition(":")[2])
 

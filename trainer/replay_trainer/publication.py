@@ -77,9 +77,9 @@ _WHOLE = StateDictOptions(full_state_dict=True)
 _PARTITIONED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
-_FIRST_TRY = 5.0
+FIRST_TRY = 5.0
 """Seconds for an announcement that the full state waits for."""
-_LAST_TRY = 10.0
+LAST_TRY = 10.0
 """Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
 
 
@@ -269,7 +269,7 @@ class Publication:
 
         An announcement gets only some seconds more: its files are there, and a resume announces them.
         """
-        end = time.monotonic() + _LAST_TRY
+        end = time.monotonic() + LAST_TRY
         if not self._task.wait(lambda: not self._announcing or time.monotonic() < end):
             logger.error("the server does not answer, so nobody has told it of %s", self._announcing)
         if (error := self._task.take_error()) is not None:
@@ -309,7 +309,7 @@ class Publication:
                 folder = write(self.weights_dir)
                 # Before the state: the generators need not wait for the disk. Nor does the disk wait for the server.
                 with suppress(ServerUnavailableError, DeadlineExceededError):
-                    self.client.set_policy_version(version, weights=str(folder), timeout=_FIRST_TRY)
+                    self.client.set_policy_version(version, weights=str(folder), timeout=FIRST_TRY)
                     announced = True
         finally:
             # After an error too: the other ranks wait for this one.

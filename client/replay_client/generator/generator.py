@@ -36,7 +36,7 @@ from replay_client.waits import beat
 from replay_protos import event_loop
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class RolloutGenerator:
         ServerUnavailableError, and any error of the engine.
         """
         try:
+            self._metrics.create_file()
             await self._run()
         finally:
             await self._engine.close()

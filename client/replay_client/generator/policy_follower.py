@@ -29,14 +29,14 @@ from replay_client.records import Policy
 from replay_client.waits import LOG_SECONDS, WaitLog, beat
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
 
-_TRIAL_SECONDS = 30.0
+TRIAL_SECONDS = 30.0
 """Between two groups while generation is held. They find out if the server takes such groups again, for example since
 somebody has raised `max_staleness`."""
 
@@ -300,10 +300,10 @@ class StaleGroups:
                     f"{self._policy.why_old()}. Let the trainer publish weights with its versions, where this machine "
                     "can read them, or raise max_staleness of the table"
                 )
-            if now - started > _TRIAL_SECONDS:
+            if now - started > TRIAL_SECONDS:
                 break
             left = self._since + self._timeout - now if self._timeout is not None else LOG_SECONDS
-            await self._policy.wait_for_other_weights(min(left + 0.01, started + _TRIAL_SECONDS - now + 0.01))
+            await self._policy.wait_for_other_weights(min(left + 0.01, started + TRIAL_SECONDS - now + 0.01))
         self._stats["stale_seconds"] += time.monotonic() - started
 
 

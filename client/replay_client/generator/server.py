@@ -32,14 +32,14 @@ from replay_client.shards.merging import restarted
 from replay_client.waits import WaitLog, patiently
 
 if TYPE_CHECKING:
-    from replay_client.aio import AsyncReplayClient
+    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
-_SECONDS_PER_LOOK = 5.0
+SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 
 
@@ -155,9 +155,9 @@ class GeneratorServer:
         """
         away = WaitLog()
         while True:
-            await asyncio.sleep(_SECONDS_PER_LOOK)
+            await asyncio.sleep(SECONDS_PER_LOOK)
             try:
-                info = await self._client.server_info(timeout=_SECONDS_PER_LOOK)
+                info = await self._client.server_info(timeout=SECONDS_PER_LOOK)
             except ReplayError as error:
                 away.wait(f"the server does not answer, and the generator tries again: {error}")
                 continue

@@ -1,22 +1,54 @@
-"""Fleet: all shards of one client; those that can be reached, and questions to all of them at once."""
+"""Fleet: the servers of one client, which of them can be reached, and questions to them.
+
+A Shard is one server: its connection, its address of the moment, and whether it can be reached. A client of one server
+has a fleet of one, `only`. Nothing is shared out there: a question goes straight to that server, which is neither
+watched nor waited for, and its connection tries again and raises the errors.
+
+With several servers, each shard has a watcher that keeps a connection open and tells when it comes or breaks. A
+question goes to the shards that are up. Where one of them goes away with its answer, the answers of the others count.
+
+A server can also hang, stopped or swapping, while its connection stands. So who waits for LATE_SECONDS for an answer
+asks that shard for a sign of life. A shard that gives none counts as away for everybody, and is asked again in the
+background until it answers. What was sent to it before may still be done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from replay_client.aio import AsyncReplayClient
+import grpc
+from google.protobuf.message import Message
+from grpc import ChannelConnectivity
+
+from replay_client.access import Access, split_addresses
+from replay_client.connection import Connection, Timeout, Unset, check_timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
-from replay_client.shards.placing import Rendezvous
-from replay_client.shards.shard import Shard
+from replay_client.shards.ray_names import RayNames
+from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
-Question = Callable[[AsyncReplayClient], Coroutine[Any, Any, T]]
 
 GONE = (ServerUnavailableError, ServerClosedError)
 """Errors that mean: this shard does not answer, another one may."""
+SECONDS_PER_LOOK = 5.0
+"""Seconds between two looks for shards that were added or taken away."""
+LATE_SECONDS = 0.5
+"""Seconds after which a shard that has not answered is asked for a sign of life."""
+_SIGNS, _SIGN_SECONDS = 2, 1.0
+"""A shard hangs if it misses so many signs of life in a row, each within so many seconds. One alone may be missed
+because this process stood still."""
+_FIRST_LOOK = 2.0
+"""Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
+_LOOK_AGAIN = 0.5
+"""Seconds between two looks for the address of a server that is gone."""
+_DRAINING = 30.0
+"""Seconds after which a shard that was draining is tried again: the operator may have thought better of it."""
 
 
 class Deadline:
@@ -40,36 +72,254 @@ class Deadline:
         return seconds if left is None else min(seconds, left)
 
 
-class Fleet:
-    """The shards, each with a name."""
+class Shard:
+    """One server of a client. `name` stays the same when the address changes, and decides which keys belong here."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = list(shards)
-        self.rendezvous = Rendezvous([shard.name for shard in shards])
-        self.by_name = {shard.name: shard for shard in shards}
+    def __init__(self, name: str, connect: Callable[[str], Connection], address: str | None, names: RayNames | None):
+        """`name` is "" for the only server of a client. `names` finds the address where it is None."""
+        self.name = name
+        self.is_up = False
+        """Whether the connection stands and the server answers. Any thread may read it."""
+        self.draining_until = 0.0
+        """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
+        self.decided = asyncio.Event()
+        """Set when the first attempt to connect has ended."""
+        self.changed: Callable[[Shard], None] = lambda _: None
+        """Called when `is_up` has changed."""
+        self._connect, self._names = connect, names
+        self._connection = None if address is None else connect(address)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
+        """Asks for a sign of life."""
+        self._waking: asyncio.Task[None] | None = None
+        """Asks a shard that hangs until it answers."""
+
+    @property
+    def connection(self) -> Connection:
+        """Raises ServerUnavailableError while the server has never had an address."""
+        if self._connection is None:
+            raise ServerUnavailableError(f"shard {self.name} has no address yet")
+        return self._connection
+
+    @property
+    def takes_inserts(self) -> bool:
+        """Whether new items may go here. Any thread may read it."""
+        return self.is_up and time.monotonic() >= self.draining_until
+
+    def is_draining(self) -> None:
+        """The shard has refused a new item: leave it in peace for a while."""
+        self.draining_until = time.monotonic() + _DRAINING
+
+    @property
+    def transport(self) -> str:
+        """As `AsyncReplayClient.transport`, for this server; empty while it has no address."""
+        return "" if self._connection is None else self._connection.transport
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the name of a checkpoint; empty for the only server."""
+        return f"{self.name}/" if self.name else ""
+
+    def watch(self) -> None:
+        """Begins to watch the connection, on the running event loop."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises ServerUnavailableError as soon as the connection is broken.
+
+        So the caller can go on with other shards. Work that must not be done by another shard does not belong here.
+        """
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        try:
+            with self.expected():
+                await asyncio.wait({task})
+        finally:
+            self._running.discard(task)
+            task.cancel()
+        if task.cancelled():
+            raise ServerUnavailableError(f"the connection to shard {self.name} broke")
+        return task.result()
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Asks for a sign of life if the answer for which the block waits is late."""
+        timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def doubt(self) -> None:
+        """Asks for a sign of life, on the running event loop. A shard that gives none counts as away until it does."""
+        if self._doubting is None or self._doubting.done():
+            self._doubting = asyncio.create_task(self._doubt())
+
+    async def answers(self) -> bool:
+        """As `doubt`. Returns whether the shard is up."""
+        self.doubt()
+        assert self._doubting is not None
+        await asyncio.wait({self._doubting})
+        return self.is_up
+
+    async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
+        """This shard's answer to one request. Raises as `run`."""
+
+        async def work() -> Any:
+            return await self.connection.unary(method, request, timeout)
+
+        return await self.run(work())
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._watching, self._doubting, self._waking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _watch(self) -> None:
+        first_look_ends = asyncio.get_running_loop().time() + _FIRST_LOOK
+        while True:
+            if not self.is_up and self._names is not None:
+                await self._find(self._names)
+            if self._connection is None:
+                await asyncio.sleep(_LOOK_AGAIN)
+                self._tell(False)
+                continue
+            channel = self._connection.channel
+            state = channel.get_state(try_to_connect=True)
+            if state is ChannelConnectivity.READY:
+                self._tell(True)
+                await channel.wait_for_state_change(state)
+                continue
+            late = asyncio.get_running_loop().time() >= first_look_ends
+            if state is ChannelConnectivity.TRANSIENT_FAILURE or (late and not self.decided.is_set()):
+                self._tell(False)
+            await self._until_it_changes(channel.wait_for_state_change(state))
+
+    async def _until_it_changes(self, change: Awaitable[None]) -> None:
+        """A connection that is neither made nor refused within some time counts as broken."""
+        try:
+            async with asyncio.timeout(_LOOK_AGAIN):
+                await change
+        except TimeoutError:
+            if self.decided.is_set():
+                self._tell(False)
+
+    async def _doubt(self) -> None:
+        for _ in range(_SIGNS):
+            if not await self._is_silent():
+                return
+        self._tell(False)
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._until_it_answers())
+
+    async def _until_it_answers(self) -> None:
+        while await self._is_silent():
+            pass
+        channel = self.connection.channel
+        if channel.get_state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
+            self._tell(True)
+
+    async def _is_silent(self) -> bool:
+        try:
+            await self.connection.stub.GetPolicy(pb.GetPolicyRequest(), timeout=_SIGN_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # any other error is an answer, or the watcher's
+        return False
+
+    async def _find(self, names: RayNames) -> None:
+        address = None
+        with suppress(ReplayError):  # Ray does not answer: stay with the address that was
+            address = await names.locate(self.name)
+        if address is None:
+            return
+        if self._connection is None:
+            self._connection = self._connect(address)
+        elif address != self._connection.address:
+            self._connection.move(address)
+
+    def _tell(self, is_up: bool) -> None:
+        changed = is_up != self.is_up or not self.decided.is_set()
+        self.is_up = is_up
+        self.decided.set()
+        if not is_up:
+            for task in self._running:
+                task.cancel()
+        if changed:
+            self.changed(self)
+
+
+class Fleet:
+    """All shards of one client."""
+
+    def __init__(self, access: Access, timeout: float | None) -> None:
+        """Raises ValueError for an address that comes twice, and for a ray:// address without shards."""
+        check_timeout(timeout)
+        self.address = access.address
+        """host:port of the server; several with commas; or the name of the shards in Ray."""
         self.changed = asyncio.Event()
         """Set, and made anew, when a shard has come or gone."""
-        self._when_decided: list[Callable[[], None]] = []
         self.listeners: list[Callable[[Shard], None]] = []
-        for shard in shards:
-            shard.changed = self._changed
+        """Called with each shard that has come or gone."""
+        self._access, self._timeout = access, timeout
+        self._when_decided: list[Callable[[], None]] = []
+        self._following: asyncio.Task[None] | None = None
+        self._closed = False
+        self._names = RayNames.of(access.address)
+        given = split_addresses(access.address) if self._names is None else self._names.find()
+        if len(set(given)) < len(given):
+            raise ValueError(f"addresses must differ: {given}")
+        is_one = self._names is None and len(given) == 1
+        self.shards = [self._make_shard(name, "" if is_one else name) for name in given]
+        self.only = self.shards[0] if is_one else None
+        """The server of a client of one; None: there are several, or Ray may add some."""
 
-    def start(self) -> None:
-        """Begins to connect, on the running event loop."""
+    def _make_shard(self, given: str, name: str) -> Shard:
+        shard = Shard(name, self._connection_to, given if self._names is None else None, self._names)
+        shard.changed = self._changed
+        return shard
+
+    def _connection_to(self, address: str) -> Connection:
+        return Connection(replace(self._access, address=address), self._timeout)
+
+    def named(self, name: str) -> Shard | None:
+        """The shard with this name; the only one of a client of one server, whatever the name."""
+        return self.only or next((shard for shard in self.shards if shard.name == name), None)
+
+    def seconds(self, timeout: Timeout) -> float | None:
+        """The timeout in seconds; that of the client if `timeout` is DEFAULT. None: without limit."""
+        if isinstance(timeout, Unset):
+            return self._timeout
+        check_timeout(timeout)
+        return timeout
+
+    def connect(self) -> None:
+        """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
+        if self.only is not None:
+            return
+        if self._closed:
+            raise ServerClosedError("this client is closed")
         for shard in self.shards:
             shard.watch()
+        if self._names is not None and self._following is None:
+            self._following = asyncio.create_task(self._follow(self._names))
 
     @property
     def decided(self) -> bool:
-        """Whether it is known of each shard if it can be reached."""
-        return all(shard.decided.is_set() for shard in self.shards)
+        """Whether it is known of each shard if it can be reached. The only one is tried in any case."""
+        return self.only is not None or self._closed or all(shard.decided.is_set() for shard in self.shards)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def up(self) -> list[Shard]:
-        return [shard for shard in self.shards if shard.is_up]
-
-    def in_order(self, key: int) -> list[Shard]:
-        """All shards for one key, the one to which it belongs first."""
-        return [self.shards[index] for index in self.rendezvous.order(key)]
+        """The shards that can be reached. The only one is tried in any case."""
+        return [shard for shard in self.shards if shard.is_up or shard is self.only]
 
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Calls back, once, when it is known of each shard if it can be reached. Any thread may call this."""
@@ -78,34 +328,42 @@ class Fleet:
 
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if the time is up before."""
-        self.start()
+        self.connect()
         while not self.decided:  # soon: each shard has a short time for its first connection
             await self.changed.wait()
-        while not self.up():
+        while not (up := self.up()):
             changed = self.changed
             try:
                 async with asyncio.timeout(deadline.seconds):
                     await changed.wait()
             except TimeoutError:
                 raise self.unavailable() from None
-        return self.up()
+        return up
 
     def unavailable(self) -> ServerUnavailableError:
-        names = ", ".join(self.by_name)
+        names = ", ".join(shard.name for shard in self.shards)
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
     async def ask(
-        self, question: Question[T], deadline: Deadline, shards: Sequence[Shard] | None = None
-    ) -> dict[Shard, T]:
+        self,
+        method: str,
+        request: Message | Callable[[Shard], Message],
+        timeout: Timeout,
+        shards: Sequence[Shard] | None = None,
+    ) -> dict[Shard, Any]:
         """The answers of the shards that are up, or of those of `shards` that are. At least one.
 
-        A shard that goes away meanwhile, or does not answer in time where others do, is left out. Raises any other
-        error of any shard, and ServerUnavailableError if none answers in time.
+        `request` goes to all of them, or makes one for each. A shard that goes away meanwhile, or does not answer in
+        time where others do, is left out. Raises any other error of any shard, and ServerUnavailableError if none
+        answers in time.
         """
+        if self.only is not None:
+            return {self.only: await self.only.connection.unary(method, _for(self.only, request), timeout)}
+        deadline = Deadline(self.seconds(timeout))
         while True:
             up = await self.reachable(deadline)
             asked = up if shards is None else [shard for shard in up if shard in shards]
-            answers, late = await self.try_to_ask(question, asked)
+            answers, late = await self.try_to_ask(method, request, deadline.seconds, asked)
             if answers or (shards is not None and not asked):
                 return answers
             if late is not None:
@@ -115,18 +373,22 @@ class Fleet:
             await asyncio.sleep(deadline.within(0.05))
 
     async def try_to_ask(
-        self, question: Question[T], shards: Sequence[Shard]
-    ) -> tuple[dict[Shard, T], DeadlineExceededError | None]:
+        self,
+        method: str,
+        request: Message | Callable[[Shard], Message],
+        timeout: float | None,
+        shards: Sequence[Shard],
+    ) -> tuple[dict[Shard, Any], DeadlineExceededError | None]:
         """The answers of those that answer, and the error of one that did not in time."""
 
-        async def one(shard: Shard) -> T | ReplayError:
+        async def one(shard: Shard) -> Any:
             try:
-                return await shard.run(question(shard.client))
+                return await shard.ask(method, _for(shard, request), timeout)
             except ReplayError as error:
                 return error
 
         results = await asyncio.gather(*map(one, shards))
-        answers: dict[Shard, T] = {}
+        answers: dict[Shard, Any] = {}
         late = None
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, DeadlineExceededError):
@@ -137,9 +399,12 @@ class Fleet:
                 answers[shard] = result
         return answers, late
 
-    async def ask_all(self, question: Question[T], deadline: Deadline) -> dict[Shard, T]:
+    async def ask_all(self, method: str, request: Message, timeout: Timeout) -> dict[Shard, Any]:
         """The answers of all shards. Raises ServerUnavailableError that names those that cannot be reached in time."""
-        self.start()
+        if self.only is not None:
+            return await self.ask(method, request, timeout)
+        deadline = Deadline(self.seconds(timeout))
+        self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             changed = self.changed
             try:
@@ -149,19 +414,31 @@ class Fleet:
                 raise ServerUnavailableError(
                     f"this needs all shards, and {', '.join(gone)} cannot be reached"
                 ) from None
-        answers = await asyncio.gather(*(shard.run(question(shard.client)) for shard in self.shards))
+        answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in self.shards))
         return dict(zip(self.shards, answers, strict=True))
 
-    def replace(self, shards: Sequence[Shard]) -> None:
-        """Goes on with these shards: some are new, and some of the old ones are not there any more."""
-        self.shards, self.by_name = list(shards), {shard.name: shard for shard in shards}
-        self.rendezvous = Rendezvous([shard.name for shard in shards])
-        for shard in shards:
-            shard.changed = self._changed
-            shard.watch()
-
     async def close(self) -> None:
+        """Closes all connections."""
+        self._closed = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
+        self._tell_decided()
+
+    async def _follow(self, names: RayNames) -> None:
+        """Takes in shards that `resize` has added, and leaves out those that it has taken away."""
+        while True:
+            await asyncio.sleep(SECONDS_PER_LOOK)
+            known = {shard.name: shard for shard in self.shards}
+            listed = await names.listed()
+            if not listed or set(listed) == known.keys():
+                continue
+            self.shards = [known.get(name) or self._make_shard(name, name) for name in listed]
+            for shard in self.shards:
+                shard.watch()
+            for name in known.keys() - set(listed):
+                await known[name].close()
 
     def _changed(self, shard: Shard) -> None:
         changed, self.changed = self.changed, asyncio.Event()
@@ -173,3 +450,7 @@ class Fleet:
     def _tell_decided(self) -> None:
         while self.decided and self._when_decided:
             self._when_decided.pop()()
+
+
+def _for(shard: Shard, request: Message | Callable[[Shard], Message]) -> Message:
+    return request(shard) if callable(request) else request

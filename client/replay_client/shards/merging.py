@@ -84,6 +84,8 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
 
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
     """One message of those of all shards, of which there is at least one."""
+    if len(parts) == 1:
+        return parts[0]
     return type(parts[0])(**_merged(parts[0].DESCRIPTOR, parts, weights=weights))
 
 

@@ -1,20 +1,46 @@
-"""Placing: to which shard a key belongs, by rendezvous hashing.
+"""Placing: which shard an item goes to, and where it is found again.
 
-Each shard gives each key a score, and the key belongs to the shard with the highest one. Every client finds the same
-shard without asking anybody. Another shard more or less moves only the keys that it wins or loses, 1 of N.
+A key belongs to one shard, by rendezvous hashing: each shard gives each key a score, and the key belongs to the shard
+with the highest one. Every client finds the same shard without asking anybody. Another shard more or less moves only
+the keys that it wins or loses, 1 of N.
+
+An item lies on the shard to which its key belongs, unless that shard was away at its insert, or another one granted its
+permit. So a change by key goes to the owners first, and to all other shards for the keys that these lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from google.protobuf.message import Message
 
-from replay_client.requests import FIRST_KEY, LAST_KEY
+from replay_client.connection import Timeout
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServerClosedError,
+    ServerUnavailableError,
+    ShardDrainingError,
+)
+from replay_client.frames import Item
+from replay_client.records import MutationResult, mutation_of
+from replay_client.requests import FIRST_KEY, LAST_KEY, once
+from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
+from replay_protos import replay_pb2 as pb
 
 Keys = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+
+_MOST_REMEMBERED = 1 << 20
+"""Keys whose shard a client remembers; the one used longest ago is forgotten first."""
+_PAUSE = 0.1
+"""Seconds before the next attempt at a shard that shuts down."""
 
 
 class Rendezvous:
@@ -23,7 +49,7 @@ class Rendezvous:
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
 
-    def owners(self, keys: Keys) -> npt.NDArray[np.int64]:
+    def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
         return np.asarray(np.argmax(self._scores(keys), axis=1), dtype=np.int64)
 
@@ -43,3 +69,136 @@ class Rendezvous:
 def chosen_by_client(key: int) -> bool:
     """Whether a KeySequence chose this key at random, so that no other process can have tried it before."""
     return FIRST_KEY <= key <= LAST_KEY
+
+
+class Placement:
+    """Which shard an item of one client goes to. A key that has been tried on one shard never goes to another one."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._tried: OrderedDict[int, Shard] = OrderedDict()
+        """Keys that a shard may have and that do not belong to it, or whose insert failed there."""
+        self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
+
+    def shard_for(self, item: Item) -> Shard:
+        """The shard for an insert, by the first rule that holds.
+
+        1. The shard that this client has tried the key on before: it may have the item.
+        2. The shard that granted the permit, if it is up: so its admission counts the group.
+        3. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
+           counts as one that is not there.
+        4. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
+        5. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
+        """
+        if self._fleet.only is not None:
+            return self._fleet.only
+        if (tried := self._tried.get(item.key)) is not None:
+            return tried
+        if item.granted_by and (granted := self._fleet.named(item.granted_by)) is not None and granted.takes_inserts:
+            return granted
+        rendezvous, shards = self._ranking()
+        order = [shards[index] for index in rendezvous.order(item.key)]
+        candidates = [shard for shard in order if shard.takes_inserts or not shard.is_up] or order
+        if candidates[0].is_up or not chosen_by_client(item.key):
+            return candidates[0]
+        return next((shard for shard in candidates if shard.is_up), candidates[0])
+
+    async def insert(self, item: Item) -> None:
+        """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
+        if self._fleet.only is not None:
+            await self._fleet.only.connection.insert(item)
+            return
+        deadline = Deadline(item.timeout)
+        await self._fleet.reachable(deadline)
+        while True:
+            shard = self.shard_for(item)
+            item.timeout = deadline.seconds
+            try:
+                with shard.expected():
+                    await shard.connection.insert(item)
+                return
+            except ShardDrainingError:
+                self.forget(item.key, shard)
+                if deadline.passed:
+                    raise
+            except ServerClosedError:  # it shuts down, and did not insert this; it may have at an earlier attempt
+                self._remember(item.key, shard)
+                if self._fleet.closed or deadline.passed:
+                    raise
+                await asyncio.sleep(deadline.within(_PAUSE))
+            except ServerUnavailableError as error:
+                self._remember(item.key, shard)
+                raise ServerUnavailableError(
+                    f"shard {shard.name} may have item {item.key} already, so no other shard gets it: {error}"
+                ) from None
+            except (DeadlineExceededError, asyncio.CancelledError):
+                self._remember(item.key, shard)
+                raise
+
+    def forget(self, key: int, shard: Shard) -> None:
+        """The shard is draining and lacks the key: it may go to another one."""
+        self._tried.pop(key, None)
+        shard.is_draining()
+
+    def _remember(self, key: int, shard: Shard) -> None:
+        """An insert of this key is unsure: from now on it goes to this shard only."""
+        self._tried[key] = shard
+        self._tried.move_to_end(key)
+        if len(self._tried) > _MOST_REMEMBERED:
+            self._tried.popitem(last=False)
+
+    async def change(self, method: str, request: Message, timeout: Timeout) -> MutationResult:
+        """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.
+
+        `method` is UpdatePriorities, Delete or TakeItems. An error of one shard leaves the other shards changed.
+        """
+        if (only := self._fleet.only) is not None:
+            return mutation_of(await only.connection.unary(method, request, timeout))
+        deadline = Deadline(self._fleet.seconds(timeout))
+        up = await self._fleet.reachable(deadline)
+        rendezvous, shards = self._ranking()
+        keys = _keys_of(request)
+        owners, found = rendezvous.owners(keys), np.zeros(keys.size, dtype=np.bool_)
+
+        async def change_on(shard: Shard, rows: Rows) -> int:
+            if not rows.size:
+                return 0
+            try:
+                answer = await shard.ask(method, _part(request, rows), deadline.seconds)
+            except GONE:
+                return 0
+            found[rows] |= ~np.isin(keys[rows], np.array(answer.missing, dtype=np.uint64))
+            return int(answer.applied)
+
+        async def change_on_each(rows_for: Callable[[int], Rows]) -> int:
+            return sum(await asyncio.gather(*(change_on(shard, rows_for(shards.index(shard))) for shard in up)))
+
+        applied = await change_on_each(lambda index: np.flatnonzero(owners == index))
+        if not found.all():
+            applied += await change_on_each(lambda index: np.flatnonzero(~found & (owners != index)))
+        return MutationResult(applied, tuple(dict.fromkeys(keys[~found].tolist())))
+
+    def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:
+        """The scores of the shards that the fleet has now, and these shards in the order of the scores."""
+        if self._ranked[1] is not (shards := self._fleet.shards):
+            self._ranked = Rendezvous([shard.name for shard in shards]), shards
+        return self._ranked
+
+
+def _keys_of(request: Any) -> Keys:
+    """The keys that a request names, as (K,). Raises InvalidRequestError if it does not name one priority for each."""
+    if not isinstance(request, pb.UpdatePrioritiesRequest):
+        return np.array(request.keys, dtype=np.uint64)
+    if len(request.keys) != len(request.priorities):
+        raise InvalidRequestError(f"{len(request.keys) // 8} keys and {len(request.priorities) // 8} priorities")
+    return np.frombuffer(request.keys, dtype="<u8")
+
+
+def _part(request: Any, rows: Rows) -> Any:
+    """The request for some of its rows."""
+    if isinstance(request, pb.UpdatePrioritiesRequest):
+        keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
+        return pb.UpdatePrioritiesRequest(
+            table=request.table, keys=keys[rows].tobytes(), priorities=priorities[rows].tobytes()
+        )
+    return once(type(request)(table=request.table, keys=_keys_of(request)[rows].tolist()))

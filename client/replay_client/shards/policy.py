@@ -1,35 +1,33 @@
-"""Policy: one policy version on several shards. Every shard gets it, and the lowest confirmed one counts.
+"""Policy and permits: one policy version on all shards, and permits from the share of each.
 
-A generator must never see a version that some shard does not have yet: that shard would take its groups for newer than
-the policy. So the lowest version counts. A shard that comes back with an older one does not take the others back with
-it: the client that published a version brings such a shard up to date.
+Every shard gets a version, and the lowest confirmed one counts. A generator must never see a version that some shard
+does not have yet: that shard would take its groups for newer than the policy. A shard that comes back with an older
+version does not take the others back with it: the client that published a version brings such a shard up to date.
+
+Each shard grants permits from its own share of `groups_per_step`. While a shard is away, the others grant its share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
 
-from replay_client.aio import AsyncReplayClient
-from replay_client.errors import ReplayError
-from replay_client.records import Policy, policy_of
-from replay_client.requests import message_of
-from replay_client.shards.fleet import GONE, Deadline, Fleet
+import grpc
+
+from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.records import PermitLease, Policy, policy_of
+from replay_client.requests import once
+from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
 from replay_client.shards.merging import lowest
-from replay_client.shards.shard import Shard
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
 """Seconds after which the others make up for a shard: a connection that breaks for a moment changes nothing."""
-
-
-@dataclass(frozen=True)
-class _Published:
-    version: int
-    weights: str
-    rollback: bool
+_SECONDS_PER_ROUND = 2.0
+"""Seconds for which all shards are asked for permits at once. What more than one of them grants then goes back."""
 
 
 class PolicyBoard:
@@ -37,7 +35,7 @@ class PolicyBoard:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._published: _Published | None = None
+        self._published: pb.SetPolicyVersionRequest | None = None
         self._away: set[Shard] = set()
         """Shards for which the others make up."""
         self._groups: dict[Shard, int] = {}
@@ -47,33 +45,34 @@ class PolicyBoard:
         """An older version must not be told after a newer one, which may be lower."""
         fleet.listeners.append(self._came_or_went)
 
-    async def publish(self, version: int, weights: str, rollback: bool, deadline: Deadline) -> Policy:
+    async def publish(self, request: pb.SetPolicyVersionRequest, timeout: Timeout) -> Policy:
         """Tells all shards that are up. The others get it when they come back, as long as this client lives."""
-        published = _Published(version, weights, rollback)
+        if self._fleet.only is not None:
+            answers = await self._fleet.ask("SetPolicyVersion", request, timeout)
+            return policy_of(answers[self._fleet.only])
         async with self._one_at_a_time:
             for shard in [shard for shard in self._away if shard.is_up]:
                 with suppress(ReplayError):  # it is gone again
                     await self._bring_up_to_date(shard)
             share = self._share
-            answers = await self._fleet.ask(lambda client: _set(client, published, share, deadline.seconds), deadline)
-            self._published = published
+            answers = await self._fleet.ask("SetPolicyVersion", _with_share(request, share), timeout)
+            self._published = request
         for shard in self._fleet.shards:
             if shard not in self._groups or not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
         if share != self._share:  # a shard came or went meanwhile
             await self._tell_shares()
-        return lowest(answers.values())
-
-    async def policy(self, deadline: Deadline) -> Policy:
-        """The lowest version of the shards that are up."""
-        answers = await self._fleet.ask(lambda client: client.policy(timeout=deadline.seconds), deadline)
-        return lowest(answers.values())
+        return lowest(map(policy_of, answers.values()))
 
     async def watch(self) -> AsyncGenerator[Policy]:
         """Yields the lowest version of the shards that are up, and then each new one.
 
         A lower version than before counts only when no shard has the one before any more: the trainer rolled back.
         """
+        if self._fleet.only is not None:
+            async with aclosing(_watch(self._fleet.only.connection)) as watch:
+                async for policy in watch:
+                    yield policy
         latest: dict[Shard, Policy] = {}
         news = asyncio.Event()
         watchers: dict[Shard, asyncio.Task[None]] = {}
@@ -109,7 +108,7 @@ class PolicyBoard:
         while True:
             with suppress(*GONE):
                 if shard.is_up:
-                    async with aclosing(shard.client.watch_policy()) as watch:
+                    async with aclosing(_watch(shard.connection)) as watch:
                         async for policy in watch:
                             latest[shard] = policy
                             news.set()
@@ -136,8 +135,8 @@ class PolicyBoard:
     async def _came_back(self, shard: Shard) -> None:
         while shard.is_up:
             try:
-                admission = (await shard.client.server_info(tables=[], timeout=5.0)).admission
-                self._groups[shard] = admission.groups_per_step if admission else 0
+                info = await shard.ask("GetServerInfo", pb.GetServerInfoRequest(), 5.0)
+                self._groups[shard] = info.admission.groups_per_step  # 0 without admission
                 async with self._one_at_a_time:
                     await self._bring_up_to_date(shard)
                 break
@@ -149,21 +148,22 @@ class PolicyBoard:
         """Tells the shard the version, if it has another one. It counts as away until it has heard of it."""
         published = self._published
         assert published is not None
-        current = await shard.client.policy(timeout=5.0)
+        current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), 5.0)
         behind = current.version < published.version
         if behind or (published.rollback and current.version > published.version):
             # For versions that it missed, the others have granted its share.
-            await _set(shard.client, published, 0.0 if behind and shard in self._away else self._share, 5.0)
+            share = 0.0 if behind and shard in self._away else self._share
+            await shard.ask("SetPolicyVersion", _with_share(published, share), 5.0)
         self._away.discard(shard)
 
     async def _tell_shares(self) -> None:
         async with self._one_at_a_time:
             assert self._published is not None
-            # No rollback: it would take the shards that have done it back once more.
-            published, share = replace(self._published, rollback=False), self._share
+            request = _with_share(self._published, self._share)
+            request.rollback = False  # it would take the shards that have done it back once more
             up = [shard for shard in self._fleet.up() if self._groups.get(shard)]
             with suppress(ReplayError):  # the next version comes with the share, too
-                await self._fleet.try_to_ask(lambda client: _set(client, published, share, 5.0), up)
+                await self._fleet.try_to_ask("SetPolicyVersion", request, 5.0, up)
 
     @property
     def _share(self) -> float:
@@ -177,16 +177,98 @@ class PolicyBoard:
         return total / up if up else 1.0
 
 
-async def _set(client: AsyncReplayClient, published: _Published, share: float, timeout: float | None) -> Policy:
-    request = message_of(
-        pb.SetPolicyVersionRequest,
-        version=published.version,
-        weights=published.weights,
-        rollback=published.rollback,
-        share=share,
-    )
-    return policy_of(await client.connection.unary(client.connection.stub.SetPolicyVersion, request, timeout))
+def _with_share(request: pb.SetPolicyVersionRequest, share: float) -> pb.SetPolicyVersionRequest:
+    shared = pb.SetPolicyVersionRequest(share=share)
+    shared.MergeFrom(request)
+    return shared
 
 
 def _other_weights(policy: Policy, last: Policy) -> bool:
     return policy.version == last.version and policy.weights != last.weights
+
+
+async def _watch(connection: Connection) -> AsyncGenerator[Policy]:
+    """Yields the current policy of one server, then every new one. Connects again by itself."""
+    patience = Patience(connection, connection.timeout)
+    last: tuple[int, str] | None = None
+    while True:
+        call = connection.stub.WatchPolicy(pb.GetPolicyRequest())
+        try:
+            async for message in call:
+                patience.renew()
+                if (message.version, message.weights) != last:
+                    last = message.version, message.weights
+                    yield policy_of(message)
+        except grpc.aio.AioRpcError as error:
+            await patience.pause_or_raise(error)
+        finally:
+            call.cancel()
+
+
+class PermitOffice:
+    """Acquires and releases permits for one client."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._turn = itertools.count()
+        self._returning: set[asyncio.Task[None]] = set()
+
+    async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitLease:
+        """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
+        if self._fleet.only is not None:
+            answers = await self._fleet.ask("AcquirePermits", once(request), seconds)
+            return _lease_of(answers[self._fleet.only], self._fleet.only)
+        deadline = Deadline(seconds)
+        while True:
+            last_round = deadline.passed
+            up = await self._fleet.reachable(deadline)
+            begin = next(self._turn) % len(up)
+            for shard in up[begin:] + up[:begin]:
+                with suppress(DeadlineExceededError, *GONE):
+                    return await self._ask(shard, request, 0.0)
+            lease = await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
+            if isinstance(lease, PermitLease):
+                return lease
+            if last_round or deadline.passed:
+                raise lease
+
+    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: Timeout) -> int:
+        """Gives permits back to the shard that granted them; 0 where that shard is gone, and they end by themselves."""
+        granted = [shard for shard in self._fleet.shards if lease.shard in (shard.name, "")]
+        answers = await self._fleet.ask("ReleasePermits", once(request), timeout, granted)
+        return sum(answer.released for answer in answers.values())
+
+    async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitLease:
+        asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout))
+        return _lease_of(await shard.ask("AcquirePermits", asked, timeout), shard)
+
+    async def _race(
+        self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float
+    ) -> PermitLease | ReplayError:
+        """The first grant, or the error of one shard if there is none. Later grants go back."""
+        asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
+        error: ReplayError = self._fleet.unavailable()
+        try:
+            while asking:
+                done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    asking.remove(task)
+                    try:
+                        return task.result()
+                    except (DeadlineExceededError, *GONE) as failure:
+                        error = failure
+            return error
+        finally:
+            for task in asking:
+                returning = asyncio.create_task(self._give_back(task))
+                self._returning.add(returning)
+                returning.add_done_callback(self._returning.discard)
+
+    async def _give_back(self, asking: asyncio.Task[PermitLease]) -> None:
+        with suppress(ReplayError):
+            lease = await asking
+            await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), DEFAULT)
+
+
+def _lease_of(answer: pb.Permits, shard: Shard) -> PermitLease:
+    return PermitLease(answer.lease, answer.count, answer.ttl, shard.name)

@@ -11,6 +11,14 @@ hold, so that a client that draws all the time never asks for them alone.
 A client that goes away takes nothing with it: its streams end, and the shards take the parts back. A shard that goes
 away takes its part with it, and the others make up for it. If it may have heard that the part was taken, it is asked
 again when it comes back. Its rows then begin the next batch that is drawn in the same way.
+
+How many rows each shard gives, so that the merged batch is one of a single table:
+
+* `uniform`: a shard is drawn in proportion to the items that it has left. This is exact.
+* `prioritized`: in proportion to its total effective priority. This is exact for the first row, and for all rows of a
+  batch that allows repeats. Each further distinct row is drawn from what the rows before have left. Which items those
+  are only their shard knows, so the weight that is left is an expectation: see `expected_rest`.
+* Every other sampler has an order of its own. The shards that have something give in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +34,10 @@ import grpc
 import numpy as np
 
 from replay_client.connection import GONE_CODES, reported
-from replay_client.errors import DeadlineExceededError
+from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.records import Sample, samples_of
-from replay_client.requests import message_of
-from replay_client.sampling import AsyncSampler, DrawStream, OnLease, check_prefetch, ignore, new_id
-from replay_client.shards.drawing import Weight, most_rows, share_of_total, share_out
-from replay_client.shards.fleet import Deadline, Fleet
-from replay_client.shards.shard import Shard
+from replay_client.sampling import AsyncSampler, DrawStreams, OnLease, check_prefetch, new_id
+from replay_client.shards.fleet import LATE_SECONDS, Deadline, Fleet, Shard
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
@@ -51,26 +56,16 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 
 Part = tuple[str, int]
 """A shard's name, and the id of a draw there."""
-
-
-@dataclass(frozen=True)
-class DrawOfAll:
-    """One caller's request for a batch from all shards together."""
-
-    table: str
-    rows: int
-    least: int
-    """Rows that are enough when the time is up."""
-    distinct: bool
-    scope: str = ""
-    exclude: frozenset[int] = frozenset()
+Weight = pb.Weight
+"""What one shard could give, as replay.proto documents it."""
 
 
 @dataclass(frozen=True)
 class _Unsure:
     """A part of a batch. Its shard went away before it confirmed that this client took the part."""
 
-    draw: DrawOfAll
+    same_call: bytes
+    """The request of the batch."""
     part: Part
     samples: list[Sample]
 
@@ -79,16 +74,15 @@ MOST_UNSURE = 256
 """Parts that a client keeps to ask again; the oldest are forgotten first."""
 
 
-class Drawer:
+class Drawer(DrawStreams):
     """Draws merged batches over a stream to each shard. Until they are taken, `lease` of their samples names the part.
 
-    What is drawn and neither taken nor leased goes back when `close` ends the streams.
+    What is drawn and neither taken nor leased goes back when `close` ends the streams. A request is that of the whole
+    batch; its own timeout does not count.
     """
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._streams: dict[str, DrawStream] = {}
-        """By the name of the shard."""
+        super().__init__(fleet)
         self._rng = np.random.default_rng()
         self._turn = int(self._rng.integers(1 << 30))
         """The shard that gives first, where they give in turn."""
@@ -96,50 +90,52 @@ class Drawer:
         """By table, with the time, where they hold for a while."""
         self._unsure: deque[_Unsure] = deque(maxlen=MOST_UNSURE)
 
-    async def sample(self, draw: DrawOfAll, deadline: Deadline, lease: float) -> list[Sample]:
-        """A batch that is the caller's, or leased to the caller for `lease` seconds.
+    async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
+        """A batch that is the caller's, or leased to the caller for `request.lease` seconds.
 
-        It may have less than `draw.least` rows in one case: a shard goes away between its draw and the take, and the
+        It may have less rows than are enough in one case: a shard goes away between its draw and the take, and the
         others cannot make up for it in time.
         """
-        taken = [] if lease else await self.settled(draw)
-        while len(taken) < draw.rows:
+        _check_rows(request)
+        deadline = Deadline(seconds)
+        taken = [] if request.lease else await self.settled(request)
+        while len(taken) < request.num_samples:
             try:
-                parts = await self.draw(rest_of(draw, taken), deadline, lease)
+                parts = await self.draw(rest_of(request, taken), deadline, request.lease)
             except DeadlineExceededError:
                 if taken:  # they cannot go back, and must not be lost
                     break
                 raise
-            if lease:
+            if request.lease:
                 return parts
-            taken += await self.take(draw, parts)
-            if deadline.passed and len(taken) >= draw.least:
+            taken += await self.take(request, parts)
+            if deadline.passed and len(taken) >= _least(request):
                 break
         return taken
 
-    async def draw(self, draw: DrawOfAll, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
+    async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
         """A batch in parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
-        pause = _FIRST_PAUSE
+        pause, distinct = _FIRST_PAUSE, not request.allow_repeats
         while True:
             last_look = deadline.passed
-            age, weights = await self._weights_for(draw, deadline)
-            possible = sum(most_rows(weight, draw.distinct) for weight in weights.values())
-            rows = min(draw.rows, possible)
-            if rows == draw.rows or (last_look and rows >= max(1, draw.least)):
+            age, weights = await self._weights_for(request, deadline)
+            possible = sum(most_rows(weight, distinct) for weight in weights.values())
+            rows = min(request.num_samples, possible)
+            if rows == request.num_samples or (last_look and rows >= max(1, _least(request))):
                 self._turn += 1
                 given = list(weights.values())
-                counts = share_out(given, rows, distinct=draw.distinct, first=self._turn, rng=self._rng)
-                drawn = await self._draw_parts(draw, weights, counts, lease, weigh=age > WEIGHTS_AGE / 2)
+                counts = share_out(given, rows, distinct=distinct, first=self._turn, rng=self._rng)
+                drawn = await self._draw_parts(request, weights, counts, lease, weigh=age > WEIGHTS_AGE / 2)
                 if len(drawn) >= rows:
                     return drawn
                 self.give_back(drawn)  # somebody else was faster, or a shard went away
-                self._weights.pop(draw.table, None)
+                self._weights.pop(request.table, None)
             if last_look:
-                raise DeadlineExceededError(_reason(draw, weights, possible))
+                raise DeadlineExceededError(_reason(request, weights, possible))
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def take(self, draw: DrawOfAll, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
+    async def take(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
         """Takes samples from their shards, and returns those that the shards confirm.
 
         A shard that goes away confirms nothing: `settled` asks it again later, also for a caller that is interrupted.
@@ -150,68 +146,58 @@ class Drawer:
         try:
             taken, unsure = await self._take_parts(parts, lease)
         finally:
+            same_call = request.SerializeToString(deterministic=True)
             for part in () if lease else unsure:
-                self._unsure.append(_Unsure(draw, part, [sample for sample in samples if _part_of(sample) == part]))
+                rows = [sample for sample in samples if _part_of(sample) == part]
+                self._unsure.append(_Unsure(same_call, part, rows))
         if lease:
             return [sample for sample in samples if _part_of(sample) in taken]
         return _without_leases([sample for sample in samples if _part_of(sample) in taken])
 
-    async def settled(self, draw: DrawOfAll) -> list[Sample]:
-        """Returns rows that earlier batches of an equal draw lacked, at most `draw.rows`.
+    async def settled(self, request: pb.SampleRequest) -> list[Sample]:
+        """Returns rows that earlier batches of an equal request lacked, at most as many as it asks for.
 
         Their shard has come back, and confirms that it gave them to this client.
         """
         settled: list[Sample] = []
-        for entry in [entry for entry in self._unsure if entry.draw == draw]:
-            shard = self._fleet.by_name.get(entry.part[0])
-            too_many = len(settled) + len(entry.samples) > draw.rows
+        same_call = request.SerializeToString(deterministic=True)
+        for entry in [entry for entry in self._unsure if entry.same_call == same_call]:
+            shard = self._fleet.named(entry.part[0])
+            too_many = len(settled) + len(entry.samples) > request.num_samples
             if shard is None or not shard.is_up or too_many or entry not in self._unsure:
                 continue
             self._unsure.remove(entry)  # another call of this client must not ask for it as well
-            settled += await self.take(draw, entry.samples)
+            settled += await self.take(request, entry.samples)
         return settled
 
     def give_back(self, samples: Iterable[Sample]) -> None:
         """As far as their shards can be reached; the others take them back by themselves."""
         for name, part in {_part_of(sample) for sample in samples}:
-            if name in self._streams:
-                self._streams[name].give_up(part)
+            if (shard := self._fleet.named(name)) is not None:
+                self.stream(shard).give_up(part)
 
-    def drop_soon(self) -> None:
-        """Ends the streams, from any thread."""
-        for stream in self._streams.values():
-            stream.drop_soon()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
-
-    def _stream(self, name: str) -> DrawStream:
-        if name not in self._streams:
-            self._streams[name] = DrawStream(self._fleet.by_name[name].client.connection)
-        return self._streams[name]
-
-    async def _weights_for(self, draw: DrawOfAll, deadline: Deadline) -> tuple[float, dict[Shard, Weight]]:
+    async def _weights_for(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[float, dict[Shard, Weight]]:
         """The weight of each shard that is up, and how old they are, in seconds."""
         now = asyncio.get_running_loop().time()
-        if (known := self._weights.get(draw.table)) and _is_plain(draw) and now - known[0] <= WEIGHTS_AGE:
+        if (known := self._weights.get(request.table)) and _is_plain(request) and now - known[0] <= WEIGHTS_AGE:
             up = self._fleet.up()
             weights = {shard: known[1][shard] for shard in up if shard in known[1]}
-            rows = sum(most_rows(weight, draw.distinct) for weight in weights.values())
-            enough = rows >= draw.rows or not any(weight.ordered for weight in weights.values())
+            rows = sum(most_rows(weight, not request.allow_repeats) for weight in weights.values())
+            enough = rows >= request.num_samples or not any(weight.ordered for weight in weights.values())
             if weights and len(weights) == len(up) and enough:
                 return now - known[0], weights
         up = await self._fleet.reachable(deadline)
-        answers = await self._ask({shard: _request(draw, weigh=True) for shard in up}, _WEIGH_SECONDS)
+        answers = await self._ask({shard: _part(request, 0, 0.0, weigh=True) for shard in up}, _WEIGH_SECONDS)
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
-        self._keep(draw, weights)
+        self._keep(request, weights)
         return 0.0, weights
 
-    def _keep(self, draw: DrawOfAll, weights: dict[Shard, Weight]) -> None:
-        if _is_plain(draw):
-            self._weights[draw.table] = asyncio.get_running_loop().time(), weights
+    def _keep(self, request: pb.SampleRequest, weights: dict[Shard, Weight]) -> None:
+        if _is_plain(request):
+            self._weights[request.table] = asyncio.get_running_loop().time(), weights
 
     async def _draw_parts(
-        self, draw: DrawOfAll, weights: dict[Shard, Weight], counts: list[int], lease: float, *, weigh: bool
+        self, request: pb.SampleRequest, weights: dict[Shard, Weight], counts: list[int], lease: float, *, weigh: bool
     ) -> list[Sample]:
         given = list(weights.values())
         size, ordered = sum(weight.size for weight in given), any(weight.ordered for weight in given)
@@ -224,13 +210,13 @@ class Drawer:
         elif any(weight.consuming for weight in given):
             weigh = True  # the total weight falls with each draw, by how much only the shard knows
         requests = {
-            shard: _request(draw, num_samples=count, min_samples=1, timeout=0.0, lease=lease, weigh=weigh)
+            shard: _part(request, count, lease, weigh=weigh)
             for shard, count in zip(weights, counts, strict=True)
             if count or weigh
         }
         answers = await self._ask(requests, _ANSWER_SECONDS)
         if weigh:
-            self._keep(draw, {shard: answer.head.weight for shard, answer in answers.items()})
+            self._keep(request, {shard: answer.head.weight for shard, answer in answers.items()})
         parts = []
         for shard, (head, payloads) in answers.items():
             samples = samples_of(head, payloads, leased=True)
@@ -251,13 +237,13 @@ class Drawer:
 
         Raises the error of a shard that refuses, and then keeps no rows. So does a caller that is cancelled.
         """
-        asked = {shard: self._stream(shard.name).draw(request) for shard, request in requests.items()}
+        asked = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
-            await asyncio.wait(asked.values(), timeout=seconds)
+            await self._answered(asked, seconds)
             for shard, future in asked.items():
                 if not future.done():
-                    self._stream(shard.name).give_up(requests[shard].id)
+                    self.stream(shard).give_up(requests[shard].id)
                 elif (error := future.exception()) is None:
                     answers[shard] = future.result()
                 elif not (isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING):
@@ -270,22 +256,35 @@ class Drawer:
             raise
         return answers
 
+    async def _answered(self, asked: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
+        """Returns when all shards have answered, apart from those that hang or need more than `seconds`."""
+        if asked:
+            await asyncio.wait(asked.values(), timeout=LATE_SECONDS)
+        late = [shard for shard, future in asked.items() if not future.done()]
+        alive = await asyncio.gather(*(shard.answers() for shard in late))
+        if waited_for := [asked[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
+            await asyncio.wait(waited_for, timeout=seconds)
+
     def _give_up(self, requests: Mapping[Shard, pb.SampleRequest]) -> None:
         for shard, request in requests.items():
-            self._stream(shard.name).give_up(request.id)
+            self.stream(shard).give_up(request.id)
 
     async def _take_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
         """Returns the parts that were taken, or leased, and those whose shards did not answer."""
-        asked: dict[str, asyncio.Future[pb.SampleResponse]] = {}
+        asked: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
             ids = sorted(draw_id for owner, draw_id in parts if owner == name)
             request = pb.DrawRequest(renew=ids, seconds=lease) if lease else pb.DrawRequest(take=ids)
-            asked[name] = self._stream(name).end(request)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=_ANSWER_SECONDS)
-        answered = {name for name, future in asked.items() if future.done() and future.exception() is None}
-        taken = {(name, draw_id) for name in answered for draw_id in asked[name].result().done}
-        return taken, {(name, draw_id) for name, draw_id in parts if name not in answered}
+            if (shard := self._fleet.named(name)) is not None:
+                asked[shard] = self.stream(shard).end(request)
+        await self._answered(asked, _ANSWER_SECONDS)
+        answers = {
+            shard.name: future.result()
+            for shard, future in asked.items()
+            if future.done() and future.exception() is None
+        }
+        taken = {(name, draw_id) for name, answer in answers.items() for draw_id in answer.done}
+        return taken, {(name, draw_id) for name, draw_id in parts if name not in answers}
 
 
 class ShardedSampler(AsyncSampler):
@@ -294,17 +293,17 @@ class ShardedSampler(AsyncSampler):
     def __init__(
         self,
         fleet: Fleet,
-        draw: DrawOfAll,
+        request: pb.SampleRequest,
         prefetch: int,
         timeout: float | None,
-        lease: float = 0.0,
-        on_lease: OnLease = ignore,
+        on_lease: OnLease,
     ) -> None:
-        """`lease`: seconds for which the caller has each batch; 0: for good. `on_lease` is called before it begins."""
+        """`request.lease`: seconds for which the caller has each batch; 0: for good."""
         check_prefetch(prefetch)
-        self._drawer, self._draw = Drawer(fleet), draw
-        self._prefetch, self._wait = prefetch, timeout
-        self._lease, self._on_lease = lease, on_lease
+        _check_rows(request)
+        self._drawer, self._request = Drawer(fleet), request
+        self._prefetch, self._timeout = prefetch, timeout
+        self._lease, self._on_lease = request.lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._taken: list[Sample] = []
         """The taken rows of a batch that lost other rows with a shard. The next batch begins with them."""
@@ -314,18 +313,18 @@ class ShardedSampler(AsyncSampler):
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         if self._closed:
             raise StopAsyncIteration
-        deadline = Deadline(self._wait)
+        deadline = Deadline(self._timeout)
         if not self._taken:
-            self._taken = await self._drawer.settled(self._draw)
-        while len(self._taken) < self._draw.rows:
+            self._taken = await self._drawer.settled(self._request)
+        while len(self._taken) < self._request.num_samples:
             if self._taken:  # rows are missing: draw exactly these
-                drawn = await self._drawer.draw(rest_of(self._draw, self._taken), deadline)
+                drawn = await self._drawer.draw(rest_of(self._request, self._taken), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
                 self._draw_ahead(self._prefetch)  # the takes below ride on these draws
             if self._lease:
                 self._on_lease(drawn)
-            self._taken += await self._drawer.take(self._draw, drawn, self._lease)
+            self._taken += await self._drawer.take(self._request, drawn, self._lease)
         batch, self._taken = self._taken, []
         return batch
 
@@ -338,11 +337,11 @@ class ShardedSampler(AsyncSampler):
                 self._drawing.remove(task)
                 return task.result()
         # The same question once more, for the reason of the wait.
-        return await self._drawer.draw(self._draw, deadline)
+        return await self._drawer.draw(self._request, deadline)
 
     def _draw_ahead(self, batches: int) -> None:
         while len(self._drawing) < batches:
-            self._drawing.append(asyncio.create_task(self._drawer.draw(self._draw, Deadline(None))))
+            self._drawing.append(asyncio.create_task(self._drawer.draw(self._request, Deadline(None))))
 
     async def close(self) -> None:
         """Gives back what was drawn ahead."""
@@ -360,21 +359,29 @@ class ShardedSampler(AsyncSampler):
             self._drawer.drop_soon()
 
 
-def _request(draw: DrawOfAll, **fields: Any) -> pb.SampleRequest:
-    return message_of(
-        pb.SampleRequest,
-        table=draw.table,
-        scope=draw.scope,
-        exclude=sorted(draw.exclude),
-        allow_repeats=not draw.distinct,
-        id=new_id(),
-        **fields,
-    )
+def _part(request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool) -> pb.SampleRequest:
+    """The request to one shard, which does not wait: for `rows` rows, of which one is enough, or for its weight."""
+    part = pb.SampleRequest()
+    part.CopyFrom(request)
+    part.id, part.num_samples, part.min_samples, part.timeout = new_id(), rows, 1, 0.0
+    part.lease, part.weigh = lease, weigh
+    return part
 
 
-def _is_plain(draw: DrawOfAll) -> bool:
+def _least(request: pb.SampleRequest) -> int:
+    """Rows that are enough when the time is up."""
+    return request.min_samples if request.HasField("min_samples") else request.num_samples
+
+
+def _check_rows(request: pb.SampleRequest) -> None:
+    """No shard sees the numbers of the whole batch. Raises InvalidRequestError."""
+    if not 1 <= _least(request) <= request.num_samples:
+        raise InvalidRequestError(f"min_samples {_least(request)} must be from 1 to num_samples {request.num_samples}")
+
+
+def _is_plain(request: pb.SampleRequest) -> bool:
     """Returns whether this draw may use the weights that a shard told another draw."""
-    return not draw.scope and not draw.exclude
+    return not request.scope and not request.exclude
 
 
 def _without_leases(samples: list[Sample]) -> list[Sample]:
@@ -387,17 +394,82 @@ def _part_of(sample: Sample) -> Part:
     return sample.info.shard, sample.info.lease
 
 
-def rest_of(draw: DrawOfAll, taken: list[Sample]) -> DrawOfAll:
+def rest_of(request: pb.SampleRequest, taken: list[Sample]) -> pb.SampleRequest:
     """What is missing when `taken` is here already."""
     if not taken:
-        return draw
-    here = {sample.info.key for sample in taken} if draw.distinct else set()
-    least = max(0, draw.least - len(taken))
-    return DrawOfAll(draw.table, draw.rows - len(taken), least, draw.distinct, draw.scope, draw.exclude | here)
+        return request
+    rest = pb.SampleRequest()
+    rest.CopyFrom(request)
+    rest.num_samples = request.num_samples - len(taken)
+    rest.min_samples = max(0, _least(request) - len(taken))
+    if not request.allow_repeats:
+        rest.exclude.extend({sample.info.key for sample in taken} - set(request.exclude))
+    return rest
 
 
-def _reason(draw: DrawOfAll, weights: dict[Shard, Weight], possible: int) -> str:
+def _reason(request: pb.SampleRequest, weights: dict[Shard, Weight], possible: int) -> str:
     reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
     if not weights:
-        return f"{draw.table}: no shard answered"
-    return f"{draw.table}: {possible} of {draw.rows} samples available on {len(weights)} shards; " + "; ".join(reasons)
+        return f"{request.table}: no shard answered"
+    wanted = f"{possible} of {request.num_samples} samples available on {len(weights)} shards"
+    return f"{request.table}: {wanted}; " + "; ".join(reasons)
+
+
+def most_rows(weight: Weight, distinct: bool) -> int:
+    """How many rows the shard could give now."""
+    if distinct:
+        return int(min(weight.items, weight.samples))
+    return int(weight.samples) if weight.items else 0
+
+
+def expected_rest(weight: Weight, drawn: int) -> float:
+    """The weight that `drawn` distinct rows leave, in expectation: total * (1 - drawn / items) ** (items / effective).
+
+    `effective` is total**2 / squares, Kish's effective sample size. The formula has the right slope at 0 (a row takes
+    squares / total in expectation), is exact where all weights are equal, and is 0 when all items are drawn.
+    """
+    if drawn >= weight.items:
+        return 0.0
+    if not drawn:
+        return weight.total
+    items, effective = float(weight.items), weight.total**2 / weight.squares if weight.squares > 0 else 1.0
+    return float(weight.total * (1.0 - drawn / items) ** (items / effective))
+
+
+def share_out(
+    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, rng: np.random.Generator
+) -> list[int]:
+    """How many rows each shard gives, at most `rows` together. Ordered samplers begin with shard `first`."""
+    most = [most_rows(weight, distinct) for weight in weights]
+    counts = [0] * len(weights)
+    if any(weight.ordered for weight in weights):
+        turn = first
+        while rows and any(count < limit for count, limit in zip(counts, most, strict=True)):
+            index = turn % len(weights)
+            if counts[index] < most[index]:
+                counts[index] += 1
+                rows -= 1
+            turn += 1
+        return counts
+    rest = [weight.total if limit else 0.0 for weight, limit in zip(weights, most, strict=True)]
+    for number in rng.random(rows).tolist():
+        if (total := sum(rest)) <= 0:
+            break
+        target, index = number * total, 0
+        while index < len(rest) - 1 and target >= rest[index]:
+            target -= rest[index]
+            index += 1
+        if not rest[index]:  # rounding went past the last shard that has something
+            index = max(range(len(rest)), key=rest.__getitem__)
+        counts[index] += 1
+        if counts[index] >= most[index]:
+            rest[index] = 0.0
+        elif distinct:
+            rest[index] = expected_rest(weights[index], counts[index])
+    return counts
+
+
+def share_of_total(weights: Sequence[Weight], index: int) -> float:
+    """The probability that the first row comes from this shard."""
+    total = sum(weight.total for weight in weights)
+    return weights[index].total / total if total > 0 else 0.0

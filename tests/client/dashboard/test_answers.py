@@ -129,18 +129,6 @@ def test_with_a_token_nothing_of_the_server_is_told_without_it(pool):
 # ------------------------------------------------------------------------------------------------ what is told
 
 
-def test_a_look_tells_tables_limiters_waits_and_findings(pool, url):
-    pool.insert(make_group(), {"pool": 2.0})
-    look = next(look for look in looks_of(url) if look["server"] and look["tables"][0]["size"] == 1)
-    assert look["address"] == pool.address
-    assert look["tables"][0]["limiter"]["min_size"] == 1
-    assert look["tables"][0]["config"]["name"] == "pool"
-    assert look["verdict"]["level"] in ("ok", "warning")
-    assert {"check", "level", "message", "remedy"} == set(look["findings"][0])
-    listed = next(look for look in looks_of(url) if look["lists"].get("pool", {}).get("read") == 1)
-    assert listed["lists"]["pool"]["histograms"]["reward_mean"]["all"] == [1]
-
-
 def test_ten_viewers_cost_the_server_no_more_than_one(pool, url, monkeypatch):
     asked_at = []
 

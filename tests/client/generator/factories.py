@@ -179,8 +179,6 @@ class RecordingClient:
     released: int = 0
     refuse: list[Exception] = field(default_factory=list)
     """Raised by the next inserts, one each."""
-    gone: Exception | None = None
-    """What `policy` raises from the first refused insert on."""
     left: bool = False
     """It said that it ends."""
     insert_keys: list[int] = field(default_factory=list)
@@ -217,8 +215,6 @@ class RecordingClient:
         return key
 
     async def policy(self) -> Policy:
-        if self.gone is not None and self.insert_keys:
-            raise self.gone
         return self.current
 
     async def watch_policy(self) -> AsyncIterator[Policy]:

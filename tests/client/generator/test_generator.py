@@ -3,7 +3,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from replay_client.errors import (
     DeadlineExceededError,
     PayloadTooLargeError,
     ReplayError,
-    ServerUnavailableError,
     StaleItemError,
+    StorageError,
     TableFullError,
 )
 from replay_client.generator import (
@@ -179,17 +178,6 @@ async def test_a_group_with_nothing_to_train_on_is_skipped_and_its_permit_goes_b
     assert generator.stats["skipped"] == client.released == 3
 
 
-async def test_groups_that_keep_does_not_want_are_counted_and_give_their_permit_back() -> None:
-    client = RecordingClient(admission=True)
-    generator = make_generator(
-        client, ScriptedEngine(), max_groups=6, keep=lambda group: group.prompt_id in ("p1", "p4")
-    )
-    await generator.run()
-    assert {group.prompt_id for group, _ in client.inserts} == {"p1", "p4"}
-    assert generator.stats["filtered"] == client.released == 4
-    assert not client.leases
-
-
 async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one() -> None:
     def long(row: Any, text: str) -> bool:
         return len(text) > 1
@@ -234,17 +222,6 @@ async def test_a_slow_group_holds_up_no_other() -> None:
     slow.set()
     await task
     assert client.inserts[-1][0].prompt_id == "p0"
-
-
-async def test_prompts_may_be_rows_texts_or_messages_of_any_iterable() -> None:
-    def rows() -> Any:
-        yield {"prompt": "1+1=", "prompt_id": "row"}
-        yield "2+2="
-        yield make_prompts(1)[0]
-
-    client = RecordingClient()
-    await make_generator(client, ScriptedEngine(), prompts=rows(), reward=lambda row, text: len(row["prompt"])).run()
-    assert [bytes(group.prompt_ids.tolist()).decode() for group, _ in client.inserts] == ["1+1=", "2+2=", "0+1="]
 
 
 # ------------------------------------------------------------------------------------------------------- errors
@@ -314,18 +291,14 @@ async def test_when_nothing_but_failures_come_the_run_ends_even_if_they_are_skip
         (TableFullError("it is full"), {"when_full": "drop"}, 1, 3, "full_refused"),
         (DeadlineExceededError("it is full"), {}, 3, 5, "insert_waits"),
         (StaleItemError("lags by 9"), {}, 1, 3, "stale_refused"),
+        (StorageError("disk"), {"when_full": "drop"}, 3, 5, "server_refused"),
     ],
-    ids=[
-        "a full table is tried again",
-        "or its group dropped",
-        "a full queue is tried again",
-        "a stale group is dropped",
-    ],
+    ids=["a full table", "a full table, dropped", "a full queue", "a stale group", "storage that fails"],
 )
 async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
     monkeypatch: pytest.MonkeyPatch, error: Exception, options: Any, groups: int, attempts: int, counted: str
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.policy_follower._TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.05)
     client = RecordingClient(admission=True, refuse=[error] * 2)
     generator = make_generator(client, ScriptedEngine(), max_groups=3, **options)
     await generator.run()
@@ -344,39 +317,6 @@ async def test_a_group_that_is_too_large_for_the_server_names_its_prompt() -> No
 async def test_without_a_number_of_groups_there_must_be_admission() -> None:
     with pytest.raises(ReplayError, match=r"the server has no \[admission\]"):
         await make_generator(RecordingClient(), ScriptedEngine(), max_concurrent_groups=None).run()
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"group_size": 0},
-        {"max_concurrent_groups": 0},
-        {"reward_threads": 0},
-        {"tables": ()},
-        {"probe_tolerance": 0.0},
-        {"insert_timeout": 0.0},
-        {"reward_timeout": 0.0},
-        {"stale_timeout": 0.0},
-        {"reload": "later"},
-        {"truncated": "drop"},
-        {"on_prompt_error": "ignore"},
-        {"when_full": "evict"},
-        {"advantage_scale": "batch"},
-    ],
-)
-def test_a_configuration_that_makes_no_sense_is_refused_by_name(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        GeneratorConfig(**bad)
-
-
-async def test_a_server_that_is_gone_ends_the_run_with_its_error_and_gives_permits_back() -> None:
-    gone = ServerUnavailableError("no server at 127.0.0.1:1")
-    client = RecordingClient(admission=True, refuse=[gone] * 100, gone=gone)
-    engine = ScriptedEngine()
-    with pytest.raises(ServerUnavailableError, match="no server at"):
-        await make_generator(client, engine, max_concurrent_groups=4).run()
-    assert not client.leases
-    assert engine.closed == 1
 
 
 @pytest.mark.parametrize("ending", ["prompts run out", "stop", "failure"])
@@ -401,28 +341,20 @@ async def test_a_generator_gives_back_its_permits_and_says_that_it_ends_unless_i
     assert not client.leases
 
 
-async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest() -> None:
+@pytest.mark.parametrize("grace", [60.0, 0.05], ids=["long enough", "too short"])
+async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(grace: float) -> None:
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
-    generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=60.0)
+    generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=grace)
     task = await running(generator)
     await async_until(lambda: engine.generating == 3)
     generator.stop()
     await asyncio.sleep(0)
-    engine.let_go()
+    if grace == 60.0:
+        engine.let_go()
     await asyncio.wait_for(task, 60)
-    assert len(client.inserts) == 3
+    assert len(client.inserts) == (3 if grace == 60.0 else 0)
+    assert client.released == client.granted - len(client.inserts)
     assert not client.leases
-
-
-async def test_stop_cancels_groups_that_take_longer_than_the_grace() -> None:
-    client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
-    generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=0.05)
-    task = await running(generator)
-    await async_until(lambda: engine.generating == 3)
-    generator.stop()
-    await asyncio.wait_for(task, 60)
-    assert client.inserts == []
-    assert client.released == client.granted >= 3
     assert engine.closed == 1
 
 
@@ -692,38 +624,14 @@ async def test_a_damaged_probe_is_an_error_that_names_the_file(tmp_path: Path) -
 # --------------------------------------------------------------------------------------- with a model
 
 
-async def test_a_model_is_followed_through_versions_with_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    versions = {step: make_version(model, tmp_path / f"step-{step}", seed=step) for step in (1, 2)}
-    client, engine = RecordingClient(), TransformersEngine(model, seed=0)
-    sampling = SamplingConfig(temperature=0.8, max_tokens=12)
-    await client.publish(1, versions[1])
-    generator = make_generator(client, engine, sampling=sampling)
-    task = await running(generator)
-    await client.inserted(4)
-    await client.publish(2, versions[2])
-    await async_until(lambda: generator.stats["policy_version"] == 2)
-    shutil.rmtree(versions[1])
-    await client.inserted(len(client.inserts) + 6)
-    generator.stop()
-    await task
-    assert generator.stats["probe_max_difference"] < 1e-4
-    last = client.inserts[-1][0]
-    assert last.policy_version == 2
-    check_group(last, sampling, versions[2], atol=1e-5)
-
-
-async def test_a_probe_of_other_weights_stops_a_model(model: Path, tmp_path: Path) -> None:
-    client = RecordingClient()
-    await client.publish(1, make_version(model, tmp_path / "step-1", probe_error=0.03))
-    with pytest.raises(WeightsMismatchError, match=r"up to 0\.03 nats"):
-        await make_generator(client, TransformersEngine(model)).run()
-
-
-async def test_at_once_a_model_is_followed_with_exact_logprobs_for_every_token(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reload", ["between_groups", "at_once"])
+async def test_a_model_is_followed_with_exact_logprobs_for_every_token(
+    model: Path, tmp_path: Path, reload: Any
+) -> None:
     versions = {0: model} | {step: make_version(model, tmp_path / f"step-{step}", seed=step) for step in (1, 2, 3)}
     client = RecordingClient()
     sampling = SamplingConfig(temperature=0.8, max_tokens=50)
-    generator = make_generator(client, TransformersEngine(model, seed=0), sampling=sampling, reload="at_once")
+    generator = make_generator(client, TransformersEngine(model, seed=0), sampling=sampling, reload=reload)
     task = await running(generator)
     for step in (1, 2, 3):
         await client.inserted(len(client.inserts) + 1)
@@ -734,9 +642,10 @@ async def test_at_once_a_model_is_followed_with_exact_logprobs_for_every_token(m
     await task
     assert generator.stats["probe_max_difference"] < 1e-4
     spanning = [group for group, _ in client.inserts if group.policy_version_end is not None]
-    assert spanning
-    for group in spanning[:3]:
+    assert bool(spanning) == (reload == "at_once")
+    for group in (*spanning[:3], client.inserts[-1][0]):
         check_group(group, sampling, versions, atol=1e-5)
+    assert client.inserts[-1][0].policy_version == 3
 
 
 # --------------------------------------------------------------------------------------- metrics
@@ -791,11 +700,14 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     assert json.loads(path.read_text().splitlines()[-1])["staleness_mean"] == 5
 
 
-def test_the_blocking_form_runs_to_the_end_and_returns_the_statistics() -> None:
-    client = RecordingClient()
-    config = GeneratorConfig(group_size=2, max_groups=3)
-    stats = run_generator(lambda: client, ScriptedEngine(), make_prompts(), by_length, config)  # type: ignore[arg-type,return-value]
-    assert stats["groups"] == len(client.inserts) == 3
+async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group_and_close_the_engine(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    client, engine = RecordingClient(), ScriptedEngine()
+    with pytest.raises(OSError, match="file"):
+        await make_generator(client, engine, metrics_path=tmp_path / "file" / "metrics.jsonl").run()
+    assert (engine.closed, client.inserts) == (1, [])
 
 
 def test_the_blocking_form_stops_on_interrupt() -> None:

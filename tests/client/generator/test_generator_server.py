@@ -187,7 +187,7 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
 
 
 async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay_client.generator.policy_follower._TRIAL_SECONDS", 0.2)
+    monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.2)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
             await async_until(lambda: generator.stats["groups"] > 3)
@@ -233,25 +233,6 @@ async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog: pytest
     assert sum("the server refuses for now" in record.message for record in caplog.records) == 1
 
 
-async def test_storage_that_refuses_is_waited_for_and_nothing_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ReplayServer(tables=TABLES, port=0, data_dir=tmp_path) as server:
-        async with generating(server.address, ScriptedEngine(), max_groups=10, when_full="drop") as (
-            generator,
-            client,
-            task,
-        ):
-            with monkeypatch.context() as disk:
-                disk.setattr("replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (0, 1 << 30))
-                await async_until(lambda: generator.stats["server_refused"] > 0)
-                assert generator.stats["groups"] < 10
-                assert not task.done()
-            await task
-            assert (await client.server_info()).tables["rollouts"].size == 10
-    assert (generator.stats["groups"], generator.stats["full_refused"]) == (10, 0)
-
-
 def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +256,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
 async def test_a_server_that_is_restarted_finds_the_generator_going_on(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.server._SECONDS_PER_LOOK", 1.0)
+    monkeypatch.setattr("replay_client.generator.server.SECONDS_PER_LOOK", 1.0)
     address = f"127.0.0.1:{free_port()}"
     config = (
         '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'

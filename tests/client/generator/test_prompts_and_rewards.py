@@ -295,33 +295,25 @@ async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wai
     assert [rewards.tolist() for rewards, _ in groups] == [[1.0]] * 9
 
 
-async def test_a_function_that_says_that_it_is_thread_safe_scores_several_groups_at_a_time() -> None:
-    together = threading.Barrier(8)
-
-    @thread_safe
-    def safe(row: Any, text: str) -> float:
-        together.wait(30)  # breaks unless eight are inside
-        return 1.0
-
-    scorer = Scorer(safe)
-    await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(8)))
-
-
-@pytest.mark.parametrize(("threads", "expected"), [(None, 1), (1, 1), (3, 3)])
-async def test_other_functions_score_so_many_groups_at_a_time(threads: int | None, expected: int) -> None:
-    inside, most, lock = 0, 0, threading.Lock()
+@pytest.mark.parametrize(
+    ("threads", "safe", "expected"),
+    [(None, False, 1), (1, False, 1), (3, False, 3), (None, True, 6)],
+    ids=["one by default", "one", "three", "all of a function that says that it is thread-safe"],
+)
+async def test_a_function_scores_so_many_groups_at_a_time(threads: int | None, safe: bool, expected: int) -> None:
+    together, lock, inside, most = threading.Barrier(expected), threading.Lock(), 0, 0
 
     def blocks(row: Any, text: str) -> float:
         nonlocal inside, most
         with lock:
             inside += 1
             most = max(most, inside)
-        time.sleep(0.02)
+        together.wait(30)  # breaks unless so many are inside
         with lock:
             inside -= 1
         return 0.0
 
-    scorer = Scorer(blocks, threads=threads)
+    scorer = Scorer(thread_safe(blocks) if safe else blocks, threads=threads)
     await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(6)))
     assert most == expected
 

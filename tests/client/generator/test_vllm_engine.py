@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,14 +26,13 @@ from tests.client.generator.factories import (
     EOS,
     RecordingClient,
     check_completion,
-    check_group,
     check_scores,
     make_adapter,
     make_model,
     make_prompts,
     make_version,
 )
-from tests.factories import async_until, until
+from tests.factories import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -62,23 +62,20 @@ async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
 
 
 @on_the_engines_loop
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_k": 6, "top_p": 0.8}],
+    ids=["as they are", "at a temperature", "of the tokens kept"],
+)
 async def test_logprobs_equal_transformers_before_and_after_a_reload(
-    engine: VLLMEngine, model: Path, version: Path, temperature: float
+    engine: VLLMEngine, model: Path, version: Path, options: dict[str, Any]
 ) -> None:
-    sampling, prompt_ids = SamplingConfig(temperature=temperature, max_tokens=16), [3, 9, 4, 13]
+    sampling, prompt_ids = SamplingConfig(max_tokens=16, **options), [3, 9, 4, 13]
     for weights in (model, version):
         await engine.load_weights(str(weights), 1)
         for completion in await engine.generate(prompt_ids, sampling, 4):
             check_completion(completion, prompt_ids, sampling, weights)
         await check_scores(engine, weights)
-
-
-@on_the_engines_loop
-async def test_logprobs_are_conditional_on_the_tokens_kept(engine: VLLMEngine, model: Path) -> None:
-    sampling = SamplingConfig(temperature=0.9, top_k=6, top_p=0.8, max_tokens=12)
-    for completion in await engine.generate([3, 9], sampling, 4):
-        check_completion(completion, [3, 9], sampling, model)
 
 
 @on_the_engines_loop
@@ -114,14 +111,6 @@ async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -
 
 
 @on_the_engines_loop
-async def test_a_seed_repeats_the_completions_and_gives_each_its_own(engine: VLLMEngine) -> None:
-    sampling = SamplingConfig(seed=7, max_tokens=10)
-    first, second = [await engine.generate([3, 4], sampling, 3) for _ in range(2)]
-    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
-    assert first[0].token_ids != first[1].token_ids
-
-
-@on_the_engines_loop
 async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_completed(engine: VLLMEngine) -> None:
     prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(24)]
     requests = [engine.generate(prompt, SamplingConfig(max_tokens=4, seed=7), 8) for prompt in prompts]
@@ -129,6 +118,7 @@ async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_comp
     assert [len(group) for group in groups] == [8] * 24
     (alone,) = await asyncio.gather(engine.generate(prompts[0], SamplingConfig(max_tokens=4, seed=7), 8))
     assert [each.token_ids for each in alone] == [each.token_ids for each in groups[0]]
+    assert alone[0].token_ids != alone[1].token_ids
 
 
 async def under_way(engine: VLLMEngine) -> None:
@@ -207,32 +197,6 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
     assert {v for completion in await task for v in completion.policy_versions} == {0, 2}
     assert {v for completion in await later for v in completion.policy_versions} == {2}
     await check_scores(engine, version)
-
-
-@on_the_engines_loop
-async def test_the_generator_inserts_exact_groups_of_each_version(
-    engine: VLLMEngine, model: Path, version: Path
-) -> None:
-    class Open(VLLMEngine):  # the module's engine, left open at the end of the run
-        def __init__(self) -> None:
-            self.__dict__ = engine.__dict__
-
-        async def close(self) -> None:
-            pass
-
-    client = RecordingClient()
-    sampling = SamplingConfig(temperature=0.8, max_tokens=12)
-    config = GeneratorConfig(group_size=4, sampling=sampling, max_concurrent_groups=4)
-    generator = RolloutGenerator(client, Open(), make_prompts(), lambda row, text: len(text), config)  # type: ignore[arg-type]
-    task = asyncio.create_task(generator.run())
-    await client.inserted(6)
-    await client.publish(1, version)
-    await async_until(lambda: client.inserts[-1][0].policy_version == 1)
-    generator.stop()
-    await task
-    assert generator.stats["probe_max_difference"] < 1e-4
-    for weights, (group, _) in ((model, client.inserts[0]), (version, client.inserts[-1])):
-        check_group(group, sampling, weights)
 
 
 @pytest.mark.long

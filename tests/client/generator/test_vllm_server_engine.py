@@ -24,7 +24,7 @@ from replay_client import ReplayClient
 from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm_http import VLLMServer, VLLMServerError, VLLMServerGoneError, Weights
-from replay_client.generator.engines.vllm_server import VLLMServerEngine, _completion
+from replay_client.generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.client.generator.factories import (
@@ -549,7 +549,7 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
 async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any
 ) -> None:
-    monkeypatch.setattr("replay_client.generator.engines.vllm_server._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("replay_client.generator.engines.vllm_server.LONGEST_PAUSE", 0.05)
     weights = make_version(model, tmp_path / "step-1")
     with answering(answers_for(model)) as (url, _):
         engine = make_engine(url)
@@ -595,14 +595,14 @@ def test_versions_of_tokens_are_those_of_the_servers_spans() -> None:
         "finish_reason": "length",
     }
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "7@abc", "start": 1, "end": 3}]
-    completion = _completion(choice | {"weight_versions": spans}, "default", "7@abc")
+    completion = completion_of(choice | {"weight_versions": spans}, "default", "7@abc")
     assert completion.policy_versions == [0, 7, 7]
     assert np.isnan(completion.logprobs[1])
-    assert _completion(choice, "6@abc", "7@abc").policy_versions == [6, 6, 7]
+    assert completion_of(choice, "6@abc", "7@abc").policy_versions == [6, 6, 7]
     empty = choice | {"token_ids": [], "logprobs": {"token_logprobs": []}}
-    assert _completion(empty, "6@abc", "7@abc").policy_versions == []
+    assert completion_of(empty, "6@abc", "7@abc").policy_versions == []
     with pytest.raises(VLLMServerGoneError, match="'incomplete', which are no policy version"):
-        _completion(choice, "incomplete", "7@abc")
+        completion_of(choice, "incomplete", "7@abc")
 
 
 def test_a_label_names_the_version_and_the_files(versions: list[Path], tmp_path: Path) -> None:

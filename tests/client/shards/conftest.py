@@ -11,6 +11,7 @@ from replay_server.tables.config import AdmissionConfig
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
     TableConfig(name="pool", sampler="prioritized", remover="min_heap"),
+    TableConfig(name="one", rate_limiter={"type": "queue", "max_size": 1}),
     TableConfig(name="any", sampler="uniform"),
     TableConfig(name="fresh", rate_limiter={"type": "queue", "max_size": 1000}, max_staleness=2),
 ]

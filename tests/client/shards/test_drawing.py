@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from replay_client.shards.drawing import expected_rest, share_out
+from replay_client.shards.sampling import expected_rest, share_out
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
@@ -16,7 +16,8 @@ SHARDS, ITEMS = 4, 60
 
 
 def make_table(sampler: str, seed: int, priorities: dict[int, float], **options) -> Table:
-    table = Table(TableConfig(name="t", sampler=sampler, seed=seed, **options), time.monotonic, lambda _: None)
+    config = TableConfig(name="t", sampler=sampler, seed=seed, **options)
+    table = Table(config, time.monotonic, lambda columns, slots: columns.remove(slots))
     keys, values = list(priorities), np.array(list(priorities.values()))
     ones = np.ones(len(keys), dtype=np.int64)
     if keys:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import Segment
+from tests.server.rpc.calls import Requests
 
 CAPACITY = 1 << 16
 
@@ -38,24 +38,15 @@ def own_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-class Asking:
+class Asking(Requests):
     """A call of ShareMemory, one request after the other."""
 
     def __init__(self, stub: ReplayStub) -> None:
-        self._answers: list[pb.ShareMemoryRequest] = []
-        self._ready, self._over = threading.Semaphore(0), False
-        self.call = stub.ShareMemory(self._requests(), timeout=30)
-
-    def _requests(self):
-        while True:
-            self._ready.acquire()
-            if self._over:
-                return
-            yield self._answers.pop(0)
+        super().__init__()
+        self.call = stub.ShareMemory(iter(self), timeout=30)
 
     def __call__(self, **fields) -> pb.ShareMemoryResponse:
-        self._answers.append(pb.ShareMemoryRequest(**fields))
-        self._ready.release()
+        self.put(pb.ShareMemoryRequest(**fields))
         return next(self.call)
 
     def ring(self, capacity: int = CAPACITY) -> Segment:
@@ -63,19 +54,6 @@ class Asking:
         segment = Segment.receive(Path(opened.path), opened.ring, capacity)
         assert self(mapped=opened.ring).ring == opened.ring
         return segment
-
-    def end(self) -> None:
-        self._over = True
-        self._ready.release()
-
-
-@contextmanager
-def asking(stub: ReplayStub):
-    session = Asking(stub)
-    try:
-        yield session
-    finally:
-        session.end()
 
 
 def insert_of(key: int, ring: int, position: int, size: int) -> pb.InsertRequest:

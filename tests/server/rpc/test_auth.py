@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import struct
-import threading
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +21,7 @@ from replay_server.rpc.auth import ROLES, Role, Tokens
 from tests.certificates import make_certificate
 from tests.commands import fails, run_replay
 from tests.factories import make_group, server_process, until
+from tests.server.rpc.calls import Requests
 
 PLAIN = "[[tables]]\nname = 'plain'\n"
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
@@ -138,18 +138,11 @@ def test_the_scheme_of_the_header_may_be_in_any_case(server):
 
 
 def test_a_refused_stream_ends_before_anything_of_it_is_read(server):
-    never = threading.Event()
-
-    def requests():
-        never.wait(20)
-        yield b""
-
-    with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Draw")(requests(), timeout=15)
+    with grpc.insecure_channel(server.address) as channel, Requests() as requests:
+        call = channel.stream_stream(f"/{SERVICE}/Draw")(iter(requests), timeout=15)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is Code.UNAUTHENTICATED
-        never.set()
 
 
 @pytest.mark.parametrize(
@@ -225,21 +218,15 @@ def test_tokens_are_exchanged_while_the_server_runs(server, tokens_file, caplog)
 
 
 def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(server, tokens_file):
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(server.address) as channel, Requests() as none:
         stub = ReplayStub(channel)
         of_writer, of_reader = [bearer(TOKENS[Role.READ_WRITE])], [bearer(TOKENS[Role.READ_ONLY])]
         table = TABLES[0].name
-        opened = pb.DrawRequest(draw=pb.SampleRequest(table=table, num_samples=1, id=1 << 40))
-        never = threading.Event()
-
-        def requests(*messages):
-            yield from messages
-            never.wait(20)
-
+        draw = Requests(pb.DrawRequest(draw=pb.SampleRequest(table=table, num_samples=1, id=1 << 40)))
         calls = [
             stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_writer),
-            stub.Draw(requests(opened), metadata=of_writer),
-            stub.InsertStream(requests(), metadata=of_writer),
+            stub.Draw(iter(draw), metadata=of_writer),
+            stub.InsertStream(iter(none), metadata=of_writer),
             stub.Sample(pb.SampleRequest(table=table, num_samples=1), metadata=of_writer),  # waits for ever
         ]
         watch = stub.WatchPolicy(pb.GetPolicyRequest(), metadata=of_reader)
@@ -253,7 +240,7 @@ def test_a_revoked_token_ends_the_calls_that_are_open_with_it_and_no_others(serv
                 list(call)
             assert refusal.value.code() is Code.UNAUTHENTICATED
         assert watch.is_active()
-        never.set()
+        draw.put(None)
 
 
 def test_a_revoked_token_ends_a_stream_of_short_calls_that_is_never_idle(tokens_file, tmp_path):
@@ -416,45 +403,31 @@ def test_certificates_are_exchanged_while_the_server_runs(pki, tmp_path, caplog)
         assert works("other ca")
 
 
-def break_file(pki, tmp_path, what: str) -> dict[str, Path | None]:
-    garbage = tmp_path / "garbage"
-    garbage.write_text("-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n")
-    good = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key, "tls_client_ca": pki["ca"].cert}
-    return (
-        good
-        | {
-            "no cert file": {"tls_cert": tmp_path / "nowhere"},
-            "no key file": {"tls_key": tmp_path / "nowhere"},
-            "no ca file": {"tls_client_ca": tmp_path / "nowhere"},
-            "cert is a key": {"tls_cert": garbage},
-            "key is a cert": {"tls_key": pki["server"].cert},
-            "key is damaged": {"tls_key": garbage},
-            "key of another": {"tls_key": pki["client"].key},
-            "ca is a key": {"tls_client_ca": garbage},
-            "folder": {"tls_cert": tmp_path},
-        }[what]
-    )
+GARBAGE = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
 
 
-BROKEN = {
-    "no cert file": "tls_cert .*nowhere cannot be read: No such file",
-    "no key file": "tls_key .*nowhere cannot be read: No such file",
-    "no ca file": "ca .*nowhere cannot be read: No such file",
-    "cert is a key": "tls_cert .*garbage holds no certificate",
-    "key is a cert": "tls_key .*server.pem holds no private key",
-    "key is damaged": "tls_key .*garbage holds no private key",
-    "key of another": "tls_key .*client.key is not the key of tls_cert .*server.pem",
-    "ca is a key": "ca .*garbage holds no certificate",
-    "folder": "tls_cert .* cannot be read: Is a directory",
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_path, what):
-    files = break_file(pki, tmp_path, what)
-    with pytest.raises(ValueError, match=BROKEN[what]) as at_server:
+@pytest.mark.parametrize(
+    ("setting", "file", "words"),
+    [
+        pytest.param("tls_cert", "nowhere", "cannot be read: No such file", id="no cert file"),
+        pytest.param("tls_key", "nowhere", "cannot be read: No such file", id="no key file"),
+        pytest.param("tls_client_ca", "nowhere", "cannot be read: No such file", id="no ca file"),
+        pytest.param("tls_cert", "garbage", "holds no certificate", id="cert is a key"),
+        pytest.param("tls_key", "server.pem", "holds no private key", id="key is a cert"),
+        pytest.param("tls_key", "garbage", "holds no private key", id="key is damaged"),
+        pytest.param("tls_key", "client.key", "is not the key of tls_cert .*server.pem", id="key of another"),
+        pytest.param("tls_client_ca", "garbage", "holds no certificate", id="ca is a key"),
+        pytest.param("tls_cert", "", "cannot be read: Is a directory", id="folder"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_path, setting, file, words):
+    (tmp_path / "garbage").write_text(GARBAGE)
+    files = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key, "tls_client_ca": pki["ca"].cert}
+    files[setting] = tmp_path / file
+    line = f"{setting.removeprefix('tls_client_')} .*{file} {words}"
+    with pytest.raises(ValueError, match=line) as at_server:
         ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))
-    with pytest.raises(ValueError, match=BROKEN[what]) as at_client:
+    with pytest.raises(ValueError, match=line) as at_client:
         ReplayClient("h:1", tls=TLS(ca=files["tls_client_ca"], cert=files["tls_cert"], key=files["tls_key"]))
     for caught in (at_server, at_client):
         assert "\n" not in str(caught.value)
@@ -469,7 +442,7 @@ def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_pat
         ({"tls_client_ca": "ca.pem"}, "needs tls_cert and tls_key"),
     ],
 )
-def test_half_a_configuration_is_refused(pki, tmp_path, security, words):
+def test_half_a_configuration_is_refused(tmp_path, security, words):
     files = {name: tmp_path / value for name, value in security.items()}
     with pytest.raises(ValueError, match=words):
         ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))

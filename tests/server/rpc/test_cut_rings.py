@@ -15,8 +15,8 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from tests.factories import server_process
-from tests.server.rpc.bystander import bystander
-from tests.server.rpc.rings import asking, insert_of, open_rings, own_folder
+from tests.server.rpc.calls import bystander
+from tests.server.rpc.rings import Asking, insert_of, open_rings, own_folder
 
 TABLES = """
 [[tables]]
@@ -93,7 +93,7 @@ def client(server):
 @pytest.mark.parametrize("kind", HARM)
 def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
     key = next(KEYS)
-    with asking(stub) as session, bystander(client):
+    with Asking(stub) as session, bystander(client):
         ring = session.ring(CAPACITY)
         ring.view[HEADER : HEADER + size] = b"\7" * size
         do_harm(kind)
@@ -107,7 +107,7 @@ def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, cli
 @pytest.mark.parametrize("kind", HARM)
 def test_a_server_writes_to_a_ring_that_its_client_has_harmed(server, stub, client, kind, size):
     keys = [client.insert(bytes(size), {"pool": 1.0}) for _ in range(4)]
-    with asking(stub) as session, bystander(client):
+    with Asking(stub) as session, bystander(client):
         for method, request in [
             (stub.Sample, pb.SampleRequest(table="pool", num_samples=4, timeout=5.0)),
             (stub.Get, pb.GetRequest(keys=keys)),

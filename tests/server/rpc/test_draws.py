@@ -1,7 +1,8 @@
 """Streams of draws, spoken to message by message: what refuses, holds up or ends one draw, and what it leaves alone."""
 
-import queue
-from contextlib import closing
+import asyncio
+import time
+from contextlib import aclosing, closing
 
 import grpc
 import pytest
@@ -9,10 +10,13 @@ import pytest
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import ReplayServer, TableConfig
+from replay_server import LimitsSection, ReplayServer, TableConfig
+from replay_server.errors import Code
 from replay_server.rpc import sampling
-from tests.factories import until
-from tests.server.rpc.bystander import bystander
+from replay_server.rpc.backend import Backend
+from replay_server.tables.buffer import ReplayBuffer
+from tests.factories import turns, until
+from tests.server.rpc.calls import Requests, bystander
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}),
@@ -21,10 +25,6 @@ TABLES = [
 ]
 ID = 1 << 40
 """Of a draw."""
-NOT_FOUND, INVALID, BUSY, DEADLINE = (
-    grpc.StatusCode[name].value[0]
-    for name in ("NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-)
 
 
 @pytest.fixture
@@ -50,13 +50,11 @@ class Drawing:
     """A stream of draws that stays open. It yields the answers; `ask` sends further requests."""
 
     def __init__(self, stub: ReplayStub, *requests: pb.DrawRequest) -> None:
-        self._requests: queue.SimpleQueue[pb.DrawRequest | None] = queue.SimpleQueue()
-        self.ask(*requests)
-        self._answers = stub.Draw(iter(self._requests.get, None), timeout=60)
+        self._requests = Requests(*requests)
+        self._answers = stub.Draw(iter(self._requests), timeout=60)
 
-    def ask(self, *requests: pb.DrawRequest) -> None:
-        for request in requests:
-            self._requests.put(request)
+    def ask(self, request: pb.DrawRequest) -> None:
+        self._requests.put(request)
 
     def __next__(self) -> pb.SampleResponse:
         return next(self._answers)
@@ -75,7 +73,7 @@ def test_a_request_that_is_refused_ends_alone_and_its_stream_goes_on(stub, clien
     key = client.insert(b"x", {"plain": 1.0})
     bad, good = draw_request(table="nope"), draw_request(id=ID + 1)
     with drawing(stub, bad, pb.DrawRequest(renew=[ID]), pb.DrawRequest(), good) as answers:
-        assert [(next(answers).error.code, next(answers).error.code)] == [(NOT_FOUND, INVALID)]
+        assert [next(answers).error.code for _ in range(2)] == [Code.NOT_FOUND, Code.INVALID_ARGUMENT]
         assert next(answers).keys == [key]
 
 
@@ -111,7 +109,7 @@ def test_draws_of_one_stream_are_bounded(stub, client, monkeypatch):
     monkeypatch.setattr(sampling, "MAX_DRAWS", 3)
     with drawing(stub, *(draw_request(id=ID + n, timeout=60.0) for n in range(4))) as answers:
         refused = next(answers)
-        assert (refused.batch, refused.error.code) == (ID + 3, BUSY)
+        assert (refused.batch, refused.error.code) == (ID + 3, Code.RESOURCE_EXHAUSTED)
         assert "3 draws of this stream" in refused.error.message
         assert client.server_info().tables["plain"].sampling.count == 3
 
@@ -124,6 +122,26 @@ def test_many_draws_at_once_hold_nobody_up(stub, client):
     with drawing(stub, *draws) as drawn, bystander(client) as answers:
         assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
     assert answers
+
+
+def test_a_stream_reads_no_further_than_its_reader_takes_answers():
+    buffer = ReplayBuffer(TABLES, time.monotonic)
+    backend = Backend(buffer, LimitsSection(), None)
+    read = 0
+
+    async def requests():
+        nonlocal read
+        for read in range(1, 10_001):  # noqa: B007
+            yield pb.DrawRequest(take=[ID])
+
+    async def take_one_answer() -> None:
+        responder = sampling.DrawResponder(backend, sampling.OpenDraws(backend), "client", requests(), lambda: None)
+        async with aclosing(responder.responses()) as responses:
+            await anext(responses)
+            await turns(20_000)
+
+    asyncio.run(take_one_answer())
+    assert read <= sampling.MAX_UNANSWERED + 2
 
 
 # ---------------------------------------------------------------------- draws put off until others have been taken
@@ -145,7 +163,7 @@ def test_a_draw_that_is_put_off_ends_at_its_deadline_and_says_why(stub, client):
     with drawing(stub, draw_request(), draw_request(id=ID + 1, timeout=0.5)) as answers:
         assert next(answers).batch == ID
         late = next(answers)
-        assert (late.batch, late.error.code) == (ID + 1, DEADLINE)
+        assert (late.batch, late.error.code) == (ID + 1, Code.DEADLINE_EXCEEDED)
         assert "100 bytes that this stream has drawn ahead are not taken" in late.error.message
 
 

@@ -40,7 +40,7 @@ def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
     buffer = ReplayBuffer([TableConfig(name="pool", max_size=100_000)], lambda: 0.0)
     table = buffer.tables["pool"]
     keys = list(range(1, 50_001))
-    table.on_leave = lambda keys: None
+    table.on_leave = lambda columns, slots: columns.remove(slots)
     table.insert(keys, np.arange(1.0, 50_001), np.arange(50_000), np.ones(50_000, dtype=np.int64))
     table.delete([key for key in keys if key % 5 or key < 10_000 or key > 40_000])
     priority = table_info(buffer, table).priority
@@ -52,7 +52,7 @@ def test_the_limiter_says_where_it_stands_in_its_window(rng):
     limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 2.0, "min_size": 3, "error_buffer": 4.0}
     buffer = ReplayBuffer([TableConfig(name="pool", rate_limiter=limiter)], lambda: 0.0)
     table = buffer.tables["pool"]
-    table.on_leave = lambda keys: None
+    table.on_leave = lambda columns, slots: columns.remove(slots)
     table.insert([1, 2, 3, 4], np.ones(4), np.zeros(4), np.ones(4, dtype=np.int64))
     said = table_info(buffer, table).limiter
     assert (said.samples_per_insert, said.min_size, said.min_diff, said.max_diff) == (2.0, 3, 2.0, 10.0)

@@ -10,18 +10,12 @@ import pytest
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import (
-    Config,
-    LimitsSection,
-    ReplayServer,
-    ServerSection,
-    TableConfig,
-)
+from replay_server import Config, LimitsSection, ReplayServer, ServerSection, TableConfig
 from replay_server.config import MAX_SAMPLE_STREAMS
 from replay_server.rpc import backend, sampling
 from replay_server.tables import table as tables
 from tests.factories import until
-from tests.server.rpc.bystander import bystander
+from tests.server.rpc.calls import Requests, bystander, connection
 
 MB = 1 << 20
 TABLES = [
@@ -39,14 +33,6 @@ def server_with(max_bytes: int | None = None, max_payload_bytes: int = 1 << 30, 
         yield server
 
 
-@contextmanager
-def connection(server: ReplayServer):
-    """A connection of its own: gRPC would share one between channels with the same options."""
-    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(server.address, options) as channel:
-        yield ReplayStub(channel)
-
-
 def item(key: int, payload: bytes = b"x", *, size: int | None = None, table: str = "plain", timeout: float = 5.0):
     return pb.InsertRequest(
         keys=[key],
@@ -57,41 +43,28 @@ def item(key: int, payload: bytes = b"x", *, size: int | None = None, table: str
     )
 
 
-class Stream:
-    """An insert stream that stays open, sends what it is told to, and keeps what it hears."""
+class Stream(Requests):
+    """An insert stream that stays open, sends what is put into it, and keeps what it hears."""
 
     def __init__(self, stub: ReplayStub, *requests: pb.InsertRequest) -> None:
-        self._requests, self._more, self._end = list(requests), threading.Event(), False
-        self._more.set()
+        super().__init__(*requests)
         self.responses: list[pb.InsertResponse] = []
         self.error: grpc.RpcError | None = None
-        self._call = stub.InsertStream(self._send())
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self.call = stub.InsertStream(iter(self))
+        self.thread = threading.Thread(target=self.read, daemon=True)
+        self.thread.start()
 
-    def _send(self):
-        while not self._end:
-            self._more.wait(30)
-            self._more.clear()
-            while self._requests:
-                yield self._requests.pop(0)
-
-    def _read(self) -> None:
+    def read(self) -> None:
         try:
-            for response in self._call:
+            for response in self.call:
                 self.responses.append(response)
         except grpc.RpcError as error:
             self.error = error
 
-    def send(self, request: pb.InsertRequest) -> None:
-        self._requests.append(request)
-        self._more.set()
-
-    def close(self) -> None:
-        self._end = True
-        self._more.set()
-        self._call.cancel()
-        self._thread.join(10)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.call.cancel()
+        self.thread.join(10)
 
     @property
     def decided(self) -> int:
@@ -143,14 +116,15 @@ def test_connections_that_say_nothing_or_nonsense_block_nobody():
 
 
 def test_headers_that_are_too_large_are_refused():
-    with server_with() as server, connection(server) as stub:
-        call = lambda: stub.GetPolicy(pb.GetPolicyRequest(), metadata=[("x-large", "x" * 100_000)], timeout=10)  # noqa: E731
-        assert refused(call).code() is Code.RESOURCE_EXHAUSTED
+    with server_with() as server, connection(server.address) as stub:
+        large = [("x-large", "x" * 100_000)]
+        error = refused(lambda: stub.GetPolicy(pb.GetPolicyRequest(), metadata=large, timeout=10))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
         stub.GetPolicy(pb.GetPolicyRequest(), timeout=10)
 
 
 def test_calls_beyond_the_limit_of_the_server_are_refused_until_others_have_ended():
-    with server_with(max_calls=3) as server, connection(server) as stub:
+    with server_with(max_calls=3) as server, connection(server.address) as stub:
         waiting = [stub.Sample(pb.SampleRequest(table="plain", num_samples=1, timeout=60.0)) for _ in range(3)]
         until(lambda: refused_or_none(stub) is not None)
         error = refused_or_none(stub)
@@ -172,8 +146,8 @@ def refused_or_none(stub: ReplayStub) -> grpc.RpcError | None:
 def test_streams_beyond_the_limit_of_a_connection_wait_at_the_client_and_others_come_in():
     with (
         server_with(max_streams_per_connection=3) as server,
-        connection(server) as greedy,
-        connection(server) as other,
+        connection(server.address) as greedy,
+        connection(server.address) as other,
     ):
         waiting = [greedy.Sample(pb.SampleRequest(table="plain", num_samples=1, timeout=60.0)) for _ in range(3)]
         until(lambda: other.GetServerInfo(pb.GetServerInfoRequest()).tables[0].sampling.count == 3)
@@ -209,88 +183,85 @@ def test_an_item_in_pieces_waits_for_room_says_so_and_comes_in_when_there_is_som
     """A third client: one connection may have half of the 4 MB, and two of them fill it."""
     with (
         server_with(max_unfinished_bytes=4 * MB, max_payload_bytes=4 * MB) as server,
-        connection(server) as one,
-        connection(server) as two,
-        connection(server) as three,
+        connection(server.address) as one,
+        connection(server.address) as two,
+        connection(server.address) as three,
     ):
-        half = [Stream(stub, *in_pieces(n)) for n, stub in enumerate((one, two), start=1)]
-        until_used(three, 4 * MB, 4 * MB)
-        hasty = Stream(three, *in_pieces(3, timeout=0.3, whole=True))
-        until(lambda: hasty.errors)
-        assert hasty.errors[0].code == Code.DEADLINE_EXCEEDED.value[0]
-        patient = Stream(three, *in_pieces(4, whole=True))
-        small = Stream(three, item(5, bytes(MB)))  # complete at once: it needs no such room
-        until(lambda: small.decided == 1)
-        assert patient.decided == 0
-        half[0].send(pb.InsertRequest(payloads=bytes(MB)))
-        until(lambda: half[0].decided == 1)
-        until(lambda: patient.decided == 1)
-        assert not patient.errors
-        for stream in (*half, hasty, patient, small):
-            stream.close()
-        whole = Stream(one, *in_pieces(6, mb=4, whole=True))  # all of the room
-        until(lambda: whole.decided == 1)
-        assert not whole.errors
-        whole.close()
+        with Stream(one, *in_pieces(1)) as half, Stream(two, *in_pieces(2)), ExitStack() as streams:
+            until_used(three, 4 * MB, 4 * MB)
+            hasty = streams.enter_context(Stream(three, *in_pieces(3, timeout=0.3, whole=True)))
+            until(lambda: hasty.errors)
+            assert hasty.errors[0].code == Code.DEADLINE_EXCEEDED.value[0]
+            patient = streams.enter_context(Stream(three, *in_pieces(4, whole=True)))
+            small = streams.enter_context(Stream(three, item(5, bytes(MB))))  # complete at once: it needs no such room
+            until(lambda: small.decided == 1)
+            assert patient.decided == 0
+            half.put(pb.InsertRequest(payloads=bytes(MB)))
+            until(lambda: half.decided == patient.decided == 1)
+            assert not patient.errors
+        with Stream(one, *in_pieces(6, mb=4, whole=True)) as whole:  # all of the room
+            until(lambda: whole.decided == 1)
+            assert not whole.errors
 
 
 def test_one_connection_gets_no_more_than_half_of_the_room_and_others_get_theirs():
     with (
         server_with(max_unfinished_bytes=8 * MB, max_payload_bytes=8 * MB) as server,
-        connection(server) as greedy,
-        connection(server) as other,
+        connection(server.address) as greedy,
+        connection(server.address) as other,
+        Stream(greedy, *in_pieces(1, mb=3)),
     ):
-        held = Stream(greedy, *in_pieces(1, mb=3))
         until_used(other, 3 * MB, 8 * MB)
-        more, waits = (Stream(greedy, *in_pieces(n, mb=3, timeout=t, whole=True)) for n, t in ((2, 0.3), (3, 60.0)))
-        until(lambda: more.errors)
-        assert "no client may have over half" in more.errors[0].message
-        theirs = Stream(other, *in_pieces(4, mb=3, whole=True))
-        until(lambda: theirs.decided == 1)
-        assert not theirs.errors
-        for stream in (held, more, waits, theirs):
-            stream.close()
+        with (
+            Stream(greedy, *in_pieces(2, mb=3, timeout=0.3, whole=True)) as more,
+            Stream(greedy, *in_pieces(3, mb=3, timeout=60.0, whole=True)),
+        ):
+            until(lambda: more.errors)
+            assert "no client may have over half" in more.errors[0].message
+            with Stream(other, *in_pieces(4, mb=3, whole=True)) as theirs:
+                until(lambda: theirs.decided == 1)
+                assert not theirs.errors
 
 
 def test_an_upload_that_stalls_is_ended_and_makes_room():
     with (
         server_with(stall_timeout=2.0, max_unfinished_bytes=4 * MB, max_payload_bytes=4 * MB) as server,
-        connection(server) as slow,
-        connection(server) as other,
+        connection(server.address) as slow,
+        connection(server.address) as other,
+        Stream(slow, *in_pieces(1, mb=3)) as stalled,
     ):
-        stalled = Stream(slow, *in_pieces(1, mb=3))
         until_used(other, 3 * MB, 4 * MB)
-        waits = Stream(other, *in_pieces(2, mb=3, whole=True))
-        until(lambda: waits.decided == 1)
-        until(lambda: stalled.error is not None)
+        with Stream(other, *in_pieces(2, mb=3, whole=True)) as waits:
+            until(lambda: waits.decided == 1)
+            until(lambda: stalled.error is not None)
         assert stalled.error.code() is Code.DEADLINE_EXCEEDED
         assert "2097152 of 2097152 payload bytes are missing" in stalled.error.details()
-        stalled.close()
-        waits.close()
 
 
 def test_what_waits_for_a_table_is_bounded_for_each_connection_and_refused_beyond():
     with server_with(max_waiting_bytes=8 * MB) as server, ReplayClient(server.address, timeout=5.0) as client:
         client.insert(b"first", {"queue": 1.0})
-        with connection(server) as greedy, connection(server) as other:
-            blocked = [Stream(greedy, item(n, bytes(2 * MB), table="queue", timeout=60)) for n in (1, 2)]
-            until(lambda: waiting(client) == 2)
-            third = Stream(greedy, item(3, bytes(2 * MB), table="queue", timeout=60))
-            until(lambda: third.errors)
-            assert third.errors[0].code == Code.RESOURCE_EXHAUSTED.value[0]
-            assert "max_waiting_bytes" in third.errors[0].message
-            assert waiting(client) == 2
-            theirs = Stream(other, item(4, bytes(2 * MB), table="queue", timeout=60))
-            until(lambda: waiting(client) == 3)
-            for _ in range(4):
-                client.sample("queue", 1)
-            until(lambda: all(stream.decided == 1 for stream in (*blocked, theirs)))
-            for stream in (*blocked, third, theirs):
-                stream.close()
+        with connection(server.address) as greedy, connection(server.address) as other:
+            with ExitStack() as streams:
+
+                def insert(stub: ReplayStub, key: int) -> Stream:
+                    return streams.enter_context(Stream(stub, item(key, bytes(2 * MB), table="queue", timeout=60)))
+
+                blocked = [insert(greedy, 1), insert(greedy, 2)]
+                until(lambda: waiting(client) == 2)
+                third = insert(greedy, 3)
+                until(lambda: third.errors)
+                assert third.errors[0].code == Code.RESOURCE_EXHAUSTED.value[0]
+                assert "max_waiting_bytes" in third.errors[0].message
+                assert waiting(client) == 2
+                theirs = insert(other, 4)
+                until(lambda: waiting(client) == 3)
+                for _ in range(4):
+                    client.sample("queue", 1)
+                until(lambda: all(stream.decided == 1 for stream in (*blocked, theirs)))
             client.insert(b"full again", {"queue": 1.0})
-            all_of_it = Stream(greedy, item(5, bytes(8 * MB), table="queue", timeout=60))
-            until(lambda: waiting(client) == 1 and not all_of_it.errors)  # so nothing of the others is left
-            all_of_it.close()
+            with Stream(greedy, item(5, bytes(8 * MB), table="queue", timeout=60)) as all_of_it:
+                until(lambda: waiting(client) == 1 and not all_of_it.errors)  # so nothing of the others is left
 
 
 def waiting(client: ReplayClient) -> int:
@@ -304,7 +275,7 @@ def test_a_reader_that_does_not_read_is_given_up_and_its_samples_go_back():
     with server_with(stall_timeout=2.0) as server, ReplayClient(server.address, timeout=10.0) as client:
         for _ in range(4):
             client.insert(bytes(8 * MB), {"plain": 1.0})
-        with connection(server) as stub:
+        with connection(server.address) as stub:
             call = stub.Sample(pb.SampleRequest(table="plain", num_samples=4))
             until(lambda: in_hand(client) == 4)
             until(lambda: in_hand(client) == 0)
@@ -322,7 +293,7 @@ def in_hand(client: ReplayClient) -> int:
 def test_what_a_reader_holds_counts_until_it_is_sent():
     with (
         server_with(max_bytes=16 * MB) as server,
-        connection(server) as stub,
+        connection(server.address) as stub,
         ReplayClient(server.address, timeout=10.0) as client,
     ):
         key = client.insert(bytes(12 * MB), {"plain": 1.0})
@@ -335,20 +306,14 @@ def test_what_a_reader_holds_counts_until_it_is_sent():
 
 
 def test_sample_streams_of_a_connection_are_bounded():
-    with server_with() as server, connection(server) as stub:
+    with server_with() as server, connection(server.address) as stub:
         opening = pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=1 << 40))
-        end = threading.Event()
-
-        def stay():
-            yield opening
-            end.wait(60)
-
-        calls = [stub.Draw(stay()) for _ in range(MAX_SAMPLE_STREAMS)]
-        until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == MAX_SAMPLE_STREAMS)
-        assert refused(lambda: stub.Draw(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
-        end.set()
-        for call in calls:
-            call.cancel()
+        with ExitStack() as streams:
+            for _ in range(MAX_SAMPLE_STREAMS):
+                call = stub.Draw(iter(streams.enter_context(Requests(opening))))
+                streams.callback(call.cancel)
+            until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == MAX_SAMPLE_STREAMS)
+            assert refused(lambda: stub.Draw(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
         until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == 0)
 
 
@@ -368,7 +333,11 @@ def test_a_stream_draws_no_more_ahead_than_its_bytes_allow(monkeypatch):
 
 def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
     monkeypatch.setattr(backend, "MAX_ROWS_OUTSTANDING", 8)
-    with server_with() as server, ReplayClient(server.address, timeout=10.0) as client, connection(server) as stub:
+    with (
+        server_with() as server,
+        ReplayClient(server.address, timeout=10.0) as client,
+        connection(server.address) as stub,
+    ):
         for _ in range(4):
             client.insert(b"x", {"plain": 1.0})
         samples = [client.sample("plain", 4, lease=60.0)]
@@ -388,7 +357,11 @@ def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
 
 
 def test_the_largest_requests_hold_others_up_for_a_moment_only():
-    with server_with() as server, connection(server) as stub, ReplayClient(server.address, timeout=10.0) as other:
+    with (
+        server_with() as server,
+        connection(server.address) as stub,
+        ReplayClient(server.address, timeout=10.0) as other,
+    ):
         other.policy()
         keys = range(1 << 20)
         with bystander(other) as answers:
@@ -422,13 +395,9 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_a_compressed_message_counts_as_large_as_it_becomes(compression):
     def insert(stub: ReplayStub, size: int) -> pb.InsertResponse:
-        targets = [pb.InsertTarget(table="plain")]
-        request = pb.InsertRequest(
-            keys=[size], targets=targets, payload_sizes=[size], timeout=5.0, payloads=bytes(size)
-        )
-        return stub.Insert(request, compression=compression, timeout=60)
+        return stub.Insert(item(size, bytes(size)), compression=compression, timeout=60)
 
-    with server_with() as server, connection(server) as stub:
+    with server_with() as server, connection(server.address) as stub:
         assert insert(stub, 15 * MB).decided == 1
         with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
             insert(stub, 17 * MB)

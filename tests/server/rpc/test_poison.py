@@ -3,7 +3,6 @@
 import asyncio
 import math
 import threading
-import time
 
 import grpc
 import numpy as np
@@ -16,7 +15,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.config import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
 from tests.factories import until
-from tests.server.rpc.bystander import bystander
+from tests.server.rpc.calls import Requests, bystander
 from tests.server.rpc.vanish import hanging
 
 TABLES = [
@@ -61,9 +60,7 @@ def client(server):
 def check_unaffected(address: str) -> None:
     """Another client works at once; when it has taken its item and emptied the tables, nothing is left."""
     with ReplayClient(address, timeout=5.0) as other:
-        until(lambda: streams(other) == 0, "a stream is still open")
-        until(lambda: in_hand(other) == 0, "something is still in hand")
-        until(lambda: waiting(other) == 0, "somebody still waits")
+        until(lambda: not held(other), "something is still held for a client")
         for name, table in other.server_info().tables.items():
             left = table.consumed + table.deleted + table.evicted + table.stale
             assert table.inserts - left == table.size, f"{name} has lost count: {table}"
@@ -77,17 +74,15 @@ def check_unaffected(address: str) -> None:
             other.reset(name)
 
 
-def streams(client: ReplayClient) -> int:
+def held(client: ReplayClient) -> dict[str, int]:
+    """What the server holds for clients, as far as there is any."""
     info = client.server_info()
-    return info.insert_streams + info.sample_streams
-
-
-def in_hand(client: ReplayClient) -> int:
-    return sum(table.reserved for table in client.server_info().tables.values())
-
-
-def waiting(client: ReplayClient) -> int:
-    return sum(table.inserting.count + table.sampling.count for table in client.server_info().tables.values())
+    counts = {
+        "streams": info.insert_streams + info.sample_streams,
+        "in hand": sum(table.reserved for table in info.tables.values()),
+        "waiting": sum(table.inserting.count + table.sampling.count for table in info.tables.values()),
+    }
+    return {what: count for what, count in counts.items() if count}
 
 
 def facts(client: ReplayClient) -> dict[str, tuple]:
@@ -108,11 +103,8 @@ def insert_request(*, keys=(1,), table="plain", priorities=(), rows=(), payload=
     """One item of one byte in `plain`, unless told otherwise."""
     target = pb.InsertTarget(table=table, priorities=priorities, rows=rows)
     sizes = [len(payload)] * len(keys) if sizes is None else sizes
-    request = pb.InsertRequest(
-        keys=keys, targets=[target] * targets, payload_sizes=sizes, payloads=payload, timeout=0.0
-    )
-    request.MergeFrom(pb.InsertRequest(**fields))
-    return request
+    made = {"keys": keys, "targets": [target] * targets, "payload_sizes": sizes, "payloads": payload, "timeout": 0.0}
+    return pb.InsertRequest(**made | fields)
 
 
 def update_request(keys, priorities) -> pb.UpdatePrioritiesRequest:
@@ -129,14 +121,6 @@ def sample_request(**fields) -> pb.SampleRequest:
 
 def draw_request(**fields) -> pb.DrawRequest:
     return pb.DrawRequest(draw=sample_request(**{"id": ID} | fields))
-
-
-def permits_request(count: int = 1, **fields) -> pb.AcquirePermitsRequest:
-    return pb.AcquirePermitsRequest(count=count, **fields)
-
-
-def version_request(version: int, **fields) -> pb.SetPolicyVersionRequest:
-    return pb.SetPolicyVersionRequest(version=version, **fields)
 
 
 def changes(text: str, table: str = "plain") -> pb.UpdateTableRequest:
@@ -249,17 +233,26 @@ INVALID = [
         for bad in ("-1", "abc", "1.5", "²", "0x10", "9" * 5000, "\0")
     ),
     *((word, "UpdateTable", changes(bad)) for bad, word in BAD_CHANGES.items()),
-    *(("must be from 0", "SetPolicyVersion", version_request(bad, rollback=True)) for bad in (-1, -(2**63))),
     *(
-        ("must be from 0", "SetPolicyVersion", version_request(bad, share=share))
+        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, rollback=True))
+        for bad in (-1, -(2**63))
+    ),
+    *(
+        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, share=share))
         for bad in (2**62, 2**55, MOST_VERSIONS + 1)
         for share in (None, 4096.0)
     ),
-    ("4096", "SetPolicyVersion", version_request(1, weights="x" * (MAX_WEIGHTS + 1))),
-    *(("printable", "SetPolicyVersion", version_request(1, weights=bad)) for bad in ("a\x1b[2Jb", "a\nb")),
-    ("count must be at least 1", "AcquirePermits", permits_request(0)),
-    ("4294967295 permits: at most 65536", "AcquirePermits", permits_request(2**32 - 1)),
-    *(("timeout must be", "AcquirePermits", permits_request(timeout=bad)) for bad in (math.nan, -1.0, -math.inf)),
+    ("4096", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights="x" * (MAX_WEIGHTS + 1))),
+    *(
+        ("printable", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights=bad))
+        for bad in ("a\x1b[2Jb", "a\nb")
+    ),
+    ("count must be at least 1", "AcquirePermits", pb.AcquirePermitsRequest(count=0)),
+    ("4294967295 permits: at most 65536", "AcquirePermits", pb.AcquirePermitsRequest(count=2**32 - 1)),
+    *(
+        ("timeout must be", "AcquirePermits", pb.AcquirePermitsRequest(count=1, timeout=bad))
+        for bad in (math.nan, -1.0, -math.inf)
+    ),
     ("2 keys and 1 priorities", "UpdatePriorities", update_request([1, 2], [1.0])),
     ("8 for each", "UpdatePriorities", pb.UpdatePrioritiesRequest(table="plain", keys=bytes(12), priorities=bytes(12))),
     ("1048577 keys", "Delete", pb.DeleteRequest(table="plain", keys=range(MAX_KEYS + 1))),
@@ -338,11 +331,12 @@ def test_an_odd_but_valid_priority_does_no_harm(stub, client, priority):
 
 def test_an_item_over_the_limit_leaves_those_before_it_where_they_are(stub, client):
     too_large = insert_request(keys=[1], sizes=[(1 << 30) + 1], payload=b"x")
-    requests = [insert_request(keys=[9]), too_large]
-    responses = stub.InsertStream(iter_later(requests.pop(0), requests))
-    assert next(responses).decided == 1
-    until(lambda: not requests, "both are sent")
-    responses.cancel()
+    with Requests(insert_request(keys=[9])) as requests:
+        responses = stub.InsertStream(iter(requests))
+        assert next(responses).decided == 1
+        requests.put(too_large)
+        until(requests.empty, "both are sent")
+        responses.cancel()
     assert [item.key for item in client.list_items("plain").items] == [9]
 
 
@@ -377,7 +371,7 @@ def test_extreme_bounds_of_a_listing_only_match_less(poisoned, fields):
 
 def test_the_largest_policy_version_whose_permits_can_be_counted_is_taken(stub, client):
     for version in (1, MOST_VERSIONS):
-        stub.SetPolicyVersion(version_request(version, share=4096.0))
+        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, share=4096.0))
         assert client.server_info().policy.version == version
         assert client.acquire_permits(2).count == 2
 
@@ -401,22 +395,10 @@ def test_many_keys_and_tables_that_nobody_knows_are_only_said_to_be_missing(pois
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def iter_later(first, later):
-    """`first`, then what is put into `later`."""
-    yield first
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        if later:
-            yield later.pop(0)
-        time.sleep(0.01)
-
-
 def test_a_message_of_very_many_rows_that_enter_one_by_one_holds_nobody_up(stub, client):
     rows = 20_000
     client.update_table("plain", max_size=100, remover="min_heap")  # each row evicts, depending on the row before
-    request = pb.InsertRequest(
-        keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")], payload_sizes=[0] * rows
-    )
+    request = insert_request(keys=range(1, rows + 1), sizes=[0] * rows, payload=b"")
     with bystander(client) as answers:
         assert stub.Insert(request).decided == rows
     assert len(answers) > 3  # one or two is what others get when the server does not yield in between
@@ -508,7 +490,7 @@ def test_a_sampler_that_runs_out_of_time_loses_nothing_that_comes_just_then(clie
                 except ReplayError:
                     continue
             timer.join()
-    until(lambda: in_hand(client) == 0, "in hand")
+    until(lambda: "in hand" not in held(client))
     got += [item.key for item in client.list_items("queue").items]
     assert sorted(got) == sorted(sent)
 

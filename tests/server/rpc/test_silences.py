@@ -21,15 +21,19 @@ def context(name: str) -> SimpleNamespace:
 
 
 class Run:
-    """A trainer and a generator at a buffer whose clock the test moves."""
+    """A trainer and a generator at a buffer whose clock the test moves. They have done some steps."""
 
-    def __init__(self, *, tables=({"name": "rollouts"},), admission=None, names=("train:1", "gen:1")) -> None:
+    def __init__(
+        self, *, tables=({"name": "rollouts"},), admission=None, names=("train:1", "gen:1"), steps=0, seconds=30.0
+    ) -> None:
         self.now = 1000.0
         self.trainer, self.generator = names
         configs = [TableConfig(**table) for table in tables]
         self.buffer = ReplayBuffer(configs, lambda: self.now, admission=admission)
         self.clients = Clients(lambda: self.now)
         self.version = self.key = 0
+        for _ in range(steps):
+            self.step(seconds)
 
     def insert(self, table="rollouts", name=None):
         self.key += 1
@@ -66,9 +70,7 @@ class Run:
 
 
 def test_three_usual_intervals_after_the_last_sign_both_sides_are_gone_by_name():
-    run = Run()
-    for _ in range(6):
-        run.step(seconds=31.0)
+    run = Run(steps=6, seconds=31.0)
     run.now += 92.0
     assert run.gone() == [("generators", "rollouts")]  # its last burst was a step before the version
     run.now += 2.0
@@ -80,18 +82,14 @@ def test_three_usual_intervals_after_the_last_sign_both_sides_are_gone_by_name()
 
 
 def test_long_steps_are_no_silence():
-    run = Run()
-    for _ in range(6):
-        run.step(seconds=300.0)
+    run = Run(steps=6, seconds=300.0)
     run.now += 500.0
     assert run.gone() == []
     assert long_wait(run.buffer, run.clients) == 900.0
 
 
 def test_short_steps_leave_time_for_a_pause():
-    run = Run()
-    for _ in range(50):
-        run.step(seconds=0.5)
+    run = Run(steps=50, seconds=0.5)
     run.now += LONG_WAIT - 1
     assert run.gone() == []
     run.now += 2
@@ -99,17 +97,13 @@ def test_short_steps_leave_time_for_a_pause():
 
 
 def test_nobody_is_gone_before_the_rhythm_is_known():
-    run = Run()
-    for _ in range(3):
-        run.step()
+    run = Run(steps=3)
     run.now += 10_000.0
     assert run.gone() == []
 
 
 def test_whose_request_waits_is_there():
-    run = Run(tables=[{"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 64}}])
-    for _ in range(6):
-        run.step()
+    run = Run(tables=[{"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 64}}], steps=6)
     while run.buffer.tables["rollouts"].size:
         run.sample()
     run.buffer.sample("rollouts", SampleRequest(1, 1))
@@ -118,18 +112,14 @@ def test_whose_request_waits_is_there():
 
 
 def test_generators_that_wait_for_permits_are_there():
-    run = Run(admission=AdmissionConfig(groups_per_step=8, max_staleness=1))
-    for _ in range(6):
-        run.step()
+    run = Run(admission=AdmissionConfig(groups_per_step=8, max_staleness=1), steps=6)
     run.buffer.admission.acquire(1000, float("inf"))
     run.now += 300.0
     assert run.gone() == [("trainer", "")]
 
 
 def test_who_says_that_it_ends_is_not_missed_until_it_comes_back():
-    run = Run()
-    for _ in range(6):
-        run.step()
+    run = Run(steps=6)
     run.clients.leave(context("train:1"))
     run.clients.leave(context("gen:1"))
     run.now += 300.0
@@ -182,9 +172,7 @@ def test_a_trainer_that_publishes_nothing_is_judged_by_its_samples_and_a_pool_ma
 
 
 def test_a_client_without_a_name_is_never_missed():
-    run = Run(names=("", ""))
-    for _ in range(6):
-        run.step()
+    run = Run(names=("", ""), steps=6)
     run.now += 300.0
     assert run.gone() == []
 

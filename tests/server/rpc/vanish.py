@@ -1,23 +1,20 @@
-"""Clients that break off in the middle of something: killed, with a closed connection, or by cancelling their call.
-
-    python -m tests.server.rpc.vanish ADDRESS WHERE
-
-begins something and waits to be killed.
-"""
+"""Clients that break off in the middle of something: killed, with a closed connection, or by cancelling their call."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
+from tests.factories import start
+from tests.server.rpc.calls import Requests
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
@@ -26,12 +23,13 @@ def insert(key: int, size: int, payload: bytes, table: str = "queue") -> pb.Inse
     return pb.InsertRequest(keys=[key], targets=[pb.InsertTarget(table=table)], payload_sizes=[size], payloads=payload)
 
 
-def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
-    """The call that is under way. Its stream of requests stays open until `end`."""
+def begin(stub: ReplayStub, where: str, requests: Requests) -> Any:
+    """The call that is under way. Its stream of requests stays open."""
 
-    def and_stay(*requests: Any) -> Iterator[Any]:
-        yield from requests
-        end.wait()
+    def and_stay(*first: Any) -> Iterator[Any]:
+        for request in first:
+            requests.put(request)
+        return iter(requests)
 
     many = pb.SampleRequest(table="plain", num_samples=100)
     untaken = [pb.DrawRequest(draw=pb.SampleRequest(table="queue", num_samples=1, id=2**40 + n)) for n in range(4)]
@@ -70,32 +68,26 @@ def begin(stub: ReplayStub, where: str, end: threading.Event) -> Any:
     return call
 
 
+def begin_and_stay(address: str, where: str, there: Connection) -> None:
+    with grpc.insecure_channel(address, OPTIONS) as channel:
+        begun = begin(ReplayStub(channel), where, Requests())  # noqa: F841  # the call ends with its last reference
+        there.send("there")
+        threading.Event().wait()
+
+
 @contextmanager
 def hanging(address: str, where: str, how: str) -> Iterator[Callable[[], object]]:
     """A client that is in the middle of something. Yields what breaks it off."""
     if how == "kill":
-        command = [sys.executable, "-m", "tests.server.rpc.vanish", address, where]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        here, there = multiprocessing.get_context("forkserver").Pipe()
+        process = start(begin_and_stay, address, where, there)
         try:
-            assert process.stdout.readline() == "there\n"
+            assert here.recv() == "there"
             yield process.kill
         finally:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.join()
         return
-    end = threading.Event()
-    with grpc.insecure_channel(address, OPTIONS) as channel:
-        call = begin(ReplayStub(channel), where, end)
-        try:
-            yield channel.close if how == "close" else call.cancel
-        finally:
-            end.set()
-
-
-if __name__ == "__main__":
-    with grpc.insecure_channel(sys.argv[1], OPTIONS) as channel:
-        begun = begin(ReplayStub(channel), sys.argv[2], threading.Event())
-        print("there", flush=True)
-        threading.Event().wait()
+    with grpc.insecure_channel(address, OPTIONS) as channel, Requests() as requests:
+        call = begin(ReplayStub(channel), where, requests)
+        yield channel.close if how == "close" else call.cancel

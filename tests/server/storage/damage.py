@@ -90,7 +90,7 @@ def contents(buffer: ReplayBuffer) -> dict[int, object]:
         rows = [
             (name, *(getattr(table.columns, c)[slot].item() for c in ("priority", "order", "times_sampled", "size")))
             for name, table in buffer.tables.items()
-            if (slot := table.columns.slots.get(key)) is not None
+            if (slot := table.columns.slot(key)) is not None
         ]
         found[key] = (item.nbytes, item.policy_version, rows)
     return found

@@ -10,13 +10,14 @@ import asyncio
 import copy
 import tempfile
 from collections import deque
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from replay_server.storage import lmdb, records
+from replay_server.storage import lmdb, records, state
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
 from replay_server.storage.lmdb import LmdbStorage
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def many_small_pieces(monkeypatch):
     monkeypatch.setattr(lmdb, "CHUNK_BYTES", 7)
     monkeypatch.setattr(lmdb, "RESERVE", 0)
+    monkeypatch.setattr(state, "ITEMS_PER_SLICE", 2)
     monkeypatch.setattr(records, "wall_offset", lambda clock: 0.0)  # the clock of the model is the wall clock as well
 
 
@@ -43,18 +45,27 @@ class DurableMachine(test_model.ModelMachine):
 
     def open(self, tables):
         self.storage = LmdbStorage(Path(self.folder.name))
-        buffer = ReplayBuffer(tables, lambda: self.now, storage=self.storage, **self.rest)
-        state = self.storage.load()
-        assert (state.skipped, state.damaged) == ([], 0)
-        self.collector = ChangeCollector(buffer, state)
+        buffer = ReplayBuffer(
+            tables, lambda: self.now, storage=self.storage, rows_per_slice=test_model.ROWS_PER_SLICE, **self.rest
+        )
+        recorded = self.storage.load()
+        assert (recorded.skipped, recorded.damaged) == ([], 0)
+        self.collector = ChangeCollector(buffer, recorded)
         buffer.watchers.append(self.collector)
-        self.loading = buffer, state
+        self.loading = buffer, recorded
+        self.slices = []
         return buffer
+
+    @rule()
+    def collect_slice(self):
+        """Of the next commit. Other operations come before the rest of it."""
+        self.slices += islice(self.collector.slices(), 1)
 
     @rule()
     def commit(self):
         delta = self.collector.collect()
-        self.storage.commit(delta, *self.storage.begin_commit())
+        self.storage.commit(delta, *self.storage.begin_commit(), self.slices)
+        self.slices = []
         self.storage.end_commit(None)
         self.collector.written(delta)
         self.kept = copy.deepcopy((self.model, self.leases, self.next_key))
@@ -124,4 +135,4 @@ class DurableMachine(test_model.ModelMachine):
             assert txn.stat(self.storage._payloads)["entries"] == 0
 
 
-TestDurableModel = test_model.case_of(DurableMachine, 150)
+TestDurableModel = test_model.case_of(DurableMachine, 100)

@@ -193,7 +193,7 @@ def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
     data = disk / "data.mdb"
     data.write_bytes(data.read_bytes()[:-4096])
     for _ in range(2):
-        with pytest.raises(UnusableDirectory, match="cannot take the 10000000 bytes|No space left"):
+        with pytest.raises(UnusableDirectory, match=r"cannot take the 10000000 bytes|No space left"):
             ReplayServer(TABLES, port=0, data_dir=disk).start()
     for aside in disk.glob("replaced-*.mdb"):
         aside.unlink()
@@ -270,12 +270,13 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
     begun, go_on = threading.Event(), threading.Event()
     commit = LmdbStorage.commit
 
-    def failing(self, delta, new, gone):
+    def failing(self, *changes):
+        _, new, *_ = changes
         if new and failures:
             begun.set()
             assert go_on.wait(60)
             raise failures.pop()
-        commit(self, delta, new, gone)
+        commit(self, *changes)
 
     def insert(client, key):
         if not streamed:

@@ -25,7 +25,6 @@ class Row:
     inserted_at: float
     order: int
     sampled: int = 0
-    forwarded: bool = False
 
 
 @dataclass(eq=False)
@@ -33,6 +32,8 @@ class Item:
     nbytes: int
     version: int
     unused_permit: bool
+    forwarded: set[str] = field(default_factory=set)
+    """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
 
 
 @dataclass(eq=False)
@@ -278,8 +279,9 @@ class Reference:
             table.outstanding -= len(hand.rows)
             if table.config.forward_to is not None:
                 for row, priority in zip(hand.rows, hand.priorities, strict=True):
-                    if not row.forwarded and priority > 0:
-                        row.forwarded = True
+                    forwarded = self.items[row.key].forwarded
+                    if table.config.name not in forwarded and priority > 0:
+                        forwarded.add(table.config.name)
                         joined = self._forward(row, priority, self.tables[table.config.forward_to], events)
                         table.counts["forwarded" if joined else "forward_refused"] += 1
         del self.hands[batch_id]

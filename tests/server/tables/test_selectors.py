@@ -8,6 +8,7 @@ import pytest
 
 from replay_server.tables.columns import Columns
 from replay_server.tables.config import SelectorConfig
+from tests.factories import slots_of
 
 
 class Pool:
@@ -19,20 +20,21 @@ class Pool:
         self.rng = np.random.default_rng(7)
         self.order = 0
 
-    def insert(self, key: int, priority: float = 1.0, order: int | None = None) -> None:
+    def insert(self, key: int, priority: float = 1.0, version: int = 0) -> None:
         self.order += 1
         slots = self.columns.add([key])
         self.columns.priority[slots] = priority
-        self.columns.order[slots] = self.order if order is None else order
+        self.columns.policy_version[slots] = version
+        self.columns.order[slots] = self.order
         self.selector.insert(slots)
 
     def delete(self, key: int) -> None:
-        slots = np.array([self.columns.slots[key]])
+        slots = np.array([slots_of(self.columns)[key]])
         self.selector.delete(slots)
         self.columns.remove(slots)
 
     def update(self, **priorities: float) -> None:
-        slots = np.array([self.columns.slots[int(key[1:])] for key in priorities])
+        slots = np.array([slots_of(self.columns)[int(key[1:])] for key in priorities])
         self.columns.priority[slots] = list(priorities.values())
         self.selector.update(slots)
 
@@ -54,13 +56,14 @@ def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
     for key in range(3000):
         pool.insert(key, float(rng.integers(50)))
         if key % 3 == 2:
-            pool.delete(int(rng.choice(list(pool.columns.slots))))
+            pool.delete(int(rng.choice(list(slots_of(pool.columns)))))
     columns = pool.columns
     slots = columns.used()[::7]
     columns.priority[slots] = rng.integers(50, size=slots.size)
     pool.selector.update(slots)
     expected = sorted(
-        columns.slots, key=lambda key: (sign * columns.priority[columns.slots[key]], columns.order[columns.slots[key]])
+        slots_of(columns),
+        key=lambda key: (sign * columns.priority[slots_of(columns)[key]], columns.order[slots_of(columns)[key]]),
     )
     assert pool.select(n) == expected[:n]
 
@@ -118,7 +121,7 @@ def test_prioritized_draws_right_after_heavy_churn_over_twelve_orders_of_magnitu
     keys = np.array(list(alive))
     # Ten of about the same size among giants and dwarfs; the dwarfs must neither vanish nor be drawn too often.
     pool.update(**{f"k{key}": priority for key, priority in zip(keys[:10], np.linspace(1e6, 2e6, 10), strict=True)})
-    weights = pool.columns.priority[[pool.columns.slots[key] for key in keys]]
+    weights = pool.columns.priority[[slots_of(pool.columns)[key] for key in keys]]
     counts = dict.fromkeys(keys.tolist(), 0)
     for _ in range(200):
         slots, _ = pool.selector.select_repeated(500, pool.rng)
@@ -152,14 +155,6 @@ def test_distinct_prioritized_draws_are_successive_draws_without_replacement():
 class AgeingPool(Pool):
     """A pool whose items have policy versions; `move` sets the current one as a table does."""
 
-    def insert_version(self, key: int, priority: float, version: int) -> None:
-        self.order += 1
-        slots = self.columns.add([key])
-        self.columns.priority[slots] = priority
-        self.columns.policy_version[slots] = version
-        self.columns.order[slots] = self.order
-        self.selector.insert(slots)
-
     def move(self, version: int) -> None:
         before, self.columns.current_version = self.columns.current_version, version
         self.selector.version_moved(before)
@@ -172,7 +167,7 @@ class AgeingPool(Pool):
     def expected_shares(self, exponent: float, half_life: float) -> dict[int, float]:
         """From the definition: priority ** exponent * 2 ** (-staleness / half_life), as shares."""
         weights = {}
-        for key, slot in self.columns.slots.items():
+        for key, slot in slots_of(self.columns).items():
             staleness = max(0, self.columns.current_version - int(self.columns.policy_version[slot]))
             if (priority := float(self.columns.priority[slot])) > 0:
                 weights[key] = np.log2(priority) * exponent - staleness / half_life
@@ -185,7 +180,7 @@ def test_aged_priorities_are_drawn_in_proportion_to_what_is_left_of_them():
     pool = AgeingPool("prioritized", exponent=0.5, half_life=4.0)
     versions = np.arange(0, 40, 2)
     for key, version in enumerate(versions.tolist()):
-        pool.insert_version(key, 1.0 + key % 3, version)
+        pool.insert(key, 1.0 + key % 3, version)
     pool.move(45)
     weights = (1.0 + np.arange(20) % 3) ** 0.5 * 0.5 ** ((45 - versions) / 4.0)
     assert abs(chi_square(first_draws(pool, 20_000, 20), weights / weights.sum())) < 4
@@ -201,13 +196,15 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
             case 0 | 1:
                 for _ in range(int(rng.integers(1, 40))):
                     version = max(0, current + int(rng.integers(-30, 4)))  # some are ahead of the trainer
-                    pool.insert_version(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
+                    pool.insert(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
                     key += 1
-            case 2 if pool.columns.slots:
-                for gone in rng.choice(list(pool.columns.slots), min(20, len(pool.columns)), replace=False).tolist():
+            case 2 if slots_of(pool.columns):
+                for gone in rng.choice(
+                    list(slots_of(pool.columns)), min(20, len(pool.columns)), replace=False
+                ).tolist():
                     pool.delete(gone)
-            case 3 if pool.columns.slots:
-                chosen = int(rng.choice(list(pool.columns.slots)))
+            case 3 if slots_of(pool.columns):
+                chosen = int(rng.choice(list(slots_of(pool.columns))))
                 pool.update(**{f"k{chosen}": float(rng.random() * 4)})
             case 4:
                 pool.move(current + int(rng.choice([1, 1, 1, 7, 500])))
@@ -217,7 +214,7 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
         assert (
             len(shares)
             == pool.selector.selectable()
-            == np.count_nonzero(pool.columns.priority[list(pool.columns.slots.values())])
+            == np.count_nonzero(pool.columns.priority[list(slots_of(pool.columns).values())])
         )
         keys = list(expected)
         assert [shares[each] for each in keys] == pytest.approx([expected[each] for each in keys], rel=1e-6, abs=1e-12)
@@ -225,10 +222,10 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
 
 def test_old_items_keep_their_proportions_when_all_newer_ones_have_left():
     pool = AgeingPool("prioritized", half_life=1.0)
-    pool.insert_version(0, 1.0, 0)
-    pool.insert_version(1, 3.0, 0)
+    pool.insert(0, 1.0, 0)
+    pool.insert(1, 3.0, 0)
     pool.move(5000)
-    pool.insert_version(2, 1.0, 5000)
+    pool.insert(2, 1.0, 5000)
     assert pool.shares()[2] == pytest.approx(1.0)
     pool.delete(2)
     assert pool.shares() == pytest.approx({0: 0.25, 1: 0.75})
@@ -239,26 +236,26 @@ def test_heaps_order_by_aged_priorities_and_after_a_rollback_too(kind, sign):
     rng, half_life = np.random.default_rng(5), 4.0
     pool = AgeingPool(kind, half_life=half_life)
     for key in range(300):
-        pool.insert_version(key, float(rng.choice([0.0, 0.3, 1.0, 7.0])), int(rng.integers(200)))
+        pool.insert(key, float(rng.choice([0.0, 0.3, 1.0, 7.0])), int(rng.integers(200)))
     for current in (0, 150, 210, 90, 2, 1000):
         pool.move(current)
         columns = pool.columns
 
         def rank(key: int, columns: Columns = columns) -> tuple[float, int]:
-            slot = columns.slots[key]
+            slot = slots_of(columns)[key]
             counted = min(int(columns.policy_version[slot]), columns.current_version)
             priority = float(columns.priority[slot])
             logarithm = float(np.log2(priority)) if priority else -1e300
             return sign * (logarithm + counted / half_life), int(columns.order[slot])
 
-        assert pool.select(300) == sorted(columns.slots, key=rank)
+        assert pool.select(300) == sorted(slots_of(columns), key=rank)
 
 
 def test_the_largest_priority_at_the_largest_exponent_stays_finite_when_it_ages():
     pool = AgeingPool("prioritized", exponent=7.0, half_life=0.01)
     for version in range(3):
         pool.move(version)
-        pool.insert_version(version, 3.4e38, version)
+        pool.insert(version, 3.4e38, version)
     assert pool.shares() == pytest.approx({2: 1.0, 1: 2.0**-100, 0: 2.0**-200}, abs=1e-12)
 
 

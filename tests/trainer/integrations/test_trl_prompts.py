@@ -35,6 +35,7 @@ def rollout_with_own_prompts(prompts: list[str], trainer: Any) -> dict[str, Any]
         ],
         "completion_ids": [tokens(2 + row % 3) for row in range(len(prompts))],
         "logprobs": [[None, *[-0.5 - 0.1 * row] * (1 + row % 3)] for row in range(len(prompts))],
+        "env_mask": [[1, *[row % 2] * (1 + row % 3)] for row in range(len(prompts))],  # 0: a tool wrote them
     }
     trainer.given.append((output, copy.deepcopy(output)))
     return output
@@ -113,8 +114,12 @@ def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_pat
                 row = g * GROUP_SIZE + k
                 prompt, completion, _ = stored_row(group, k)
                 assert rows_of(output, row) == (prompt, completion)
-                expected = float(group.advantages[k]) * ratios_of(model, group, k).clamp(max=2.0)
-                found = output["advantages"][row][: len(completion)]
+                mask = torch.from_numpy(group.trained_mask[group.sampled_spans()[k]].copy()).float()
+                if kind != "environment_factory":
+                    assert mask.tolist() == [1] + [k % 2] * (len(completion) - 1)
+                    assert output["tool_mask"][row][: len(completion)].tolist() == mask.tolist()
+                expected = float(group.advantages[k]) * ratios_of(model, group, k).clamp(max=2.0) * mask
+                found = output["advantages"][row][: len(completion)] * mask
                 torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
                 replaced += 1
     assert replaced >= GROUP_SIZE

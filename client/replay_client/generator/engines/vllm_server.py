@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
 """Servers that one request may be sent to before its failure is an error."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
+_FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
 """Seconds between two questions whether a server is back; doubled each time."""
 
 
@@ -140,7 +140,7 @@ class VLLMServerEngine:
             raise VLLMServerGoneError(f"{server.url} was started again, and has its first weights")
         if any(choice["finish_reason"] == "abort" for choice in choices):
             raise VLLMServerGoneError(f"{server.url} aborted a completion")
-        return [_completion(choice, before, after) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        return [completion_of(choice, before, after) for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     async def load_weights(self, path: str, version: int) -> None:
         self._weights = Weights.of(path, version)
@@ -148,7 +148,7 @@ class VLLMServerEngine:
         await asyncio.gather(*(self._load(server) for server in self._servers if not self._is_away(server)))
         usable = asyncio.ensure_future(self._usable_server())
         try:
-            while not (await asyncio.wait({usable}, timeout=_LONGEST_PAUSE))[0]:
+            while not (await asyncio.wait({usable}, timeout=LONGEST_PAUSE))[0]:
                 Weights.of(path, version)  # the trainer may have removed it for a newer one
             usable.result()
         finally:
@@ -269,12 +269,12 @@ class VLLMServerEngine:
 
         await failed(error)
         await asyncio.sleep(_FIRST_PAUSE)
-        await patiently(use_again, failed, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
+        await patiently(use_again, failed, first=_FIRST_PAUSE, longest=LONGEST_PAUSE)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 
 
-def _completion(choice: dict[str, Any], before: str, after: str) -> Completion:
+def completion_of(choice: dict[str, Any], before: str, after: str) -> Completion:
     """`before`, `after`: labels around the request. They give the first and the last token's version where the server
     does not give each token's."""
     tokens = choice["token_ids"]

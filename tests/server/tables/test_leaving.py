@@ -1,0 +1,231 @@
+"""Large changes: they are one moment for whoever looks, and what they leave behind is cleared away in slices."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from replay_client import AsyncReplayClient
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_server import ReplayServer
+from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.state import ChangeCollector
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleRequest
+
+ROWS = 25
+IN_A_SLICE = 10
+SLICES = 3
+
+NO_STALE = {"max_staleness": 1}
+REMOVALS = [
+    pytest.param({}, lambda buffer: buffer.update_table("t", {"max_size": 1}), 1, id="a smaller table"),
+    pytest.param(NO_STALE, lambda buffer: buffer.set_policy_version(5, ""), 0, id="a version that makes all stale"),
+    pytest.param({}, lambda buffer: buffer.delete("t", list(range(1, ROWS))), 1, id="a delete"),
+    pytest.param({}, lambda buffer: buffer.reset("t"), 0, id="a reset"),
+]
+
+
+def filled(
+    n: int = ROWS, *, tables=("t",), permits: int = 0, nbytes: int = 1, settings=None, **options
+) -> ReplayBuffer:
+    """A buffer with the items 1 to n, all of them in each of the tables."""
+    configs = [TableConfig(name=name, **(settings or {})) for name in tables]
+    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, **options)
+    insert(buffer, range(1, n + 1), tables, permits, nbytes)
+    return buffer
+
+
+def insert(buffer, keys, tables=("t",), permits: int = 0, nbytes: int = 1) -> object:
+    """None, or what waits."""
+    n = len(keys)
+    rows = InsertBatch(
+        list(keys),
+        {name: np.ones(n) for name in tables},
+        np.zeros(n, np.int64),
+        np.full(n, nbytes),
+        [(b"x" * nbytes,)] * n,
+        permits,
+    )
+    at = 0
+    while at < n:
+        inserted, pending = buffer.insert(rows[at:])
+        if pending is not None:
+            return pending
+        at += inserted
+    return None
+
+
+def clear_all(buffer: ReplayBuffer) -> int:
+    """How many slices there were."""
+    slices = 0
+    while buffer.items.leaving:
+        buffer.clear_slice()
+        slices += 1
+    return slices
+
+
+@pytest.mark.parametrize("sampler", ["fifo", "lifo", "uniform", "prioritized", "min_heap"])
+@pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)
+def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, change, left, sampler):
+    buffer = filled(settings={"sampler": sampler, **settings})
+    change(buffer)
+    table = buffer.tables["t"]
+    for slices in range(SLICES, -1, -1):
+        assert len(buffer.items.leaving) == slices
+        assert (table.size, table.bytes, table.sampler.selectable(), table.remover.selectable()) == (left,) * 4
+        there = [key for key in range(1, ROWS + 1) if key in table]
+        assert [key for key in range(1, ROWS + 1) if not buffer.items.gone(key)] == there
+        assert table.columns.key[table.columns.used()].tolist() == there
+        assert len(buffer.items) == left + max(0, ROWS - left - (SLICES - slices) * IN_A_SLICE)
+        buffer.clear_slice()
+    assert buffer.bytes == left
+
+
+@pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)
+def test_what_came_between_two_slices_is_not_cleared_away_with_them(settings, change, left):
+    buffer = filled(settings=settings)
+    change(buffer)
+    buffer.set_policy_version(0, "", rollback=True)
+    buffer.update_table("t", {"max_size": 100})
+    for key in range(101, 131):
+        buffer.clear_slice()
+        assert insert(buffer, [key]) is None
+    assert buffer.tables["t"].size == left + 30
+    assert len(buffer.items) == left + 30
+
+
+def test_an_item_of_two_tables_stays_in_the_other_one():
+    buffer = filled(tables=("t", "other"))
+    buffer.reset("t")
+    assert not any(buffer.items.gone(key) for key in range(1, ROWS + 1))
+    assert clear_all(buffer) == SLICES
+    assert (buffer.tables["t"].size, buffer.tables["other"].size, len(buffer.items)) == (0, ROWS, ROWS)
+    buffer.reset()
+    buffer.reset()  # two such changes at once
+    assert clear_all(buffer) == SLICES
+    assert buffer.items == {}
+
+
+def test_an_item_that_is_not_cleared_away_yet_can_be_forwarded_to_its_table_again():
+    configs = [TableConfig(name="t", forward_to="kept"), TableConfig(name="kept")]
+    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE)
+    insert(buffer, range(1, ROWS + 1), ("t", "kept"))
+    buffer.reset("kept")
+    batch, _ = buffer.sample("t", SampleRequest(ROWS, ROWS)).result()
+    buffer.take(batch)
+    clear_all(buffer)
+    assert (buffer.tables["kept"].size, len(buffer.items)) == (ROWS, ROWS)
+    buffer.reset()
+    clear_all(buffer)
+    assert buffer.items == {}
+
+
+@pytest.mark.parametrize("when_full", ["evict", "block"])
+def test_an_insert_that_lacks_bytes_clears_away_as_much_as_it_needs(when_full):
+    buffer = filled(settings={"when_full": when_full}, max_bytes=ROWS)
+    buffer.reset("t")
+    assert insert(buffer, [100]) is None
+    assert len(buffer.items.leaving) == SLICES - 1
+    assert buffer.tables["t"].size == 1
+
+
+def test_an_insert_that_waits_for_bytes_enters_when_their_slice_is_cleared_away():
+    buffer = filled(settings={"when_full": "block"}, max_bytes=ROWS)
+    pending = insert(buffer, [100])
+    assert pending is not None
+    buffer.delete("t", list(range(1, ROWS)))
+    assert pending.done
+    assert 100 in buffer.tables["t"]
+
+
+def test_permits_of_removed_groups_are_free_at_once():
+    admission = AdmissionConfig(table="t", groups_per_step=ROWS, max_staleness=0)
+    buffer = filled(0, admission=admission)
+    grant = buffer.admission.acquire(ROWS, 1.0)
+    insert(buffer, range(1, ROWS + 1), permits=grant.result().id)
+    assert (buffer.admission.accepted, buffer.admission.capacity) == (ROWS, 0)
+    buffer.reset("t")
+    assert (buffer.admission.accepted, buffer.admission.capacity) == (0, ROWS)
+    clear_all(buffer)
+    assert (buffer.admission.accepted, buffer.items) == (0, {})
+
+
+def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path: Path):
+    storage = LmdbStorage(tmp_path)
+    buffer = filled(0, storage=storage)
+    collector = ChangeCollector(buffer)
+    buffer.watchers.append(collector)
+
+    def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
+        delta = collector.collect()
+        storage.commit(delta, *storage.begin_commit())
+        storage.end_commit(None)
+        collector.written(delta)
+
+    insert(buffer, range(1, ROWS + 1))
+    commit(storage, collector)
+    buffer.update_table("t", {"max_size": 1})
+    buffer.clear_slice()
+    commit(storage, collector)
+    assert len(buffer.items.leaving) == SLICES - 1
+    storage.close()
+    again = LmdbStorage(tmp_path)
+    state = again.load()
+    assert (state.items.items["key"].tolist(), state.skipped, state.damaged) == ([ROWS], [], 0)
+    assert again.changed  # payloads without an item are to be deleted
+    commit(again, ChangeCollector(ReplayBuffer([TableConfig(name="t")], lambda: 0.0), state))
+    assert not again.changed
+    again.load()
+    assert not again.changed
+    again.close()
+
+
+async def test_another_table_is_served_while_a_large_removal_is_cleared_away():
+    many = 200_000
+    tables = [TableConfig(name="large"), TableConfig(name="other")]
+    server, started = ReplayServer(tables, 0, shared_memory=False), asyncio.Event()
+    running = asyncio.create_task(server.run(started.set))
+    await started.wait()
+    async with AsyncReplayClient(server.address) as client, grpc.aio.insecure_channel(server.address) as channel:
+        stub = ReplayStub(channel)
+        for start in range(0, many, 50_000):
+            keys = range(start + 1, start + 50_001)
+            await stub.Insert(pb.InsertRequest(keys=keys, targets=[pb.InsertTarget(table="large")]))
+        await stub.Insert(pb.InsertRequest(keys=[many + 1], targets=[pb.InsertTarget(table="other")]))
+        changing = asyncio.create_task(client.update_table("large", max_size=1))
+        held = []
+        while not held or held[-1] != 2:
+            await client.sample("other", 1)
+            held.append(server.items)
+        assert any(2 < items < many for items in held)
+        assert (await changing).size == 1
+    server.request_stop()
+    await running
+
+
+def test_what_changes_between_two_slices_of_a_commit_is_in_it_as_it_is_at_the_end(monkeypatch):
+    monkeypatch.setattr("replay_server.storage.state.ITEMS_PER_SLICE", IN_A_SLICE)
+    buffer = filled()
+    collector = ChangeCollector(buffer)
+    buffer.watchers.append(collector)
+    keys = np.arange(1, ROWS + 1, dtype=np.uint64)
+    buffer.update_priorities("t", keys, np.full(ROWS, 2.0))
+    slices = collector.slices()
+    first = next(slices).items.items["key"].tolist()
+    assert len(first) == IN_A_SLICE
+    buffer.update_priorities("t", np.array(first[:1], dtype=np.uint64), np.array([3.0]))
+    buffer.delete("t", first[1:2])
+    assert len(next(slices).items) == IN_A_SLICE
+    assert next(slices, None) is None
+    last = collector.collect()
+    at_the_end = dict(zip(last.items.items["key"].tolist(), last.items.rows["priority"].tolist(), strict=True))
+    assert at_the_end.pop(first[0]) == 3.0
+    assert last.removed == first[1:2]
+    assert list(at_the_end.values()) == [2.0] * (ROWS - 2 * IN_A_SLICE)
+    assert not collector.pending()
