@@ -12,7 +12,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import AuthenticationError
 from replay_server import ReplayServer, SecuritySection, TableConfig
-from replay_server.rpc import clients as rpc_clients
+from replay_server.rpc import info as rpc_info
 from tests.commands import run_replay
 from tests.factories import until
 
@@ -40,7 +40,7 @@ with ReplayClient(sys.argv[1]) as client, client.sampler("rollouts", lease=60.0)
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(rpc_clients, "LONG_WAIT", 3.0)  # for 20 s
+    monkeypatch.setattr(rpc_info, "LONG_WAIT", 3.0)  # for 20 s
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 100_000})]
     with ReplayServer(tables, port=0, max_bytes="1GB") as server:
         yield server

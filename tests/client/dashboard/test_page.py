@@ -13,7 +13,7 @@ from replay_client.dashboard import app
 from replay_client.dashboard.app import Settings
 from replay_client.generator.prompts import Prompt
 from replay_server import ReplayServer, TableConfig
-from replay_server.rpc import clients as rpc_clients
+from replay_server.rpc import info as rpc_info
 from tests.client.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.client.dashboard.load import HOSTILE, make_tokenizer
 from tests.factories import make_group, server_process
@@ -91,7 +91,7 @@ LONG_NAME = "rollouts-of-the-second-environment-with-long-answers"
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
 def test_it_says_first_what_blocks_the_run_and_cuts_nothing_off_and_then_that_it_goes_on(opened, monkeypatch, viewport):
     for name in ("LONG_WAIT", "FIRST_STEPS"):
-        monkeypatch.setattr(rpc_clients, name, 1.0)
+        monkeypatch.setattr(rpc_info, name, 1.0)
     queue = TableConfig(name=LONG_NAME, rate_limiter={"type": "queue", "max_size": 2})
     with ReplayServer(tables=[queue], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
         writer = client.writer()
@@ -114,7 +114,7 @@ def test_it_says_first_what_blocks_the_run_and_cuts_nothing_off_and_then_that_it
 
 
 def test_a_trainer_that_is_gone_is_named(opened, monkeypatch):
-    monkeypatch.setattr(rpc_clients, "LONG_WAIT", 1.0)
+    monkeypatch.setattr(rpc_info, "LONG_WAIT", 1.0)
     with (
         ReplayServer(tables=[TableConfig(name="pool")], port=0) as server,
         ReplayClient(server.address, name="trainer-a") as client,
