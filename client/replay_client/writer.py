@@ -27,7 +27,7 @@ from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_item
 from replay_client.records import Buffer, PermitLease
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.shards.fleet import Fleet, Shard
+from replay_client.shards.fleet import LATE_SECONDS, Fleet, Shard
 from replay_client.shards.placing import Placement
 from replay_client.shared_memory import SharedInserts
 from replay_client.streams import end_stream
@@ -291,6 +291,7 @@ class InsertLine:
     async def _stream(self, connection: Connection, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
         call = connection.payloads.InsertStream()
+        doubting = asyncio.create_task(self._doubt()) if self.shard.name else None
         reader = asyncio.create_task(self._read(call, patience))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
@@ -308,8 +309,18 @@ class InsertLine:
             if not self.in_flight and await end_stream(call, reader):
                 call.keep_ring()
             call.cancel()
+            if doubting is not None:
+                doubting.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()
+
+    async def _doubt(self) -> None:
+        """Asks a shard of several for a sign of life while it acknowledges nothing: new items may go to others."""
+        while True:
+            oldest = self._unacknowledged[0] if self._unacknowledged else None
+            await asyncio.sleep(LATE_SECONDS)
+            if oldest is not None and self._unacknowledged and self._unacknowledged[0] is oldest:
+                self.shard.doubt()
 
     def _next_items(self, worth: bool = True) -> list[Item]:
         with self._lock:

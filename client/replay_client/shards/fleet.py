@@ -6,6 +6,10 @@ watched nor waited for, and its connection tries again and raises the errors.
 
 With several servers, each shard has a watcher that keeps a connection open and tells when it comes or breaks. A
 question goes to the shards that are up. Where one of them goes away with its answer, the answers of the others count.
+
+A server can also hang, stopped or swapping, while its connection stands. So who waits for LATE_SECONDS for an answer
+asks that shard for a sign of life. A shard that gives none counts as away for everybody, and is asked again in the
+background until it answers. What was sent to it before may still be done.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import grpc
 from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
@@ -25,6 +30,7 @@ from replay_client.access import Access, split_addresses
 from replay_client.connection import Connection, Timeout, Unset, check_timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
 from replay_client.shards.ray_names import RayNames
+from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
 
@@ -32,6 +38,11 @@ GONE = (ServerUnavailableError, ServerClosedError)
 """Errors that mean: this shard does not answer, another one may."""
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
+LATE_SECONDS = 0.5
+"""Seconds after which a shard that has not answered is asked for a sign of life."""
+_SIGNS, _SIGN_SECONDS = 2, 1.0
+"""A shard hangs if it misses so many signs of life in a row, each within so many seconds. One alone may be missed
+because this process stood still."""
 _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
 _LOOK_AGAIN = 0.5
@@ -68,7 +79,7 @@ class Shard:
         """`name` is "" for the only server of a client. `names` finds the address where it is None."""
         self.name = name
         self.is_up = False
-        """Whether the connection stands. Any thread may read it."""
+        """Whether the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
         """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
         self.decided = asyncio.Event()
@@ -79,6 +90,10 @@ class Shard:
         self._connection = None if address is None else connect(address)
         self._running: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
+        """Asks for a sign of life."""
+        self._waking: asyncio.Task[None] | None = None
+        """Asks a shard that hangs until it answers."""
 
     @property
     def connection(self) -> Connection:
@@ -119,13 +134,35 @@ class Shard:
         task = asyncio.create_task(work)
         self._running.add(task)
         try:
-            await asyncio.wait({task})
+            with self.expected():
+                await asyncio.wait({task})
         finally:
             self._running.discard(task)
             task.cancel()
         if task.cancelled():
             raise ServerUnavailableError(f"the connection to shard {self.name} broke")
         return task.result()
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Asks for a sign of life if the answer for which the block waits is late."""
+        timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def doubt(self) -> None:
+        """Asks for a sign of life, on the running event loop. A shard that gives none counts as away until it does."""
+        if self._doubting is None or self._doubting.done():
+            self._doubting = asyncio.create_task(self._doubt())
+
+    async def answers(self) -> bool:
+        """As `doubt`. Returns whether the shard is up."""
+        self.doubt()
+        assert self._doubting is not None
+        await asyncio.wait({self._doubting})
+        return self.is_up
 
     async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
         """This shard's answer to one request. Raises as `run`."""
@@ -136,9 +173,10 @@ class Shard:
         return await self.run(work())
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        tasks = [task for task in (self._watching, self._doubting, self._waking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._connection is not None:
             await self._connection.close()
 
@@ -170,6 +208,28 @@ class Shard:
         except TimeoutError:
             if self.decided.is_set():
                 self._tell(False)
+
+    async def _doubt(self) -> None:
+        for _ in range(_SIGNS):
+            if not await self._is_silent():
+                return
+        self._tell(False)
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._until_it_answers())
+
+    async def _until_it_answers(self) -> None:
+        while await self._is_silent():
+            pass
+        channel = self.connection.channel
+        if channel.get_state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
+            self._tell(True)
+
+    async def _is_silent(self) -> bool:
+        try:
+            await self.connection.stub.GetPolicy(pb.GetPolicyRequest(), timeout=_SIGN_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # any other error is an answer, or the watcher's
+        return False
 
     async def _find(self, names: RayNames) -> None:
         address = None
