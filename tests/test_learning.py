@@ -86,10 +86,10 @@ def test_every_kind_of_arm_spends_its_budget_and_reports_where_it_stood(name, mo
     monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
     monkeypatch.setattr(loop, "load_task", lambda _: COIN)
     arm = ARMS[name]
-    done = loop.run(arm, loop.Settings("coin", "rare", 0, 1e-4, 3000), tmp_path)
+    done = loop.run(arm, loop.Settings("coin", "rare", 0, 1e-4, 1000), tmp_path)
     curve = np.array(done["curve"])
     assert (np.diff(curve, axis=0)[:, :5] > 0).all()
-    assert curve[-1, statistics.GENERATED] >= 3000
+    assert curve[-1, statistics.GENERATED] >= 1000
     assert (done["means"]["replayed"] > 0) == (name in ("replace", "share50"))
     if name == "share50":
         assert curve[-1, statistics.TRAINED] > curve[-1, statistics.GENERATED]
@@ -101,7 +101,7 @@ def test_a_run_repeats_exactly(monkeypatch, tmp_path):
     curves = []
     for _ in range(2):
         monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
-        done = loop.run(ARMS["share50"], loop.Settings("coin", "rare", 0, 1e-4, 2000), tmp_path)
+        done = loop.run(ARMS["share50"], loop.Settings("coin", "rare", 0, 1e-4, 500), tmp_path)
         curves.append([(point[0], point[1], point[-1]) for point in done["curve"]])
     assert curves[0] == curves[1]
 
