@@ -148,6 +148,8 @@ def show(
     timeout: Timeout = 5.0,
 ) -> None:
     """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    from replay_client.dashboard.group import dump, item_facts
+
     with connect(access, timeout) as client:
         found = ask(lambda: client.get([key]))
     if not found:
@@ -162,8 +164,6 @@ def show(
     except ValueError as error:
         group, problem = None, str(error)
     if as_json:
-        from replay_client.dashboard.group import item_facts
-
         document = item_facts(item) | {"group": None}
         if group is None:
             document["problem"] = problem
@@ -179,7 +179,7 @@ def show(
         out.print(line, soft_wrap=True)
     if group is None:
         out.print(f"payload: {problem}", soft_wrap=True)
-        out.print(*_dump(bytes(item.payload[:_HEAD])), sep="\n")
+        out.print(*dump(item.payload[:_HEAD]), sep="\n")
         return
     for text in _group_lines(group, decoder, tokens):
         out.print(text, soft_wrap=True)
@@ -326,9 +326,3 @@ def _tokens(count: int) -> str:
 
 def _array(values: list[Any]) -> str:
     return " ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
-
-
-def _dump(head: bytes) -> list[str]:
-    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
-    rows = [head[at : at + 16] for at in range(0, len(head), 16)]
-    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]

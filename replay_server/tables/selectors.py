@@ -80,7 +80,7 @@ class Selector(ABC):
         return np.repeat(slots, n), np.repeat(probabilities, n)
 
 
-class Listed(Selector):
+class Placed(Selector):
     """Keeps its slots in one array, and the place of each of them, so that many slots go in one pass over arrays."""
 
     def __init__(self, columns: Columns) -> None:
@@ -105,7 +105,7 @@ class Listed(Selector):
         return bool(slot < self._place.size and self._place[slot] >= 0)
 
 
-class Fifo(Listed):
+class Fifo(Placed):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
     To give an item back is O(size) if older and newer items are there.
@@ -237,7 +237,7 @@ class Heap(Selector):
         return _certain(slots[:n])
 
 
-class Uniform(Listed):
+class Uniform(Placed):
     """Selects every item with the same probability. An operation is O(1) for each slot."""
 
     # The first `_count` of `_slots` are in use, in no order.

@@ -1,6 +1,6 @@
 """Long work: for how long the event loop of a server stands still while it works on a million items.
 
-    python -m benchmarks.long_work [--items 1000000]   # prints the table of docs/performance.md
+    python -m benchmarks.server.long_work [--items 1000000]   # prints the table of docs/performance.md
 
 The server runs on the main thread, and its client on another one. Beside the server a ticker runs at every turn of the
 event loop, and remembers the longest turn. It counts CPU time of that thread: what else the machine does has no part
@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from benchmarks.tables import markdown
@@ -58,6 +57,8 @@ class Load:
 
     def __init__(self, address: str, ticker: Ticker, items: int, count: Callable[[], int]) -> None:
         """`count` tells how many items the server holds."""
+        import grpc  # after the client, which sets how grpc works
+
         self._count = count
         self._client = ReplayClient(address, timeout=600.0)
         self._stub = ReplayStub(grpc.insecure_channel(address))
@@ -95,31 +96,36 @@ class Load:
         assert not response.errors, response.errors[:1]
 
     def _fill(self) -> None:
-        self._keys = np.zeros(0, dtype=np.uint64)
-        while self._keys.size < self._items:
-            self._measure(f"an insert of {ROWS:,} rows", lambda: self._insert(ROWS))
+        def insert_all() -> None:
+            while self._keys.size < self._items:
+                self._insert(ROWS)
+
+        self._measure(f"inserts of {ROWS:,} rows, while the table grows to {self._items:,}", insert_all)
+
+    def _empty(self, **settings: Any) -> None:
+        self._client.update_table(TABLE, max_size=2 * self._items, **settings)
+        self._client.reset(TABLE)
+        self._settle()
+        self._keys = self._keys[:0]
 
     def run(self) -> None:
-        many, version = f"{self._items:,}", 0
+        client, many = self._client, f"{self._items:,}"
         self._fill()
         updates = dict.fromkeys(self._keys[:UPDATED].tolist(), 0.5)
-        self._measure(f"new priorities for {UPDATED:,} keys", lambda: self._client.update_priorities(TABLE, updates))
-        self._measure(f"a reset of {many} items", lambda: self._client.reset(TABLE))
+        self._measure(f"new priorities for {UPDATED:,} keys", lambda: client.update_priorities(TABLE, updates))
+        half = self._items // 2
+        self._measure(f"`max_size` halved, of {many} items", lambda: client.update_table(TABLE, max_size=half))
+        self._keys = self._keys[half:]
+        client.update_table(TABLE, max_size=2 * self._items)
+        self._measure(f"an insert of {ROWS:,} rows", lambda: self._insert(ROWS))
         self._fill()
-        self._measure(
-            f"`max_size` halved, of {many} items", lambda: self._client.update_table(TABLE, max_size=self._items // 2)
-        )
-        self._client.update_table(TABLE, max_size=2 * self._items)
-        self._client.reset(TABLE)
+        self._measure(f"a reset of {many} items", lambda: client.reset(TABLE))
+        self._empty()
         self._fill()
-        self._measure(f"`max_size=1`, of {many} items", lambda: self._client.update_table(TABLE, max_size=1))
-        self._client.update_table(TABLE, max_size=2 * self._items, max_staleness=1)
-        self._client.reset(TABLE)
+        self._measure(f"`max_size=1`, of {many} items", lambda: client.update_table(TABLE, max_size=1))
+        self._empty(max_staleness=1)
         self._fill()
-        version += 5
-        self._measure(
-            f"a version that drops {many} stale items", lambda: self._client.set_policy_version(version, "weights")
-        )
+        self._measure(f"a version that drops {many} stale items", lambda: client.set_policy_version(5, "weights"))
         self._client.close()
 
 

@@ -1,6 +1,6 @@
 """What metrics cost: the same load in turn on a server without metrics_address and on one that is scraped every second.
 
-    python -m benchmarks.metrics_overhead [--rounds 15]
+    python -m benchmarks.server.metrics_overhead [--rounds 15]
 
 Steps of some 20 ms alternate between the two, in the order ABBA, until each has worked for a second; in the middle
 of it is one scrape. The ratio of the times of such a round is what counts: what else the machine does in it hits both.
