@@ -257,7 +257,7 @@ class Fleet:
     """All shards of one client."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
-        """Raises ValueError for an address that comes twice, and for a ray:// address without shards."""
+        """Raises ValueError for a ray:// address without shards."""
         check_timeout(timeout)
         self.address = access.address
         """host:port of the server; several with commas; or the name of the shards in Ray."""
@@ -270,16 +270,15 @@ class Fleet:
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._names = RayNames.of(access.address)
-        given = split_addresses(access.address) if self._names is None else self._names.find()
-        if len(set(given)) < len(given):
-            raise ValueError(f"addresses must differ: {given}")
+        given = split_addresses(access.address)
+        names = list(given) if self._names is None else self._names.find()
         is_one = self._names is None and len(given) == 1
-        self.shards = [self._make_shard(name, "" if is_one else name) for name in given]
+        self.shards = [self._make_shard("" if is_one else name, given.get(name)) for name in names]
         self.only = self.shards[0] if is_one else None
         """The server of a client of one; None: there are several, or Ray may add some."""
 
-    def _make_shard(self, given: str, name: str) -> Shard:
-        shard = Shard(name, self._connection_to, given if self._names is None else None, self._names)
+    def _make_shard(self, name: str, address: str | None) -> Shard:
+        shard = Shard(name, self._connection_to, address, self._names)
         shard.changed = self._changed
         return shard
 
@@ -434,7 +433,7 @@ class Fleet:
             listed = await names.listed()
             if not listed or set(listed) == known.keys():
                 continue
-            self.shards = [known.get(name) or self._make_shard(name, name) for name in listed]
+            self.shards = [known.get(name) or self._make_shard(name, None) for name in listed]
             for shard in self.shards:
                 shard.watch()
             for name in known.keys() - set(listed):

@@ -50,7 +50,8 @@ def hangs(tmp_path):
 
 @pytest.fixture
 def client(hangs):
-    with ReplayClient(hangs.addresses, timeout=60.0) as client:
+    # Less than the 40 s after which gRPC itself gives up a connection that stands still.
+    with ReplayClient(hangs.addresses, timeout=20.0) as client:
         yield client
 
 
@@ -88,7 +89,10 @@ def test_a_writer_goes_on_with_the_others(client, hangs):
 def test_an_insert_whose_answer_is_open_stays_with_it(client, hangs):
     client.insert(b"x", {"pool": 1.0})
     hangs.stop()
-    inserts = [threading.Thread(target=client.insert, args=(b"x", {"pool": 1.0}), kwargs={"key": n}) for n in range(30)]
+    inserts = [
+        threading.Thread(target=client.insert, args=(b"x", {"pool": 1.0}), kwargs={"key": number, "timeout": 120.0})
+        for number in range(30)
+    ]
     for insert in inserts:
         insert.start()
     until(lambda: is_away(client, hangs))
