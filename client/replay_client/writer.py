@@ -282,8 +282,8 @@ class InsertLine:
         except ReplayError as error:
             pipeline.ended(self, error)
         except asyncio.CancelledError:
+            # Not raised again: the task would keep these frames, and the ring with them, until a garbage collection.
             pipeline.ended(self, ServerClosedError("the writer was closed while it had work to do"))
-            raise
         except Exception as error:  # a bug: fail, or callers would wait for ever
             pipeline.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
