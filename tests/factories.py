@@ -217,6 +217,14 @@ def sample_of(metric: str, **labels: str) -> tuple[Any, ...]:
     return (metric, *sorted(labels.items()))
 
 
+def tokens_file(folder: Path, *tokens: str) -> Path:
+    """A file of tokens ("read-only:…") that its owner alone can read."""
+    path = folder / "tokens"
+    path.write_text("\n".join(tokens))
+    path.chmod(0o600)
+    return path
+
+
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.learning import loop, model, report, run, statistics
-from benchmarks.learning.arms import ARMS, Arm
+from benchmarks.learning.arms import ARMS
 from benchmarks.learning.prompts import prompt_choice
-from benchmarks.learning.tasks import TASKS, Task, load_task, make_problems
+from benchmarks.learning.tasks import TASKS, Task, make_problems
 from replay_client.scoring import group_advantages
 from replay_trainer.batching import to_batch
 from replay_trainer.demo import task as demo
@@ -44,13 +44,6 @@ def test_answers_are_right():
         assert [int(part[::-1]) for part in answer.split()] == [first + second, first + second + third]
         prompt, answer = TASKS["sort"].problem(rng)
         assert sorted(prompt[:-1]) == list(answer)
-
-
-def test_a_task_that_is_not_there_is_refused_by_name():
-    with pytest.raises(ValueError, match="'chess'; there are sums, steps, sort"):
-        load_task("chess")
-    with pytest.raises(ValueError, match="is a function"):
-        load_task("benchmarks.learning.tasks:make_problems")
 
 
 def test_the_exact_solve_rate_is_the_mean_probability_of_the_answers():
@@ -93,10 +86,10 @@ def test_every_kind_of_arm_spends_its_budget_and_reports_where_it_stood(name, mo
     monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
     monkeypatch.setattr(loop, "load_task", lambda _: COIN)
     arm = ARMS[name]
-    done = loop.run(arm, loop.Settings("coin", "rare", 0, 1e-4, 3000), tmp_path)
+    done = loop.run(arm, loop.Settings("coin", "rare", 0, 1e-4, 1000), tmp_path)
     curve = np.array(done["curve"])
     assert (np.diff(curve, axis=0)[:, :5] > 0).all()
-    assert curve[-1, statistics.GENERATED] >= 3000
+    assert curve[-1, statistics.GENERATED] >= 1000
     assert (done["means"]["replayed"] > 0) == (name in ("replace", "share50"))
     if name == "share50":
         assert curve[-1, statistics.TRAINED] > curve[-1, statistics.GENERATED]
@@ -108,7 +101,7 @@ def test_a_run_repeats_exactly(monkeypatch, tmp_path):
     curves = []
     for _ in range(2):
         monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), problems))
-        done = loop.run(ARMS["share50"], loop.Settings("coin", "rare", 0, 1e-4, 2000), tmp_path)
+        done = loop.run(ARMS["share50"], loop.Settings("coin", "rare", 0, 1e-4, 500), tmp_path)
         curves.append([(point[0], point[1], point[-1]) for point in done["curve"]])
     assert curves[0] == curves[1]
 
@@ -189,13 +182,3 @@ def test_the_published_table_has_the_arms_seeds_and_solve_rates_of_its_records()
     rows = [row.split(" | ")[:4] for row in report.table(records)]
     assert len(rows) > 10
     assert [row for row in rows if row not in published] == []
-
-
-def test_jobs_of_one_seed_come_before_those_of_the_next_and_a_record_names_its_job():
-    arguments = run.parse(["--arms", "plain", "half", "--tasks", "sums", "--seeds", "4", "5"])
-    jobs = list(run.jobs(arguments))
-    assert [(job[3], job[0]) for job in jobs] == [(4, "plain"), (4, "half"), (5, "plain"), (5, "half")]
-    arm, task, regime, seed, rate, budget = jobs[0]
-    made = {"arm": arm, "task": task, "regime": regime, "seed": seed, "learning_rate": rate, "budget": budget}
-    assert run.identity(made) == jobs[0]
-    assert isinstance(ARMS[arm], Arm)

@@ -56,9 +56,28 @@ def joined_addresses(address: str | Sequence[str]) -> str:
     return ",".join(address)
 
 
-def split_addresses(address: str) -> list[str]:
-    """The addresses in a text with commas. Empty for a ray:// address: Ray knows the addresses."""
-    return [] if address.startswith(RAY_SCHEME) else [one.strip() for one in address.split(",")]
+def split_addresses(address: str) -> dict[str, str]:
+    """host:port by the name of each server, from a text with commas. Empty for a ray:// address: Ray knows both.
+
+    `NAME=host:port` gives a server its name. Another one is called by its address, in one spelling. Raises ValueError
+    for a name that cannot be used or comes twice.
+    """
+    if address.startswith(RAY_SCHEME):
+        return {}
+    servers: dict[str, str] = {}
+    for one in address.split(","):
+        given, equals, where = one.strip().rpartition("=")
+        host, colon, port = where.lower().rpartition(":")
+        name = given if equals else f"{'127.0.0.1' if host == 'localhost' else host}{colon}{port}"
+        if equals and (not given or "/" in given or len(given) > MOST_NAME or any(not "!" <= x <= "~" for x in given)):
+            raise ValueError(
+                f"address {one!r}: a name before = has at most {MOST_NAME} printable ASCII characters, without spaces "
+                f"and /"
+            )
+        if name in servers:
+            raise ValueError(f"addresses and their names must differ: {name} comes twice in {address}")
+        servers[name] = where
+    return servers
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class Access:
     """All settings, checked together with their files. Raises ValueError with the remedy."""
 
     address: str = DEFAULT_ADDRESS
-    """host:port, several of these with commas, or ray://NAMESPACE/NAME"""
+    """host:port, several of these with commas, each perhaps as NAME=host:port, or ray://NAMESPACE/NAME"""
     token: str | None = field(default=None, repr=False)
     tls: TLS | None = None
     """None: not encrypted."""
@@ -102,7 +121,7 @@ class Access:
             check_token(self.token, "token")
         if self.name is not None:
             check_name(self.name)
-        for address in split_addresses(self.address):
+        for address in split_addresses(self.address).values():
             self._check(address)
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
 
@@ -153,7 +172,7 @@ class Access:
         files = {name: setting(f"tls_{name}") for name in ("ca", "cert", "key", "server_name")}
         wanted = _flag(*found["tls"]) if "tls" in found else any(files.values())
         where, named_by = found.get("address", (DEFAULT_ADDRESS, ""))
-        for one in split_addresses(where):
+        for one in split_addresses(where).values():
             check_address(one, named_by)
         return cls(
             address=setting("address", DEFAULT_ADDRESS),

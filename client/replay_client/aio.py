@@ -334,8 +334,10 @@ class AsyncReplayClient:
         begins = read_page(page)
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
-            request.page = begins.get(shard.name, "")
-            return request
+            its_own = pb.ListItemsRequest()
+            its_own.CopyFrom(request)
+            its_own.page = begins.get(shard.name, "")
+            return its_own
 
         answers = await self._fleet.ask("ListItems", request_for, timeout)
         pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}

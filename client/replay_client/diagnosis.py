@@ -55,6 +55,20 @@ class Finding:
     message: str
     remedy: str = ""
     """What to do about it; empty where nothing is wrong."""
+    headline: str = ""
+    """Why the run does not go on, in a few words; empty: it goes on all the same."""
+
+
+def _ok(check: str, message: str) -> Finding:
+    return Finding(check, Level.OK, message)
+
+
+def _warning(check: str, message: str, remedy: str, headline: str = "") -> Finding:
+    return Finding(check, Level.WARNING, message, remedy, headline)
+
+
+def _failure(check: str, message: str, remedy: str, headline: str = "") -> Finding:
+    return Finding(check, Level.FAILURE, message, remedy, headline)
 
 
 def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Finding]:
@@ -73,9 +87,7 @@ def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Find
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         found = list(_table_findings(info, table, fed))
-        ok = Finding(
-            table.name, Level.OK, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s"
-        )
+        ok = _ok(table.name, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s")
         yield from found or [ok]
 
 
@@ -119,54 +131,49 @@ def _tables(info: ServerInfo) -> list[_Table]:
 
 def _version(info: ServerInfo, client_version: str) -> Finding:
     if info.version != client_version:
-        return Finding(
+        return _warning(
             "version",
-            Level.WARNING,
             f"the server is {info.version}, this client is {client_version}",
             "install the same version on both sides",
         )
-    return Finding("version", Level.OK, info.version)
+    return _ok("version", info.version)
 
 
 def _clock(info: ServerInfo, now: float) -> Finding:
     skew = info.time - now
     if abs(skew) > CLOCK_SKEW:
         ahead = "ahead of" if skew > 0 else "behind"
-        return Finding(
+        return _warning(
             "clock",
-            Level.WARNING,
             f"the server's clock is {duration(abs(skew))} {ahead} this machine's",
             "synchronise both (NTP), or logs and certificates disagree; ages and staleness do not depend on it",
         )
-    return Finding("clock", Level.OK, f"{abs(skew):.1f} s apart")
+    return _ok("clock", f"{abs(skew):.1f} s apart")
 
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
-        yield Finding(
+        yield _warning(
             "memory",
-            Level.WARNING,
             f"{held}, and nothing bounds the bytes of {listed(unbounded)}",
             "set [server] max_bytes, or max_bytes of each table: large groups would take all memory",
         )
     elif info.max_bytes and info.bytes > NEARLY_FULL * info.max_bytes:
-        yield Finding(
+        yield _warning(
             "memory",
-            Level.WARNING,
             f"{held}, {info.bytes / info.max_bytes:.0%} of max_bytes {byte_size(info.max_bytes)}",
             "raise [server] max_bytes, or lower max_size of a table: beyond it items are evicted or inserts wait",
         )
     else:
-        yield Finding("memory", Level.OK, held)
+        yield _ok("memory", held)
     if not info.memory_available:
         return
     room = info.max_bytes - info.bytes if info.max_bytes else 0
     if info.memory_available < max(room, FEW_BYTES):
-        yield Finding(
+        yield _warning(
             "memory",
-            Level.WARNING,
             f"the server's machine has {byte_size(info.memory_available)} left"
             + (f", and its tables may grow by {byte_size(room)}" if room else ""),
             "lower [server] max_bytes, or give the machine (or container) more memory",
@@ -175,73 +182,69 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
 
 def _disk(info: ServerInfo) -> Iterator[Finding]:
     if info.commit_error:
-        yield Finding(
+        yield _failure(
             "disk",
-            Level.FAILURE,
             f"the server cannot write to data_dir and refuses inserts: {info.commit_error}",
             "make room on that disk, or repair it; the server goes on by itself",
         )
     if info.fell_back:
-        yield Finding(
+        yield _failure(
             "disk",
-            Level.FAILURE,
             info.fell_back,
             "compare the items and the policy version with what the run expects; this is said until the next start; "
             'fsync = "always" keeps every commit through a crash of the machine, and checkpoints bound what is lost',
         )
     if info.damaged:
-        yield Finding(
+        yield _warning(
             "disk",
-            Level.WARNING,
             f"{counted(info.damaged, 'item')} lost, because bytes on disk are damaged",
             "check the disk, and move data_dir away from it",
         )
     if not info.disk_available:
         return
     if info.disk_available < max(info.bytes, FEW_BYTES):
-        yield Finding(
+        yield _warning(
             "disk",
-            Level.WARNING,
             f"{byte_size(info.disk_available)} left on the disk of data_dir, with {byte_size(info.bytes)} of items",
             "make room there, or move data_dir: the server refuses inserts when the disk is full",
         )
     else:
-        yield Finding("disk", Level.OK, f"{byte_size(info.disk_available)} left on the disk of data_dir")
+        yield _ok("disk", f"{byte_size(info.disk_available)} left on the disk of data_dir")
 
 
 def _policy(info: ServerInfo) -> Finding:
     if info.policy.version == 0 and not info.policy.weights and any(table.samples for table in info.tables.values()):
-        return Finding(
+        return _warning(
             "policy",
-            Level.WARNING,
             "items are sampled, yet no policy version was ever published: staleness stays 0",
             "let the trainer call set_policy_version after each update (`replay train` does)",
         )
     usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
-    return Finding("policy", Level.OK, f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
+    return _ok("policy", f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
 
 
 def _sides(info: ServerInfo) -> Iterator[Finding]:
     """Who is gone, as the server says; otherwise who is there."""
+    both = len({silence.side for silence in info.silences}) > 1
     for silence in info.silences:
-        yield Finding(
+        one = "The trainer is gone" if silence.side == "trainer" else "The generators are gone"
+        yield _failure(
             silence.side,
-            Level.FAILURE,
             silence.reason,
             "see why it ended or hangs, and start it again: the run goes on where it stopped; a program that ends on "
             "purpose says so with client.leave()",
+            "Trainer and generators are gone" if both else one,
         )
     if not info.silences and (there := [client for client in info.clients if client.open]):
-        yield Finding("clients", Level.OK, listed([f"{client.name} ({client.role})" for client in there]))
+        yield _ok("clients", listed([f"{client.name} ({client.role})" for client in there]))
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
     if (admission := info.admission) is None:
         return
     if admission.expired:
-        yield Finding(
+        yield _warning(
             "permits",
-            Level.WARNING,
             f"{counted(admission.expired, 'permit')} expired unused",
             "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
         )
@@ -250,20 +253,21 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         return
     starved = [table.name for table in info.tables.values() if is_long(table.sampling, info)]
     message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
+    headline = _blocked("Generators", "no policy version was published", info.policy.age, info)
     if starved:
-        yield Finding(
+        yield _failure(
             "permits",
-            Level.FAILURE,
             f"{message}; and a trainer waits for groups of {listed(starved)}: neither can move",
             "insert what is trained on with permits, and nothing else; "
             f"`replay policy set {info.policy.version} --rollback` counts permits anew",
+            headline,
         )
     else:
-        yield Finding(
+        yield _warning(
             "permits",
-            Level.WARNING,
             message,
             "see whether the trainer runs and publishes versions; or raise [admission] max_staleness",
+            headline,
         )
 
 
@@ -285,21 +289,28 @@ def is_long(wait: Waiting, info: ServerInfo) -> bool:
     return bool(wait.count and wait.seconds >= info.long_wait)
 
 
+def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
+    """The headline of a long wait. It names the cause if what `who` wait for came last before a long time."""
+    return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
+
+
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     inserting, sampling = table.inserting, table.sampling
+    no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
+    no_insert = _blocked(f"Samples of {table.name}", "nobody inserts into it", table.inserted.age, info)
     if is_long(inserting, info) and is_long(sampling, info):
-        yield Finding(
+        yield _failure(
             table.name,
-            Level.FAILURE,
             f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: "
             f"{inserting.reason}; {sampling.reason}",
             "widen the rate limiter (`replay update`), or ask for fewer samples at a time",
+            no_sample,
         )
         return
-    for request, wait in (("insert", inserting), ("sample request", sampling)):
+    for request, wait, headline in (("insert", inserting, no_sample), ("sample request", sampling, no_insert)):
         if is_long(wait, info):
             message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
-            yield Finding(table.name, Level.WARNING, message, _remedy_for_wait(request, wait.reason))
+            yield _warning(table.name, message, _remedy_for_wait(request, wait.reason), headline)
 
 
 def _remedy_for_wait(request: str, reason: str) -> str:
@@ -316,41 +327,36 @@ def _limiter(table: _Table) -> Iterator[Finding]:
     limiter, uses = config["rate_limiter"], config["max_times_sampled"]
     ratio = limiter["samples_per_insert"]
     if ratio is not None and uses and uses < ratio:
-        yield Finding(
+        yield _failure(
             table.name,
-            Level.FAILURE,
             f"samples_per_insert {ratio:g} wants each item sampled {ratio:g} times, and max_times_sampled {uses} "
             f"takes it away before: inserting will block for ever",
             f"set max_times_sampled to 0 or at least {-(-ratio // 1):.0f}",
         )
     mean = info.bytes / info.size if info.size else 0.0
     if config["max_bytes"] is not None and mean * limiter["min_size"] > config["max_bytes"]:
-        yield Finding(
+        yield _failure(
             table.name,
-            Level.FAILURE,
             f"min_size {limiter['min_size']} items of {byte_size(int(mean))} never fit into max_bytes "
             f"{byte_size(config['max_bytes'])}: sampling will block for ever",
             "raise max_bytes or lower min_size",
         )
     if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
-        yield Finding(
+        yield _warning(
             table.name,
-            Level.WARNING,
             "when_full = 'block', and nothing ever leaves this table by itself: full, it blocks inserting for ever",
             "set max_times_sampled or max_staleness, or when_full = 'evict'",
         )
     if limiter["max_size"] is not None and limiter["max_size"] > config["max_size"] and config["when_full"] == "evict":
-        yield Finding(
+        yield _warning(
             table.name,
-            Level.WARNING,
             f"the {limiter['type']} admits {limiter['max_size']} items, and the table evicts beyond max_size "
             f"{config['max_size']}: items are lost before anybody samples them",
             f"set max_size to at least {limiter['max_size']}",
         )
     if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
-        yield Finding(
+        yield _warning(
             table.name,
-            Level.WARNING,
             "every item has priority 0, which `prioritized` never samples",
             "insert with priorities above 0, or use another sampler",
         )
@@ -359,21 +365,19 @@ def _limiter(table: _Table) -> Iterator[Finding]:
 def _never_fed(table: _Table) -> Finding:
     names = listed([feeder.name for feeder in table.feeders])
     if not table.feeders:
-        return Finding(
+        return _warning(
             table.name,
-            Level.WARNING,
             "no client has ever inserted into it",
             f"name it in insert's priorities (`replay generate --table {table.name}`), or take it out of the "
             f"configuration",
         )
     if any(feeder.samples for feeder in table.feeders):
-        return Finding(
+        return _warning(
             table.name,
-            Level.WARNING,
             f"empty: {names} was sampled and has forwarded nothing",
             f"insert into {names} with priorities above 0 (group_priority): items of priority 0 are not forwarded",
         )
-    return Finding(table.name, Level.WARNING, f"empty: nobody has sampled {names}, which feeds it", "start the trainer")
+    return _warning(table.name, f"empty: nobody has sampled {names}, which feeds it", "start the trainer")
 
 
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
@@ -400,9 +404,9 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
         remedy = (
             "raise max_staleness, hold fewer groups ahead (a smaller queue), or use [admission], which starts fewer"
         )
-    yield Finding(
+    told = _failure if lost > MOST_STALE * offered else _warning
+    yield told(
         table.name,
-        Level.FAILURE if lost > MOST_STALE * offered else Level.WARNING,
         f"{lost / offered:.0%} of what was generated was dropped unused: it was older than max_staleness {limit}",
         remedy,
     )
@@ -413,17 +417,15 @@ def _losses(table: _Table) -> Iterator[Finding]:
     # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
     lost = max(0, counts.evicted_unsampled - table.forwarded_in)
     if lost > MUCH_LOST * table.direct_inserts:
-        yield Finding(
+        yield _warning(
             table.name,
-            Level.WARNING,
             f"{counted(lost, 'item')} ({lost / max(1, table.direct_inserts):.0%} of all) evicted before anybody sampled"
             " them",
             "raise max_size, sample faster, or make inserts wait: rate_limiter 'queue' or when_full = 'block'",
         )
     if counts.forward_refused:
-        yield Finding(
+        yield _warning(
             table.name,
-            Level.WARNING,
             f"{counted(counts.forward_refused, 'item')} could not join {config['forward_to']}",
             f"set when_full = 'evict' for {config['forward_to']}, or raise its max_size or max_staleness",
         )

@@ -20,6 +20,7 @@ readers of several.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -38,6 +39,8 @@ from replay_client.streams import end_stream, failure, read_message
 from replay_protos import CLOSING, REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+
+logger = logging.getLogger(__name__)
 
 MOST_UNTAKEN = 16
 """Batches kept because no server answered when they were to be taken."""
@@ -246,7 +249,8 @@ class DrawStreams:
         """Ends the leases of samples, or renews them, each on the shard that gave the sample.
 
         `request_for` says what to do with these leases. Those of a shard that cannot be reached count as missing:
-        nobody may use their samples. Raises InvalidRequestError for samples of a shard that this client does not have.
+        nobody may use their samples. So do those of a shard that this client does not have, for example because a run
+        goes on without it.
         """
         only, deadline = self._fleet.only, Deadline(self._fleet.seconds(timeout))
         leases: dict[str, set[int]] = defaultdict(set)
@@ -257,7 +261,7 @@ class DrawStreams:
             return MutationResult(0, ())
         shards = {name: self._fleet.named(name) for name in leases}
         if unknown := [name for name, shard in shards.items() if shard is None]:
-            raise InvalidRequestError(f"samples of {', '.join(map(repr, unknown))}, which is no shard of this client")
+            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(unknown))
 
         async def end_on(shard: Shard, ids: Iterable[int]) -> MutationResult:
             answer = await self.stream(shard).finish(request_for(sorted(ids)), deadline.seconds)
@@ -268,12 +272,10 @@ class DrawStreams:
         await self._fleet.reachable(deadline)
 
         async def try_on(name: str) -> MutationResult:
-            shard = shards[name]
-            assert shard is not None
-            try:
-                return await shard.run(end_on(shard, leases[name]))
-            except GONE:
-                return MutationResult(0, tuple(sorted(leases[name])))
+            with suppress(*GONE):
+                if (shard := shards[name]) is not None:
+                    return await shard.run(end_on(shard, leases[name]))
+            return MutationResult(0, tuple(sorted(leases[name])))
 
         results = await asyncio.gather(*map(try_on, leases))
         missing = tuple(batch for result in results for batch in result.missing)

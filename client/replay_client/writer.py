@@ -27,7 +27,7 @@ from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_item
 from replay_client.records import Buffer, PermitLease
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.shards.fleet import Fleet, Shard
+from replay_client.shards.fleet import LATE_SECONDS, Fleet, Shard
 from replay_client.shards.placing import Placement
 from replay_client.shared_memory import SharedInserts
 from replay_client.streams import end_stream
@@ -70,7 +70,7 @@ class Pipeline:
         """Why this pipeline sends nothing more; None: it works."""
         self._room: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
-        fleet.watch()
+        fleet.connect()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
@@ -91,7 +91,7 @@ class Pipeline:
             line = self._line_for(item)
             wake = line.add(item)
         if wake:
-            self.loop.call_soon_threadsafe(line.start)
+            self.loop.call_soon_threadsafe(line.send)
         return True
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
@@ -103,7 +103,7 @@ class Pipeline:
             self._drained.append(when_drained)
             idle = [line for line in self._lines.values() if line.wakes()]
         for line in idle:
-            self.loop.call_soon_threadsafe(line.start)
+            self.loop.call_soon_threadsafe(line.send)
         return False
 
     @property
@@ -144,7 +144,7 @@ class Pipeline:
             self.evicted.see(response)
             self._unreported.extend(errors.values())
         for other in moved:
-            other.start()
+            other.send()
         self._tell()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
@@ -215,7 +215,7 @@ class InsertLine:
         return self._unsent_bytes + sum(item.nbytes for item in self._unacknowledged)
 
     def add(self, item: Item) -> bool:
-        """Takes the item. Returns whether the caller must `start` this line. The caller holds the lock."""
+        """Takes the item. Returns whether the caller must call `send`. The caller holds the lock."""
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
         wake = not self._awake and self._worth_sending()
@@ -223,12 +223,12 @@ class InsertLine:
         return wake
 
     def wakes(self) -> bool:
-        """Returns whether the caller must `start` this line, so that nothing waits here. The caller holds the lock."""
+        """As `add`, where nothing may wait for other items any more."""
         wake = not self._awake and bool(self._unsent)
         self._awake = self._awake or wake
         return wake
 
-    def start(self) -> None:
+    def send(self) -> None:
         """Sends what is unsent. Call it on the event loop."""
         self._timer = None
         self._wake.set()
@@ -282,8 +282,8 @@ class InsertLine:
         except ReplayError as error:
             pipeline.ended(self, error)
         except asyncio.CancelledError:
+            # Not raised again: the task would keep these frames, and the ring with them, until a garbage collection.
             pipeline.ended(self, ServerClosedError("the writer was closed while it had work to do"))
-            raise
         except Exception as error:  # a bug: fail, or callers would wait for ever
             pipeline.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
@@ -291,6 +291,7 @@ class InsertLine:
     async def _stream(self, connection: Connection, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
         call = connection.payloads.InsertStream()
+        doubting = asyncio.create_task(self._doubt()) if self.shard.name else None
         reader = asyncio.create_task(self._read(call, patience))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
@@ -308,8 +309,18 @@ class InsertLine:
             if not self.in_flight and await end_stream(call, reader):
                 call.keep_ring()
             call.cancel()
+            if doubting is not None:
+                doubting.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()
+
+    async def _doubt(self) -> None:
+        """Asks a shard of several for a sign of life while it acknowledges nothing: new items may go to others."""
+        while True:
+            oldest = self._unacknowledged[0] if self._unacknowledged else None
+            await asyncio.sleep(LATE_SECONDS)
+            if oldest is not None and self._unacknowledged and self._unacknowledged[0] is oldest:
+                self.shard.doubt()
 
     def _next_items(self, worth: bool = True) -> list[Item]:
         with self._lock:
@@ -329,7 +340,7 @@ class InsertLine:
             self._pipeline.decided(self, items, response)
             with self._lock:
                 if self._unsent and not self._awake and self._timer is None:
-                    self._timer = self._pipeline.loop.call_later(_LINGER, self.start)
+                    self._timer = self._pipeline.loop.call_later(_LINGER, self.send)
         # A server ends an insert stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 

@@ -56,7 +56,7 @@ def _access(given: dict[str, Any]) -> Finding:
 
     access = Access.find(**given)
     token = "no token" if access.token is None else "a token"
-    hosts = [address.rpartition(":")[0] for address in split_addresses(access.address)] or [""]
+    hosts = [address.rpartition(":")[0] for address in split_addresses(access.address).values()] or [""]
     if access.tls is None and not all(map(is_loopback, hosts)):
         remedy = "let the server use TLS ([security] tls_cert), and name its authority here: --tls-ca or REPLAY_TLS_CA"
         return Finding("access", Level.WARNING, f"{token}, not encrypted, to another machine", remedy)

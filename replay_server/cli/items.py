@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _HEAD = 64
 """Bytes that are shown of a payload that is not a rollout group."""
+_ARRAYS = {"ids", "logprobs", "loss_mask"}
+"""What the document of a group has for each token."""
 _FEW = 16
 """Tokens that are shown of a text without a tokenizer."""
 
@@ -146,6 +148,8 @@ def show(
     timeout: Timeout = 5.0,
 ) -> None:
     """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    from replay_client.dashboard.group import dump, item_facts
+
     with connect(access, timeout) as client:
         found = ask(lambda: client.get([key]))
     if not found:
@@ -160,14 +164,14 @@ def show(
     except ValueError as error:
         group, problem = None, str(error)
     if as_json:
-        from replay_client.dashboard.group import item_facts
-
         document = item_facts(item) | {"group": None}
         if group is None:
             document["problem"] = problem
             document["head"] = bytes(item.payload[:_HEAD]).hex()
         else:
-            document["group"] = group_document(group, decoder, tokens)
+            document["group"] = group_document(group, decoder)
+            if not tokens:
+                _drop_arrays(document["group"])
         print_json(document)
         return
     out = console()
@@ -175,7 +179,7 @@ def show(
         out.print(line, soft_wrap=True)
     if group is None:
         out.print(f"payload: {problem}", soft_wrap=True)
-        out.print(*_dump(bytes(item.payload[:_HEAD])), sep="\n")
+        out.print(*dump(item.payload[:_HEAD]), sep="\n")
         return
     for text in _group_lines(group, decoder, tokens):
         out.print(text, soft_wrap=True)
@@ -195,12 +199,8 @@ def load_tokenizer(path: Path) -> Decoder:
     return loaded
 
 
-def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> Document:
-    prompt: Document = {"tokens": int(group.prompt_ids.size)}
-    if decoder is not None:
-        prompt["text"] = decoder.decode(group.prompt_ids.tolist())
-    if tokens:
-        prompt["ids"] = group.prompt_ids.tolist()
+def group_document(group: RolloutGroup, decoder: Decoder | None) -> Document:
+    """The group with the ids of all texts, and with the texts if there is a decoder."""
     return {
         "prompt_id": group.prompt_id,
         "policy_version": int(group.policy_version),
@@ -210,40 +210,37 @@ def group_document(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -
         "extras": {
             name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in group.extras.items()
         },
-        "prompt": prompt,
-        "completions": [
-            _completion(group, row, span, decoder, tokens) for row, span in enumerate(group.sampled_spans())
-        ],
+        "prompt": _part(group.prompt_ids.tolist(), decoder),
+        "completions": [_completion(group, row, span, decoder) for row, span in enumerate(group.sampled_spans())],
     }
 
 
-def _completion(group: RolloutGroup, row: int, span: slice, decoder: Decoder | None, tokens: bool) -> Document:
+def _part(ids: list[int], decoder: Decoder | None) -> Document:
+    """A prompt, a context or what the policy wrote."""
+    part: Document = {"tokens": len(ids)}
+    return part | ({} if decoder is None else {"text": decoder.decode(ids)}) | {"ids": ids}
+
+
+def _completion(group: RolloutGroup, row: int, span: slice, decoder: Decoder | None) -> Document:
     from replay_client.dashboard.group import completion_facts
 
-    ids = group.completion_ids[span].tolist()
     completion = completion_facts(group, row)
     if group.context_lengths is not None:
-        context = _context_ids(group, row, span)
-        completion["context"] = {"tokens": len(context)}
-        if decoder is not None:
-            completion["context"]["text"] = decoder.decode(context)
-        if tokens:
-            completion["context"]["ids"] = context
-    if decoder is not None:
-        completion["text"] = decoder.decode(ids)
-    if tokens:
-        completion["ids"] = ids
-        completion["logprobs"] = group.rollout_logprobs[span].tolist()
-        if group.loss_mask is not None:
-            completion["loss_mask"] = group.loss_mask[span].tolist()
+        before = slice(span.start - int(group.context_lengths[row]), span.start)
+        completion["context"] = _part(group.completion_ids[before].tolist(), decoder)
+    completion |= _part(group.completion_ids[span].tolist(), decoder)
+    completion["logprobs"] = group.rollout_logprobs[span].tolist()
+    if group.loss_mask is not None:
+        completion["loss_mask"] = group.loss_mask[span].tolist()
     return completion
 
 
-def _context_ids(group: RolloutGroup, row: int, span: slice) -> list[int]:
-    """The tokens of the context of a completion, which stands before its `span`."""
-    length = 0 if group.context_lengths is None else int(group.context_lengths[row])
-    ids: list[int] = group.completion_ids[span.start - length : span.start].tolist()
-    return ids
+def _drop_arrays(group: Document) -> None:
+    """Takes what has a value for each token out of the document of a group."""
+    contexts = [each["context"] for each in group["completions"] if "context" in each]
+    for part in (group["prompt"], *group["completions"], *contexts):
+        for name in _ARRAYS & part.keys():
+            del part[name]
 
 
 def _effective(held: Membership) -> str:
@@ -267,7 +264,7 @@ def _item_lines(item: StoredItem) -> list[str]:
 def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> list[Text]:
     from rich.text import Text
 
-    document = group_document(group, decoder, tokens)
+    document = group_document(group, decoder)
     named = f" {group.prompt_id!r}" if group.prompt_id else ""
     ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
     lines = [Text(f"group of {group.group_size} completions, {_tokens(group.num_tokens)}{ended}")]
@@ -280,11 +277,11 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     lines += [
         Text(),
         Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
-        _words(document["prompt"], group.prompt_ids.tolist()),
+        _words(document["prompt"]),
     ]
     if tokens:
         lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for row, (span, completion) in enumerate(zip(group.sampled_spans(), document["completions"], strict=True)):
+    for row, completion in enumerate(document["completions"]):
         mean = completion["mean_logprob"]
         parts = [
             f"completion {row}: {_tokens(completion['tokens'])}",
@@ -302,24 +299,22 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
         if (context := completion.get("context", {})).get("tokens"):
             lines += [
                 Text(f"after {_tokens(context['tokens'])} of its own context:"),
-                _words(context, _context_ids(group, row, span)),
+                _words(context),
                 Text("it wrote:"),
             ]
-        lines.append(_words(completion, group.completion_ids[span].tolist()))
+        lines.append(_words(completion))
         if tokens:
-            for name in ("ids", "logprobs", "loss_mask"):
-                if name in completion:
-                    lines.append(Text(f"{name} {_array(completion[name])}"))
+            lines += [Text(f"{name} {_array(completion[name])}") for name in completion if name in _ARRAYS]
     return lines
 
 
-def _words(part: Document, ids: list[int]) -> Text:
+def _words(part: Document) -> Text:
     """The text of a prompt or completion or, without a tokenizer, its first tokens."""
     from rich.text import Text
 
     if "text" in part:
         return Text(part["text"])
-    if not ids:
+    if not (ids := part["ids"]):
         return Text("(empty)", style="dim")
     more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
     return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer PATH shows the text", style="dim")
@@ -331,9 +326,3 @@ def _tokens(count: int) -> str:
 
 def _array(values: list[Any]) -> str:
     return " ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
-
-
-def _dump(head: bytes) -> list[str]:
-    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
-    rows = [head[at : at + 16] for at in range(0, len(head), 16)]
-    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]

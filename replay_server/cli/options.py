@@ -24,11 +24,14 @@ R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
 
 
-def option(name: str, text: str, kind: Any = str, default: Any = None) -> inspect.Parameter:
-    """The option `--name` as a parameter of a command. A default of None means: not given."""
+def option(name: str, text: str, kind: Any = str, default: Any = None, **typers: Any) -> inspect.Parameter:
+    """The option `--name` as a parameter of a command. A default of None means: not given.
+
+    `typers`: further arguments of typer.Option.
+    """
     # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
     names = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
-    shown = typer.Option(*names, help=text)
+    shown = typer.Option(*names, help=text, **typers)
     annotation = Annotated[kind | None, shown] if default is None else Annotated[kind, shown]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

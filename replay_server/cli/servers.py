@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_server.cli.options import option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
 
@@ -102,58 +103,42 @@ shards = typer.Typer(
     help="Run several servers in a Ray cluster, as one service.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Count = Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file, as for `replay serve`; groups_per_step is divided.")
-]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder that all nodes share; each shard has its own folder in it.")
-]
-Pin = Annotated[
-    bool, typer.Option("--pin", help="--data-dir is a folder of each node: a shard stays on its node while that lives.")
-]
-Port = Annotated[int, typer.Option(help="Shard i listens on this port + i; 0: any free port.", min=0, max=65535)]
-Memory = Annotated[
-    str | None, typer.Option(help='What Ray reserves for each shard, like "32GiB"; else a quarter above max_bytes.')
-]
-Name = Annotated[str, typer.Option(help="The shards are NAME-0, NAME-1, ...")]
-Namespace = Annotated[str, typer.Option(help="Ray's namespace of the shards.")]
-RayAddress = Annotated[
-    str | None,
-    typer.Option("--ray-address", envvar="RAY_ADDRESS", help="host:port of the cluster; else the local one."),
-]
-Timeout = Annotated[float, typer.Option(help="Seconds in which all shards must serve.", min=0)]
+_RAY = (
+    option("name", "The shards are NAME-0, NAME-1, ...", default="replay"),
+    option("namespace", "Ray's namespace of the shards.", default="replay"),
+    option("ray_address", "host:port of the cluster; else the local one.", envvar="RAY_ADDRESS"),
+)
+"""Which shards."""
+_EACH = (
+    option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path),
+    option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
+    option("timeout", "Seconds in which all shards must serve.", float, 120.0, min=0),
+)
 
 
+@taking(_RAY, _EACH)
 def _size(
+    ray: dict[str, Any],
+    each: dict[str, Any],
     context: typer.Context,
-    shards: Count,
-    config: ConfigFile = None,
-    data_dir: DataDir = None,
-    pin: Pin = False,
-    port: Port = 0,
-    memory: Memory = None,
-    name: Name = "replay",
-    namespace: Namespace = "replay",
-    ray_address: RayAddress = None,
-    timeout: Timeout = 120.0,
+    shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="TOML file, as for `replay serve`; groups_per_step is divided."),
+    ] = None,
+    pin: Annotated[
+        bool,
+        typer.Option("--pin", help="--data-dir is a folder of each node: a shard stays on its node while that lives."),
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help='What Ray reserves for each shard, like "32GiB"; else a quarter above max_bytes.'),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """`up` and `resize`, which take the same options."""
-    found = _of_ray(
-        str(context.info_name),
-        shards,
-        _load(config),
-        data_dir=data_dir,
-        pin=pin,
-        port=port,
-        memory=_bytes(memory),
-        name=name,
-        namespace=namespace,
-        ray_address=ray_address,
-        timeout=timeout,
-    )
-    _show(found, name, namespace, as_json)
+    found = _of_ray(str(context.info_name), shards, _load(config), pin=pin, memory=_bytes(memory), **each, **ray)
+    _show(found, ray, as_json)
 
 
 shards.command("up", help="Start the shards that do not run yet, and wait until all serve. They outlive this command.")(
@@ -162,31 +147,26 @@ shards.command("up", help="Start the shards that do not run yet, and wait until 
 
 
 @shards.command()
-def status(
-    name: Name = "replay",
-    namespace: Namespace = "replay",
-    ray_address: RayAddress = None,
-    as_json: AsJson = False,
-) -> None:
+@taking(_RAY)
+def status(ray: dict[str, Any], as_json: AsJson = False) -> None:
     """Where each shard is and what it holds. Status 1 if one is away, or there is none."""
-    found = _of_ray("status", name, namespace, ray_address)
-    _show(found, name, namespace, as_json)
+    found = _of_ray("status", **ray)
+    _show(found, ray, as_json)
     if not found:
-        fail(f"there are no shards {name}-0, ... in namespace {namespace}: start them with `replay shards up`")
+        fail(
+            f"there are no shards {ray['name']}-0, ... in namespace {ray['namespace']}: start them with "
+            "`replay shards up`"
+        )
     if not all(shard.is_up for shard in found):
         raise typer.Exit(1)
 
 
 @shards.command()
-def down(
-    name: Name = "replay",
-    namespace: Namespace = "replay",
-    ray_address: RayAddress = None,
-    yes: Yes = False,
-) -> None:
+@taking(_RAY)
+def down(ray: dict[str, Any], yes: Yes = False) -> None:
     """Stop all shards for good. What they hold in memory is lost; a --data-dir stays."""
-    confirm(f"Stop all shards of {namespace}/{name}?", yes)
-    stopped = _of_ray("down", name, namespace, ray_address)
+    confirm(f"Stop all shards of {ray['namespace']}/{ray['name']}?", yes)
+    stopped = _of_ray("down", **ray)
     say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
 
 
@@ -226,8 +206,8 @@ def _bytes(text: str | None) -> int | None:
         fail(f"--memory: {error}")
 
 
-def _show(found: list[ShardStatus], name: str, namespace: str, as_json: bool) -> None:
-    address = f"ray://{namespace}/{name}"
+def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
+    address = f"ray://{ray['namespace']}/{ray['name']}"
     if as_json:
         document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in found]}
         print_json(document)

@@ -8,7 +8,7 @@ A client is a connection (gRPC's name of the peer).
 
 `unary`, `stream` and `endless` say how a method responds, and how a refusal reaches its client. `durable`, under
 `unary`, lets the response wait until all that the method changed is written. `once`, under `durable`, answers a retry
-without changing anything again.
+without changing anything again. `split_payloads` lays payloads out over the messages of a response.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -28,11 +28,13 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from replay_protos import CLOSING, REASON_KEY
+from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_server.config import MAX_ROWS_OUTSTANDING, LimitsSection
 from replay_server.errors import Refused, busy, deadline, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients, Context
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.items import Payload
 from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
 from replay_server.telemetry.host import Memory, memories
 
@@ -393,3 +395,30 @@ async def _open_call(backend: Backend, context: Context) -> AsyncIterator[None]:
         if error.args == (REVOKED,):  # gRPC tells the client nothing about a call that is cancelled here
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REVOKED)
         raise
+
+
+def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
+    """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
+
+    A chunk goes into one message, so that the reader need not join it, unless it is much larger than a message: a
+    client that does not read would keep all of it in memory.
+    """
+    head, filled = first, 0
+    chunks: list[bytes | memoryview] = []
+    for chunk in _short_chunks(payloads):
+        if filled and filled + len(chunk) > BYTES_PER_MESSAGE:
+            yield Frame(head, chunks)
+            head, chunks, filled = type(first)(), [], 0
+        chunks.append(chunk)
+        filled += len(chunk)
+    yield Frame(head, chunks)
+
+
+def _short_chunks(payloads: Iterable[Payload]) -> Iterator[bytes | memoryview]:
+    for payload in payloads:
+        for chunk in payload:
+            if len(chunk) <= 2 * BYTES_PER_MESSAGE:
+                yield chunk
+            else:
+                view = memoryview(chunk)
+                yield from (view[at : at + BYTES_PER_MESSAGE] for at in range(0, len(view), BYTES_PER_MESSAGE))

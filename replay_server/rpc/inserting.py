@@ -1,8 +1,11 @@
 """Inserting: the methods Insert and InsertStream, as a pipeline of generators.
 
     read_messages  ──▶  decide       ──▶  acknowledge      ──▶  the client
-    messages.py         admit, wait       commit, answer
+    payloads            admit, wait       commit, answer
 
+* A message is passed on when its last payload byte has come. A stream that ends before that never sent it.
+* A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
+* Payload bytes of a message that is not complete count against a budget that clients share.
 * Rows are decided in the order in which they came.
 * What has been decided is passed on before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
@@ -12,19 +15,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TypeVar
+
+import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-from replay_server.errors import Refused, busy, draining, invalid, storage_failed
+from replay_server.config import MAX_ROWS
+from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
 from replay_server.rpc.backend import Backend, endless, unary
 from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.rpc.messages import InsertMessage, read_messages
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import PendingInsert
-from replay_server.tables.items import InsertBatch
+from replay_server.tables.columns import FloatArray
+from replay_server.tables.items import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
@@ -69,11 +77,165 @@ class InsertMethods:
     def _decisions(
         self, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str, seen: Seen
     ) -> AsyncIterator[Decided]:
-        backend = self.backend
-        messages = read_messages(
-            requests, backend.buffer.max_payload_bytes, backend.unfinished, client, backend.limits.stall_timeout
+        return decide(self.backend, read_messages(self.backend, requests, client), client, seen)
+
+
+@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
+class InsertMessage:
+    """The items of one InsertRequest, with all of their payloads."""
+
+    batches: list[InsertBatch]
+    """All rows in order. Consecutive rows that go to the same tables are one batch."""
+    timeout: float | None
+    """Seconds that each row may wait for its tables; None: for ever."""
+    refusal: Refused | None
+    """Why all rows are refused: the payloads are too large, or no room for them came free in time. They were read, to
+    reach the message after them, and not kept."""
+    nbytes: int
+    """Payload bytes that are kept."""
+
+
+async def read_messages(
+    backend: Backend, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str
+) -> AsyncIterator[InsertMessage]:
+    """The messages of a stream of requests. Raises Refused for a request that breaks the conventions of replay.proto.
+
+    `client` names the connection. A client that sends no payload bytes for `stall_timeout` seconds in the middle of a
+    message is refused.
+    """
+    max_bytes, unfinished, stall = backend.buffer.max_payload_bytes, backend.unfinished, backend.limits.stall_timeout
+    async for request, payloads in requests:
+        _check_columns(request)
+        rows = len(request.keys)
+        sizes = request.payload_sizes[:] or [0] * rows  # a slice takes half the time of list()
+        total = sum(sizes)
+        timeout = request.timeout if request.HasField("timeout") else None
+        chunks = list(payloads)
+        missing = total - sum(map(len, chunks))
+        refusal: Refused | None = None
+        if total > max_bytes:
+            refusal = too_large(
+                f"{total} bytes in one message; this server takes at most {max_bytes} (max_payload_bytes)"
+            )
+        if missing > 0:
+            with ExitStack() as held:
+                try:
+                    if refusal is None:
+                        await unfinished.take_in_turn(client, total, timeout)
+                        held.callback(unfinished.give_back, client, total)
+                except Refused as no_room_in_time:
+                    refusal = no_room_in_time
+                rest = await _read_rest(requests, chunks if refusal is None else None, missing, stall)
+            if rest is None:
+                return
+            missing = rest
+        if missing < 0:
+            raise invalid(f"{-missing} payload bytes more than payload_sizes says")
+        columns = InsertBatch(
+            keys=request.keys[:],
+            priorities={},
+            policy_versions=np.array(request.policy_versions[:] or [0] * rows, dtype=np.int64),
+            sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
+            payloads=[()] * rows if refusal else _payloads_of_rows(chunks, sizes),
+            permits=request.permits,
         )
-        return decide(backend, messages, client, seen)
+        yield InsertMessage(
+            batches=list(_by_tables(request, columns)),
+            timeout=timeout,
+            refusal=refusal,
+            nbytes=0 if refusal else total,
+        )
+
+
+def _check_columns(request: pb.InsertRequest) -> None:
+    rows = len(request.keys)
+    if rows > MAX_ROWS:
+        raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
+    if rows == 0:
+        raise invalid("a message without items, and no item before it lacks payload bytes")
+    for name, entries in (("policy_versions", request.policy_versions), ("payload_sizes", request.payload_sizes)):
+        if len(entries) not in (0, rows):
+            raise invalid(f"{name} has {len(entries)} entries for {rows} items")
+
+
+async def _read_rest(
+    requests: AsyncIterator[Frame[pb.InsertRequest]],
+    chunks: list[bytes | memoryview] | None,
+    missing: int,
+    stall: float,
+) -> int | None:
+    """Reads the missing bytes of a message and appends them to `chunks`; None: they are not kept.
+
+    Returns how many bytes are missing after that: 0, or below 0 if too many came. None: the stream ended before.
+    """
+    total = missing
+    while missing > 0:
+        try:
+            async with asyncio.timeout(stall):
+                more = await anext(requests, None)
+        except TimeoutError:
+            raise deadline(
+                f"{missing} of {total} payload bytes are missing: the server waits up to {stall:g} s (stall_timeout) "
+                f"for the next bytes"
+            ) from None
+        if more is None:
+            return None
+        if more.head.keys or not more.payloads:
+            raise invalid(f"{missing} of {total} payload bytes are missing")
+        missing -= sum(map(len, more.payloads))
+        if chunks is not None:
+            chunks.extend(more.payloads)
+    return missing
+
+
+def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
+    """Divides the payload bytes of a message among its rows.
+
+    The chunks of a single row stay as they came, and so do chunks that are one for each row. Other rows that share a
+    message get copies, because a view of a small item would keep the whole message in memory.
+    """
+    if len(sizes) == 1:
+        return [tuple(chunks)]
+    if len(chunks) == len(sizes) and all(type(chunk) is bytes for chunk in chunks) and [*map(len, chunks)] == sizes:
+        return [(chunk,) for chunk in chunks]
+    joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
+    return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[InsertBatch]:
+    """The batches of a message: `columns` with their priorities, cut where the tables change."""
+    rows = len(columns)
+    priorities: dict[str, FloatArray] = {}
+    some: dict[str, list[int]] = {}
+    for target in request.targets:
+        if len(target.rows) > rows:
+            raise invalid(f"{len(target.rows)} rows of table {target.table[:100]!r} in a message of {rows} items")
+        table, chosen, numbers = target.table, target.rows[:], target.priorities[:]
+        if table in priorities:
+            raise invalid(f"table {table[:100]!r} is a target twice")
+        n = len(chosen) or rows
+        if numbers and len(numbers) != n:
+            raise invalid(f"{len(numbers)} priorities for {n} items of table {table[:100]!r}")
+        given = np.array(numbers or [1.0] * n, dtype=np.float64)
+        priorities[table] = given
+        if chosen:
+            if max(chosen) >= rows:
+                raise invalid(f"row {max(chosen)} of table {table[:100]!r} in a message of {rows} items")
+            some[table] = chosen
+            priorities[table] = np.ones(rows)
+            priorities[table][chosen] = given
+    if not some:
+        yield columns.to(priorities)
+        return
+    goes_TR = np.ones((len(priorities), rows), dtype=np.bool_)
+    for row_T, table in enumerate(priorities):
+        if table in some:
+            goes_TR[row_T] = False
+            goes_TR[row_T, some[table]] = True
+    cuts = [0, *(np.flatnonzero((goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)) + 1).tolist(), rows]
+    for start, stop in pairwise(cuts):
+        there = zip(priorities.items(), goes_TR[:, start].tolist(), strict=True)
+        yield columns[start:stop].to({table: given[start:stop] for (table, given), goes in there if goes})
 
 
 async def decide(

@@ -11,9 +11,8 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
-from replay_server.rpc.backend import Backend, durable, once, stream, unary
+from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context
-from replay_server.rpc.messages import split_payloads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, list_slots
 from replay_server.tables.items import DamagedPayloads, Payload

@@ -44,9 +44,8 @@ from replay_server.config import (
     MAX_SCOPE,
 )
 from replay_server.errors import Refused, busy, deadline, invalid, try_again
-from replay_server.rpc.backend import Backend, durable, endless, once, stream, unary
+from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.rpc.messages import split_payloads
 from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, new_id
@@ -58,6 +57,10 @@ Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
 """Smaller ids are not random: two clients would soon choose the same one, and give back each other's batches."""
+
+
+MAX_UNANSWERED = 1024
+"""Answers of one stream that wait for a reader who does not read. Above that the stream reads no further requests."""
 
 
 class SampleMethods:
@@ -408,6 +411,8 @@ class DrawResponder:
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
         """Draws that have a batch or an error, or may go on. Only the one that is being sent has payloads in memory."""
         self._answers: deque[pb.SampleResponse] = deque()
+        self._answered = asyncio.Event()
+        """Set when an answer was sent."""
         self._work = asyncio.Event()
         """Set when there is something to send, or a draw has ended."""
 
@@ -423,6 +428,7 @@ class DrawResponder:
                 while self._answers or self._ready:
                     while self._answers:
                         yield Frame(self._answers.popleft(), ())
+                        self._answered.set()
                     if self._ready:
                         for response in self._responses_of(self._ready.popitem(last=False)[1]):
                             yield response
@@ -451,6 +457,9 @@ class DrawResponder:
     async def _read(self) -> None:
         async for request in self._requests:
             self._seen()
+            while len(self._answers) >= MAX_UNANSWERED:
+                self._answered.clear()
+                await self._answered.wait()
             answer = self._end(request) if request.take or request.give_back or request.renew else None
             if request.HasField("draw"):
                 self._begin(request.draw)

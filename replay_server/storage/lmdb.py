@@ -332,7 +332,7 @@ class LmdbStorage:
     # ------------------------------------------------------------------------------------------------ start
 
     def load(self) -> State:
-        """The committed state, without payloads. Items whose payload is incomplete are left out.
+        """The committed state, without payloads. What a payload lacks is found when it is read.
 
         Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
         """
@@ -357,9 +357,8 @@ class LmdbStorage:
             while some := list(islice(names, _RECORDS_AT_ONCE)):
                 chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
         items = join_items(parts)
-        complete, self._strays = match_payloads(items, np.concatenate(chunks))
-        skipped += items.items["key"][~complete].tolist()
-        return State(pieces, items.select(complete), skipped)
+        self._strays = unneeded(items, np.concatenate(chunks))
+        return State(pieces, items, skipped)
 
 
 def _length(payload: Payload) -> int:
@@ -429,21 +428,11 @@ def chunk_count(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def match_payloads(items: ItemRecords, there: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.bool_], list[bytes]]:
-    """Which items have all chunks of their payload; and the names of the chunks that no such item needs.
-
-    `there`: the names of all chunks, ascending.
-    """
+def unneeded(items: ItemRecords, there: npt.NDArray[np.void]) -> list[bytes]:
+    """Those of `there`, the names of chunks, that no payload of `items` needs."""
     keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
-    first = np.searchsorted(there["key"], keys)
-    last = first + counts - 1
-    inside = last < there.size
-    at = np.where(inside & (counts > 0), last, 0)
-    complete = counts == 0
-    if there.size:  # by ascending number: if the last one stands so far behind the first, none is missing
-        complete |= inside & (there["key"][at] == keys) & (there["number"][at] == counts - 1)
-    owner = np.searchsorted(keys, there["key"]).clip(max=max(0, keys.size - 1))
-    mine = np.zeros(there.size, dtype=np.bool_)
+    needed = np.zeros(there.size, dtype=np.bool_)
     if keys.size:
-        mine = (keys[owner] == there["key"]) & complete[owner] & (there["number"] < counts[owner])
-    return np.asarray(complete), [CHUNK_KEY.pack(key, number) for key, number in there[~mine].tolist()]
+        owner = np.searchsorted(keys, there["key"]).clip(max=keys.size - 1)
+        needed = (keys[owner] == there["key"]) & (there["number"] < counts[owner])
+    return [CHUNK_KEY.pack(key, number) for key, number in there[~needed].tolist()]

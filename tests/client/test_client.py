@@ -1,6 +1,5 @@
 """The client against a real server: inserting, sampling, waiting, and what goes wrong."""
 
-import asyncio
 import json
 import re
 import signal
@@ -39,7 +38,7 @@ TABLES = [
 
 
 @pytest.fixture
-def server(transport):
+def server():
     with ReplayServer(tables=TABLES, port=0) as server:
         yield server
 
@@ -54,6 +53,7 @@ def size(client: ReplayClient, table: str) -> int:
     return client.server_info().tables[table].size
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_group_comes_out_as_it_went_in_with_where_it_comes_from(client):
     group = make_group(version=3, prompt_id="p", extras={"ref": np.arange(6, dtype=np.float32)})
     client.set_policy_version(5)
@@ -75,6 +75,7 @@ def test_a_sampled_group_moves_on_to_the_replay_table_without_a_copy(client):
     assert item.group == make_group()
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("nbytes", [0, 1, 400, 1 << 20, (1 << 20) + 1, 5_000_001])
 def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
     payload = np.random.default_rng(nbytes).bytes(nbytes)
@@ -87,6 +88,7 @@ def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
         assert [bytes(sample.payload) for sample in next(sampler)] == [payload] * 2
 
 
+@pytest.mark.usefixtures("transport")
 def test_small_and_large_items_mix_in_one_stream_in_order(client):
     sizes = [10, 2_500_000, 0, 700, 1_100_000, 5]
     payloads = [np.random.default_rng(n).bytes(n) for n in sizes]
@@ -97,6 +99,7 @@ def test_small_and_large_items_mix_in_one_stream_in_order(client):
     assert [bytes(sample.payload) for sample in samples] == payloads
 
 
+@pytest.mark.usefixtures("transport")
 def test_the_writer_keeps_order_and_a_flush_means_stored(client):
     with client.writer(max_in_flight=16) as writer:
         keys = [writer.insert(bytes([n % 256]), {"plain": 1.0}) for n in range(1000)]
@@ -105,6 +108,7 @@ def test_the_writer_keeps_order_and_a_flush_means_stored(client):
     assert [sample.info.key for sample in client.sample("plain", 1000)] == keys
 
 
+@pytest.mark.usefixtures("transport")
 def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
     got = []
 
@@ -121,6 +125,7 @@ def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
     assert got == keys
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("held_back", [1, 100])
 def test_small_items_that_wait_for_others_are_sent_without_a_flush(client, held_back):
     with client.writer(max_in_flight=200) as writer:
@@ -147,6 +152,7 @@ def test_a_writer_is_told_which_items_left_a_full_pool_at_once(client):
         client.insert(b"x", {"plain": 1.0}, key=keys[0])
 
 
+@pytest.mark.usefixtures("transport")
 def test_one_refused_item_disturbs_no_other_in_the_pipeline(client):
     writer = client.writer()
     first = writer.insert(b"a", {"plain": 1.0})
@@ -262,21 +268,7 @@ def test_every_wait_ends_at_its_deadline_and_says_why(client):
     assert client.sample("rollouts", 3, min_samples=1, timeout=0)
 
 
-def test_who_waits_for_what_is_in_the_server_info(client):
-    thread = threading.Thread(target=lambda: client.sample("plain", 3))
-    thread.start()
-    client.insert(b"x", {"plain": 1.0})
-    until(lambda: client.server_info().tables["plain"].sampling.count)
-    waiting = client.server_info().tables["plain"].sampling
-    assert (waiting.count, waiting.reason) == (
-        1,
-        "plain: sampling blocked: 1 of 3 samples available (size 1)",
-    )
-    client.insert(b"y", {"plain": 1.0}), client.insert(b"z", {"plain": 1.0})
-    thread.join()
-    assert client.server_info().tables["plain"].sampling.count == 0
-
-
+@pytest.mark.usefixtures("transport")
 def test_what_was_drawn_ahead_and_not_delivered_goes_back(client):
     keys = [client.insert(bytes([n]), {"rollouts": 0.0}) for n in range(8)]
     with client.sampler("rollouts", batch_size=1, prefetch=6) as sampler:
@@ -343,21 +335,12 @@ def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
     kept, returned, expired = (client.sample("rollouts", 1, lease=seconds) for seconds in (60.0, 60.0, 0.2))
     assert client.acknowledge(kept).applied == 1
     assert client.acknowledge(returned, give_back=True).applied == 1
+    assert client.acknowledge(kept, give_back=True).missing == (kept[0].info.lease,)  # what is settled stays so
+    assert client.acknowledge(returned).missing == (returned[0].info.lease,)
     assert [sample.info.key for sample in client.sample("rollouts", 2, timeout=5.0)] == keys[1:]
     assert client.acknowledge(expired).missing == (expired[0].info.lease,)
     info = client.server_info().tables
     assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
-
-
-def test_an_acknowledgement_whose_answer_was_lost_may_be_repeated_but_not_changed(client):
-    for n in range(2):
-        client.insert(bytes([n]), {"replay": 1.0})
-    kept, returned = client.sample("replay", 1, lease=60.0), client.sample("replay", 1, lease=60.0)
-    for _ in range(2):
-        assert client.acknowledge(kept).applied == 1
-        assert client.acknowledge(returned, give_back=True).applied == 1
-    assert client.acknowledge(kept, give_back=True).missing == (kept[0].info.lease,)
-    assert client.acknowledge(returned).missing == (returned[0].info.lease,)
 
 
 def test_inserting_a_key_twice_stores_it_once(client):
@@ -432,6 +415,7 @@ def wait_in_a_thread(client: ReplayClient) -> tuple[threading.Thread, list[str]]
     return thread, outcome
 
 
+@pytest.mark.usefixtures("transport")
 def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
     client = ReplayClient(server.address)
     thread, outcome = wait_in_a_thread(client)
@@ -440,6 +424,7 @@ def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
     assert outcome == ["this client was closed while the call waited"]
 
 
+@pytest.mark.usefixtures("transport")
 def test_ctrl_c_ends_a_wait_and_the_client_goes_on(server, client):
     waiter = threading.get_ident()
 
@@ -502,27 +487,6 @@ def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
 def test_a_port_in_use_is_an_error(server):
     with pytest.raises(OSError, match="in use"):
         ReplayServer(tables=TABLES, port=int(server.address.rpartition(":")[2])).start()
-
-
-async def test_the_asyncio_client_does_the_same(server):
-    async with AsyncReplayClient(server.address) as client:
-        key = await client.insert(make_group(), {"plain": 1.0})
-        async with client.writer() as writer:
-            keys = [await writer.insert(make_group(seed=n), {"plain": 1.0}) for n in range(3)]
-        samples = await client.sample("plain", 4)
-        assert [sample.info.key for sample in samples] == [key, *keys]
-        async with client.sampler("plain", batch_size=2) as sampler:
-            async for batch in sampler:
-                assert len(batch) == 2
-                break
-        waiting = asyncio.create_task(client.sample("rollouts", 1))
-        await client.insert(b"x", {"rollouts": 1.0})
-        assert bytes((await waiting)[0].payload) == b"x"
-        watch = client.watch_policy()
-        assert (await anext(watch)).version == 0
-        await client.set_policy_version(3)
-        assert (await anext(watch)).version == 3
-        await watch.aclose()
 
 
 ONE_LOOP_AFTER_ANOTHER = """

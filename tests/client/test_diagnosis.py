@@ -84,98 +84,118 @@ HEALTHY = {
     ),
 }
 
-SICK = {
-    "two versions of the package": (server(version="9.9"), "version", Level.WARNING, "the server is 9.9"),
-    "a clock that is ahead": (server(time=NOW + 60), "clock", Level.WARNING, "1 min ahead of"),
+WARNINGS = {
+    "two versions of the package": (server(version="9.9"), "version", "the server is 9.9"),
+    "a clock that is ahead": (server(time=NOW + 60), "clock", "1 min ahead of"),
     "nothing bounds memory": (
         server(*(table(f"t{i}") for i in range(7)), max_bytes=0),
         "memory",
-        Level.WARNING,
         "nothing bounds the bytes of t0, t1, t2, t3, t4 and 2 more",
     ),
-    "memory nearly at its bound": (server(bytes=95 * 10**7), "memory", Level.WARNING, "95% of max_bytes 1.0 GB"),
+    "memory nearly at its bound": (server(bytes=95 * 10**7), "memory", "95% of max_bytes 1.0 GB"),
     "a machine with less memory than the bound": (
         server(memory_available=2 * 10**8),
         "memory",
-        Level.WARNING,
         "200.0 MB left, and its tables may grow by 1.0 GB",
     ),
-    "a disk that is nearly full": (server(disk_available=10**6), "disk", Level.WARNING, "1.0 MB left"),
-    "a disk that fails": (
-        server(commit_error="No space left on device"),
-        "disk",
-        Level.FAILURE,
-        "cannot write to data_dir and refuses inserts: No space left on device",
-    ),
-    "one damaged record": (server(damaged=1), "disk", Level.WARNING, "1 item lost, because"),
-    "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", Level.FAILURE, "to commit 7"),
-    "damaged records": (server(damaged=3), "disk", Level.WARNING, "3 items lost, because bytes on disk are damaged"),
+    "a disk that is nearly full": (server(disk_available=10**6), "disk", "1.0 MB left"),
+    "one damaged record": (server(damaged=1), "disk", "1 item lost, because"),
+    "damaged records": (server(damaged=3), "disk", "3 items lost, because bytes on disk are damaged"),
     "a trainer that publishes no version": (
         server(table("pool", samples=5), policy=pb.Policy()),
         "policy",
-        Level.WARNING,
         "no policy version was ever published",
     ),
+    "permits that expire": (tutorial(admission=admission(expired=4)), "permits", "4 permits expired unused"),
+    "generators without permits and no trainer": (
+        tutorial(admission=admission(acquiring=waiting())),
+        "permits",
+        "1 permit request waits, none was served for 40 s: ",
+    ),
+    "a queue that nobody samples": (
+        tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
+        "rollouts",
+        "1 insert waits, none was served for 40 s: 9 > max_diff 8",
+    ),
+    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", "1 sample request waits"),
+    "a table that fills once and blocks": (
+        server(table("pool", {"when_full": "block"})),
+        "pool",
+        "full, it blocks inserting for ever",
+    ),
+    "a queue larger than its table": (
+        server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
+        "queue",
+        "admits 64 items, and the table evicts beyond max_size 4",
+    ),
+    "a pool without a priority above 0": (
+        server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
+        "pool",
+        "every item has priority 0",
+    ),
+    "a table that no client fills": (server(table("spare", inserts=0)), "spare", "no client has ever"),
+    "a pool whose queue nobody samples": (
+        tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        "nobody has sampled rollouts, which feeds it",
+    ),
+    "a pool whose queue forwards nothing": (
+        tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        "rollouts was sampled and has forwarded nothing",
+    ),
+    "some groups come too late": (
+        server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
+        "pool",
+        "20% of what was generated was dropped unused",
+    ),
+    "a table too small for what is inserted": (
+        server(table("pool", evicted=60, evicted_unsampled=60)),
+        "pool",
+        "60 items (60% of all) evicted before anybody sampled them",
+    ),
+    "a pool that refuses what its queue forwards": (
+        tutorial({"forward_refused": 5}),
+        "rollouts",
+        "5 items could not join replay",
+    ),
+}
+
+FAILURES = {
+    "a disk that fails": (
+        server(commit_error="No space left on device"),
+        "disk",
+        "cannot write to data_dir and refuses inserts: No space left on device",
+    ),
+    "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", "to commit 7"),
     "a trainer that is gone": (
         tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago")]),
         "trainer",
-        Level.FAILURE,
         "no new policy version since version 29, 94 s ago",
     ),
     "generators that are gone": (
         tutorial(silences=[pb.Silence(side="generators", table="rollouts", reason="nobody inserts into rollouts")]),
         "generators",
-        Level.FAILURE,
         "nobody inserts into rollouts",
-    ),
-    "permits that expire": (
-        tutorial(admission=admission(expired=4)),
-        "permits",
-        Level.WARNING,
-        "4 permits expired unused",
-    ),
-    "generators without permits and no trainer": (
-        tutorial(admission=admission(acquiring=waiting())),
-        "permits",
-        Level.WARNING,
-        "1 permit request waits, none was served for 40 s: ",
     ),
     "permits that no step returns, while the trainer waits for groups": (
         tutorial({"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())),
         "permits",
-        Level.FAILURE,
         "a trainer waits for groups of rollouts: neither can move",
-    ),
-    "a queue that nobody samples": (
-        tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
-        "rollouts",
-        Level.WARNING,
-        "1 insert waits, none was served for 40 s: 9 > max_diff 8",
-    ),
-    "a queue that nobody fills": (
-        tutorial({"sampling": waiting()}),
-        "rollouts",
-        Level.WARNING,
-        "1 sample request waits",
     ),
     "both sides of a table wait": (
         server(table("pool", inserting=waiting(), sampling=waiting())),
         "pool",
-        Level.FAILURE,
         "wait for each other",
     ),
     "a ratio that max_times_sampled does not allow": (
         server(
             table(
                 "pool",
-                {
-                    "rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0},
-                    "max_times_sampled": 2,
-                },
+                {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2},
             )
         ),
         "pool",
-        Level.FAILURE,
         "inserting will block for ever",
     ),
     "a min_size that does not fit into max_bytes": (
@@ -183,71 +203,60 @@ SICK = {
             table("pool", {"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40)
         ),
         "pool",
-        Level.FAILURE,
         "never fit into max_bytes 50 bytes",
-    ),
-    "a table that fills once and blocks": (
-        server(table("pool", {"when_full": "block"})),
-        "pool",
-        Level.WARNING,
-        "full, it blocks inserting for ever",
-    ),
-    "a queue larger than its table": (
-        server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
-        "queue",
-        Level.WARNING,
-        "admits 64 items, and the table evicts beyond max_size 4",
-    ),
-    "a pool without a priority above 0": (
-        server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
-        "pool",
-        Level.WARNING,
-        "every item has priority 0",
-    ),
-    "a table that no client fills": (server(table("spare", inserts=0)), "spare", Level.WARNING, "no client has ever"),
-    "a pool whose queue nobody samples": (
-        tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
-        "replay",
-        Level.WARNING,
-        "nobody has sampled rollouts, which feeds it",
-    ),
-    "a pool whose queue forwards nothing": (
-        tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
-        "replay",
-        Level.WARNING,
-        "rollouts was sampled and has forwarded nothing",
     ),
     "most of a queue goes stale unused": (
         server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
         "rollouts",
-        Level.FAILURE,
         "74% of what was generated was dropped unused",
-    ),
-    "some groups come too late": (
-        server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
-        "pool",
-        Level.WARNING,
-        "20% of what was generated was dropped unused",
     ),
     "a pool that loses what clients insert before it is sampled": (
         server(table("pool", {"max_staleness": 1}, stale=90, samples=10)),
         "pool",
-        Level.FAILURE,
         "80% of what was generated was dropped unused",
     ),
-    "a table too small for what is inserted": (
-        server(table("pool", evicted=60, evicted_unsampled=60)),
-        "pool",
-        Level.WARNING,
-        "60 items (60% of all) evicted before anybody sampled them",
-    ),
-    "a pool that refuses what its queue forwards": (
-        tutorial({"forward_refused": 5}),
-        "rollouts",
-        Level.WARNING,
-        "5 items could not join replay",
-    ),
 }
+
+
+@pytest.mark.parametrize(
+    ("info", "headlines"),
+    [
+        pytest.param(tutorial(), [], id="healthy"),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
+            ["Inserts into rollouts are blocked: nobody samples it"],
+            id="the trainer does not come",
+        ),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
+            ["Inserts into rollouts are blocked"],
+            id="the trainer comes too seldom",
+        ),
+        pytest.param(
+            tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
+            ["Samples of replay are blocked: nobody inserts into it"],
+            id="the generators do not come",
+        ),
+        pytest.param(tutorial({"sampling": waiting(seconds=1.0)}), [], id="a short wait"),
+        pytest.param(
+            tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
+            ["Generators are blocked: no policy version was published"],
+            id="no version comes",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version")]),
+            ["The trainer is gone"],
+            id="the trainer is gone",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side=side, reason=side) for side in ("generators", "trainer")]),
+            ["Trainer and generators are gone"] * 2,
+            id="both are gone",
+        ),
+    ],
+)
+def test_a_finding_that_stops_the_run_has_a_headline(info: ServerInfo, headlines: list[str]) -> None:
+    assert [finding.headline for finding in troubles(info) if finding.headline] == headlines
 
 
 def troubles(info: ServerInfo) -> list[Finding]:
@@ -259,10 +268,11 @@ def test_a_healthy_server_has_no_trouble(situation):
     assert troubles(HEALTHY[situation]) == []
 
 
-@pytest.mark.parametrize("situation", SICK)
+@pytest.mark.parametrize("situation", WARNINGS | FAILURES)
 def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
-    info, check, level, words = SICK[situation]
+    info, check, words = (WARNINGS | FAILURES)[situation]
     found = [finding for finding in troubles(info) if finding.check == check]
+    level = Level.FAILURE if situation in FAILURES else Level.WARNING
     assert [(finding.check, finding.level) for finding in found] == [(check, level)]
     assert words in found[0].message
     assert found[0].remedy

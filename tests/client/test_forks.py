@@ -35,13 +35,16 @@ def test_a_client_cannot_be_made_in_a_child_if_grpc_was_in_use_at_the_fork(addre
     said = answer("open", address)
     assert said.startswith("RuntimeError: gRPC was in use when this process was forked")
     assert "`spawn`" in said
+    assert 'multiprocessing_context="spawn"' in said  # the words for a data loader
 
 
+@pytest.mark.long
 def test_a_data_loader_that_forks_says_what_to_do(address):
     pytest.importorskip("torch")
     assert 'multiprocessing_context="spawn"' in answer("loader, fork", address)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["loader, spawn", "loader, fork, closed"])
 def test_a_data_loader_works_with_spawn_or_after_the_client_was_closed(address, scenario):
     pytest.importorskip("torch")

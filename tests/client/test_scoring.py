@@ -73,43 +73,27 @@ def group_of(rewards, advantages=None, **fields):
     return group
 
 
-@pytest.mark.parametrize(
-    ("group", "carries"),
-    [
-        (group_of([1.0, 0.0]), {None: True, "group": True, "batch": True, "none": True}),
-        (group_of([1.0, 1.0]), {None: False, "group": False, "batch": False, "none": False}),
-        (group_of([1.0], [0.7]), {None: True, "group": False, "batch": False, "none": False}),
-        (group_of([1.0], [0.0]), {None: False, "group": False}),
-        (group_of([1.0, 1.0], [0.5, 0.5]), {None: True, "group": False}),
-        (group_of([1.0, 0.0], [0.0, 0.0]), {None: False, "group": True}),
-        (group_of([0.1, 0.1 + 4e-7], [-2e-3, 2e-3]), {None: False, "group": False}),
-        (group_of([1.0, 0.0], [1e-4, 0.0]), {None: True}),
-        (group_of([1.0, 0.0], completions=[[5], [6]], loss_mask=[False, False]), {None: False, "group": False}),
-        (
-            group_of([1.0, 0.5, 0.0], completions=[[5], [6], [7]], loss_mask=[False, True, False]),
-            {None: False, "group": False},
-        ),
-        (group_of([1.0, 0.5, 0.0], completions=[[], [6], []]), {None: False, "group": False}),
-        (
-            group_of([1.0, 0.0], completions=[[5], [6]], logprobs=math.nan, context_lengths=[1, 1]),
-            {None: False, "group": False},
-        ),
-    ],
-    ids=[
-        "rewards that differ",
-        "equal rewards",
-        "a group of one with an advantage",
-        "a group of one without",
-        "equal rewards with advantages from a baseline",
-        "advantages that are all 0",
-        "rewards that differ by rounding",
-        "a small advantage",
-        "every token masked",
-        "the only completion that is trained on is average",
-        "the only completion with tokens is average",
-        "nothing but contexts",
-    ],
-)
+NO_MASK = {"completions": [[5], [6]], "loss_mask": [False, False]}
+AVERAGE = {"completions": [[5], [6], [7]], "loss_mask": [False, True, False]}
+CONTEXTS = {"completions": [[5], [6]], "logprobs": math.nan, "context_lengths": [1, 1]}
+NEITHER = {None: False, "group": False}
+CARRIES = {
+    "rewards that differ": (group_of([1.0, 0.0]), {None: True, "group": True, "batch": True, "none": True}),
+    "equal rewards": (group_of([1.0, 1.0]), NEITHER | {"batch": False, "none": False}),
+    "one with an advantage": (group_of([1.0], [0.7]), {None: True, "group": False, "batch": False, "none": False}),
+    "one without": (group_of([1.0], [0.0]), NEITHER),
+    "equal rewards with advantages from a baseline": (group_of([1.0, 1.0], [0.5, 0.5]), {None: True, "group": False}),
+    "advantages that are all 0": (group_of([1.0, 0.0], [0.0, 0.0]), {None: False, "group": True}),
+    "rewards that differ by rounding": (group_of([0.1, 0.1 + 4e-7], [-2e-3, 2e-3]), NEITHER),
+    "a small advantage": (group_of([1.0, 0.0], [1e-4, 0.0]), {None: True}),
+    "every token masked": (group_of([1.0, 0.0], **NO_MASK), NEITHER),
+    "the only completion that is trained on is average": (group_of([1.0, 0.5, 0.0], **AVERAGE), NEITHER),
+    "the only completion with tokens is average": (group_of([1.0, 0.5, 0.0], completions=[[], [6], []]), NEITHER),
+    "nothing but contexts": (group_of([1.0, 0.0], **CONTEXTS), NEITHER),
+}
+
+
+@pytest.mark.parametrize(("group", "carries"), CARRIES.values(), ids=CARRIES)
 def test_a_group_carries_a_gradient_if_what_is_trained_on_has_an_advantage(group, carries):
     assert {scale: carries_gradient(group, scale) for scale in carries} == carries
 

@@ -79,26 +79,19 @@ def test_an_ageing_remover_evicts_what_is_worth_least_now():
         assert set(effective(client)) == {first, third, newest}
 
 
-def test_a_restart_keeps_the_age_of_every_item(tmp_path):
-    with serving(data_dir=tmp_path) as client:
+@pytest.mark.parametrize("durable", [True, False], ids=["a restart", "a checkpoint"])
+def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
+    options = {"data_dir": tmp_path} if durable else {"checkpoints": CheckpointsSection(dir=tmp_path)}
+    with serving(**options) as client:
         client.set_policy_version(3000)
         for lag in (0, 4, 40, 400):
             client.insert(b"x", {"pool": 1.0}, policy_version=3000 - lag)
+        if not durable:
+            client.checkpoint("late")
         before = effective(client)
-    with serving(data_dir=tmp_path) as client:
+    with serving(**options, restore=None if durable else "late") as client:
+        assert client.policy().version == 3000
         assert effective(client) == pytest.approx(before)
-        assert drawn_probabilities(client) == pytest.approx(shares(before))
-
-
-def test_a_checkpoint_keeps_the_age_of_every_item(tmp_path):
-    section = CheckpointsSection(dir=tmp_path)
-    with serving(checkpoints=section) as client:
-        client.set_policy_version(8)
-        insert_three(client)
-        client.checkpoint("late")
-        before = effective(client)
-    with serving(checkpoints=section, restore="late") as client:
-        assert client.policy().version == 8
         assert drawn_probabilities(client) == pytest.approx(shares(before))
 
 

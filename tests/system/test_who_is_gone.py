@@ -12,9 +12,9 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import AuthenticationError
 from replay_server import ReplayServer, SecuritySection, TableConfig
-from replay_server.rpc import clients as rpc_clients
+from replay_server.rpc import info
 from tests.commands import run_replay
-from tests.factories import until
+from tests.factories import tokens_file, until
 
 GENERATOR = """
 import itertools, sys, time
@@ -40,7 +40,7 @@ with ReplayClient(sys.argv[1]) as client, client.sampler("rollouts", lease=60.0)
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(rpc_clients, "LONG_WAIT", 3.0)  # for 20 s
+    monkeypatch.setattr(info, "LONG_WAIT", 3.0)  # for 20 s
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 100_000})]
     with ReplayServer(tables, port=0, max_bytes="1GB") as server:
         yield server
@@ -122,10 +122,7 @@ def test_a_trainer_that_says_that_it_ends_is_not_missed(server, client, start):
 
 def test_a_client_that_only_reads_leaves_no_trace_and_cannot_say_that_others_end(tmp_path):
     reader, writer = "r" * 32, "w" * 32
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"read-only:{reader}\nread-write:{writer}\n")
-    tokens.chmod(0o600)
-    security = SecuritySection(tokens_file=tokens)
+    security = SecuritySection(tokens_file=tokens_file(tmp_path, f"read-only:{reader}", f"read-write:{writer}"))
     with (
         ReplayServer([TableConfig(name="pool")], port=0, security=security) as server,
         ReplayClient(server.address, token=writer, name="honest") as client,

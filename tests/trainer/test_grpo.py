@@ -62,36 +62,23 @@ def test_training_raises_the_reward(tmp_path: Path) -> None:
     assert lines_of(tmp_path)[0]["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_type": "dapo"},
-        {"loss_type": "grpo", "num_iterations": 2},
-        {"loss_type": "gspo", "beta": 0.1, "num_iterations": 2},
-        {"loss_type": "cispo", "epsilon_high": 3.0},
-        {"loss_type": "dr_grpo", "max_completion_length": 8},
-        {"loss_type": "bnpo", "scale_rewards": "batch"},
-        {"correction": CorrectionConfig(level="sequence", batch_normalize=True)},
-        {"correction": CorrectionConfig(objective="bypass", off_policy_mask_threshold=0.1), "num_iterations": 2},
-        {
-            "correction": CorrectionConfig(objective="bypass_reinforce", batch_normalize=True, dppo_mask_low=0.01),
-            "num_iterations": 2,
-        },
-        {"packing": False},
-    ],
-    ids=[
-        "dapo",
-        "grpo",
-        "gspo with kl",
-        "cispo",
-        "dr_grpo",
-        "bnpo",
-        "batch_normalize",
-        "bypass",
-        "bypass_reinforce",
-        "padded",
-    ],
-)
+BYPASS = CorrectionConfig(objective="bypass", off_policy_mask_threshold=0.1)
+REINFORCE = CorrectionConfig(objective="bypass_reinforce", batch_normalize=True, dppo_mask_low=0.01)
+UPDATES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo"},
+    "grpo": {"loss_type": "grpo", "num_iterations": 2},
+    "gspo with kl": {"loss_type": "gspo", "beta": 0.1, "num_iterations": 2},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 3.0},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 8},
+    "bnpo": {"loss_type": "bnpo", "scale_rewards": "batch"},
+    "batch_normalize": {"correction": CorrectionConfig(level="sequence", batch_normalize=True)},
+    "bypass": {"correction": BYPASS, "num_iterations": 2},
+    "bypass_reinforce": {"correction": REINFORCE, "num_iterations": 2},
+    "padded": {"packing": False},
+}
+
+
+@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
 def test_micro_batches_make_no_difference(tmp_path: Path, options: dict[str, Any]) -> None:
     trained = []
     for size in (1, 20, 1000):
@@ -216,23 +203,16 @@ def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None
 SHARE = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_drift": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("step", "options", "server"),
-    [
-        (4, {"max_steps": 5, "beta": 0.1}, 2),
-        (4, {"max_steps": 5, "beta": 0.1, "publish_every": 2}, 2),
-        (6, {"max_steps": 7, "save_every": 3, "keep_weights": 2}, 5),
-        (3, SHARE | {"zero_variance": "replace"}, 2),
-        (3, SHARE | {"zero_variance": "dynamic", "max_dynamic_batches": 1}, 2),
-    ],
-    ids=[
-        "on a server that was restarted from something older",
-        "with a version every second step",
-        "with a full state every third step",
-        "with a share of replay",
-        "with a share of replay and dynamic sampling",
-    ],
-)
+KILLED: dict[str, tuple[int, dict[str, Any], int]] = {
+    "on a server that was restarted from something older": (4, {"max_steps": 5, "beta": 0.1}, 2),
+    "with a version every second step": (4, {"max_steps": 5, "beta": 0.1, "publish_every": 2}, 2),
+    "with a full state every third step": (6, {"max_steps": 7, "save_every": 3, "keep_weights": 2}, 5),
+    "with a share of replay": (3, SHARE | {"zero_variance": "replace"}, 2),
+    "with dynamic sampling": (3, SHARE | {"zero_variance": "dynamic", "max_dynamic_batches": 1}, 2),
+}
+
+
+@pytest.mark.parametrize(("step", "options", "server"), KILLED.values(), ids=KILLED)
 def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(
     tmp_path: Path, step: int, options: dict[str, Any], server: int
 ) -> None:

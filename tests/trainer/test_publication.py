@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import shutil
 import threading
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from replay_trainer import publication
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.weights import publish_weights, published, saved
-from tests.factories import ctrl_c_raises
 from tests.trainer.factories import (
     FakeClient,
     Killed,
@@ -187,10 +185,12 @@ def test_a_host_copy_keeps_its_values_and_what_is_tied() -> None:
     assert again["a"].tolist() == [0] * 4
 
 
-def test_the_error_of_a_task_is_told_once() -> None:
-    task = BackgroundTask("test")
-    task.start(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    task.wait()
+def test_a_wait_ends_when_nobody_wants_it_and_the_error_of_a_task_is_told_once() -> None:
+    go_on, task = threading.Event(), BackgroundTask("test")
+    task.start(lambda: go_on.wait(60) and 1 / 0)  # type: ignore[arg-type, return-value]
+    assert not task.wait(lambda: False)
+    go_on.set()
+    assert task.wait()
     assert isinstance(task.take_error(), ZeroDivisionError)
     assert task.take_error() is None
 
@@ -231,23 +231,3 @@ def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Pat
     with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
         make_trainer(FakeClient(make_batches(1)), tmp_path, model=model).train()
     assert published(tmp_path) == []
-
-
-def test_an_interrupt_of_the_wait_does_not_end_what_is_waited_for() -> None:
-    go_on, waits = threading.Event(), threading.Event()
-    task = BackgroundTask("test")
-    task.start(lambda: go_on.wait(60))
-
-    def waiting() -> bool:
-        waits.set()
-        return True
-
-    interrupter = threading.Thread(target=lambda: waits.wait(60) and _thread.interrupt_main())
-    with ctrl_c_raises():
-        interrupter.start()
-        with pytest.raises(KeyboardInterrupt):
-            task.wait(waiting)
-    interrupter.join()
-    assert not task.wait(lambda: False)
-    go_on.set()
-    assert task.wait()

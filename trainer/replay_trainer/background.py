@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 from replay_client.waits import LOG_SECONDS, WaitLog
+
+T = TypeVar("T")
 
 
 class HostCopy:
@@ -105,6 +107,18 @@ class BackgroundTask:
             self._ended.set()
 
 
+def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, made again whenever the server was away.
+
+    Waits for the server as long as the timeout of `client` says, and then raises ServerUnavailableError.
+    """
+    while True:
+        try:
+            return attempt()
+        except ServerUnavailableError:
+            client.policy()
+
+
 LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
@@ -167,9 +181,7 @@ class ServerWaits:
     def _next(self, batches: Iterator[Any]) -> Any:
         while True:
             try:
-                return next(batches, None)
-            except ServerUnavailableError:
-                self._client.policy()  # it waits for the server
+                return through_restarts(self._client, lambda: next(batches, None))
             except DeadlineExceededError:
                 try:
                     self._client.policy(timeout=self._look_seconds)

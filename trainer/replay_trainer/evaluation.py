@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, ServerUnavailableError
+from replay_client.errors import DeadlineExceededError
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import Rewards, Scorer
 from replay_client.waits import beat
+from replay_trainer.background import through_restarts
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
 
@@ -36,14 +39,10 @@ class TableEvaluation:
         NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out."""
         if not trainer.ranks.is_first:
             return {}
+        draw = partial(self.client.sample, self.table, self.max_groups, min_samples=1, timeout=0.0)
         samples: list[Sample] = []
-        try:
-            samples = self.client.sample(self.table, self.max_groups, min_samples=1, timeout=0.0)
-        except DeadlineExceededError:
-            pass
-        except ServerUnavailableError:
-            self.client.policy()  # it waits for the server, as long as the client is told to
-            return self(trainer)
+        with suppress(DeadlineExceededError):
+            samples = through_restarts(self.client, draw)
         return describe_groups([GroupFacts.of(sample) for sample in samples if _has_rewards(sample)])
 
 

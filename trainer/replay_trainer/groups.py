@@ -7,16 +7,18 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
+from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, group_priority
 from replay_client.settings import check_choice
+from replay_trainer.background import through_restarts
 from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
@@ -334,25 +336,23 @@ class ZeroVarianceReplacer:
         chosen: list[Sample] = []
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
-        while len(chosen) < count:
+        while (missing := count - len(chosen)) > 0:
+            draw = partial(
+                self.client.sample,
+                self.table,
+                missing,
+                min_samples=missing if wait else 1,
+                timeout=self.timeout if wait else 0.0,
+                scope=scope,
+                exclude=sorted(exclude),
+            )
             try:
-                drawn = self.client.sample(
-                    self.table,
-                    count - len(chosen),
-                    min_samples=count - len(chosen) if wait else 1,
-                    timeout=self.timeout if wait else 0.0,
-                    scope=scope,
-                    exclude=sorted(exclude),
-                )
+                # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts.
+                drawn = through_restarts(self.client, draw)
             except DeadlineExceededError:
                 if wait:
                     raise
                 break  # the table has no more
-            except ServerUnavailableError:
-                # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts: this call
-                # retries for as long as its client is configured to.
-                self.client.policy()
-                continue
             exclude |= {sample.info.key for sample in drawn}
             if self.inspector is not None:
                 drawn = self.inspector.usable(drawn, self.table)

@@ -158,7 +158,7 @@ class GroupLeases:
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
         for path in paths:
-            leases += [(shard, lease) for shard, lease in _read(path)]
+            leases += _read(path)
         if leases:
             self._client.acknowledge(map(_stub, leases), give_back=True)
         if groups.part:

@@ -57,13 +57,8 @@ class Ranks:
         return count // self.size
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each of `values` summed over the ranks, in float64."""
-        if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(tensor, group=self._group)
-        total: list[float] = tensor.tolist()
-        return total
+        """Each of `values` summed over the ranks, in the same order on each rank."""
+        return [sum(parts) for parts in zip(*self.all(values), strict=True)]
 
     def all(self, value: T) -> list[T]:
         """The value of every rank, in the order of ranks; any object that pickle can copy between these processes."""
@@ -75,16 +70,11 @@ class Ranks:
 
     def from_first(self, value: T) -> T:
         """The value of the first rank."""
-        if self.size == 1:
-            return value
-        values = [value]
-        distributed.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        return self.all(value)[0]
 
     def wait(self) -> None:
         """Wait until every rank has called this."""
-        if self.size > 1:
-            distributed.barrier(group=self._group)
+        self.all(None)
 
     def copy_from_first(self, module: nn.Module) -> None:
         """Copy the weights of `module` from the first rank to all."""

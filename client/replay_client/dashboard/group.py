@@ -97,10 +97,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
     try:
         group = item.group
     except ValueError as error:
-        head = bytes(memoryview(item.payload)[:HEAD])
-        rows = [head[at : at + 16] for at in range(0, len(head), 16)]
-        dump = [f"{r.hex(' '):48}  {''.join(chr(b) if 32 <= b < 127 else '.' for b in r)}" for r in rows]
-        return document | {"problem": str(error)[:500], "head": dump}
+        return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
     first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.group_size))
     return document | {
         "group": {
@@ -122,6 +119,12 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
             ],
         }
     }
+
+
+def dump(head: bytes | memoryview) -> list[str]:
+    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
+    rows = [bytes(head[at : at + 16]) for at in range(0, len(head), 16)]
+    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
 
 
 def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:

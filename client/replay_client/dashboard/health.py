@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from replay_client.diagnosis import Finding, Level, is_long
+from replay_client.diagnosis import Finding, Level
 from replay_client.records import ServerInfo
 from replay_client.units import counted
 
@@ -38,11 +38,10 @@ def verdict(
     bad.sort(key=lambda finding: finding.level is not Level.FAILURE)
     if info is None:
         return _said("failure", "The server does not answer", bad[0])
-    # Who is gone comes first: whatever waits, waits for them. Then a wait that blocks the run.
-    for headline, reason in (*_gone(info), *_blocked(info)):
-        for finding in bad:
-            if reason in finding.message:
-                return _said("failure" if info.silences else "blocked", headline, finding)
+    # Who is gone comes first: whatever waits, waits for them. Then a wait at a table, and then one for permits.
+    if stopped := [finding for finding in findings if finding.headline]:
+        first = min(stopped, key=lambda finding: finding.check == "permits")
+        return _said("failure" if info.silences else "blocked", first.headline, first)
     if bad and bad[0].level is Level.FAILURE:
         return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
     if against:
@@ -58,30 +57,6 @@ def verdict(
         )
     idle = all(min(each.inserted.age, each.sampled.age) > max(60.0, info.long_wait) for each in info.tables.values())
     return _said("ok", "Idle" if idle else "Healthy", Finding("", Level.OK, bottleneck(info)))
-
-
-def _gone(info: ServerInfo) -> Iterator[tuple[str, str]]:
-    """A headline for the sides that are gone, with the reason of the first."""
-    sides = dict.fromkeys(silence.side for silence in info.silences)
-    if len(sides) > 1:
-        yield "Trainer and generators are gone", info.silences[0].reason
-    elif sides:
-        yield "The trainer is gone" if "trainer" in sides else "The generators are gone", info.silences[0].reason
-
-
-def _blocked(info: ServerInfo) -> Iterator[tuple[str, str]]:
-    """A headline for each wait that has become long, with the reason of the wait."""
-    for name, table in info.tables.items():
-        for verb, wait, other, who in (
-            ("Inserts into", table.inserting, table.sampled, "nobody samples it"),
-            ("Samples of", table.sampling, table.inserted, "nobody inserts into it"),
-        ):
-            if is_long(wait, info):
-                cause = f": {who}" if other.age >= info.long_wait else ""
-                yield f"{verb} {name} are blocked{cause}", wait.reason
-    if info.admission is not None and is_long(wait := info.admission.acquiring, info):
-        cause = ": no policy version was published" if info.policy.age >= info.long_wait else ""
-        yield f"Generators are blocked{cause}", wait.reason
 
 
 def bottleneck(info: ServerInfo) -> str:

@@ -106,6 +106,7 @@ class RolloutGenerator:
         ServerUnavailableError, and any error of the engine.
         """
         try:
+            self._metrics.create_file()
             await self._run()
         finally:
             await self._engine.close()

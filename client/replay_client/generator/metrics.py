@@ -106,9 +106,6 @@ class GeneratorMetrics:
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()  # now and not in the middle of the run: it may be impossible
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_RECENT_GROUPS)  # time, tokens, mean reward
         self._groups: list[_Inserted] = []
         self._nan_logprobs = 0
@@ -153,6 +150,12 @@ class GeneratorMetrics:
         """`seconds`: for loading and checking the weights."""
         if self.path is not None:
             self._reload_seconds.append(seconds)
+
+    def create_file(self) -> None:
+        """Creates the file, if one is wanted. Raises OSError if that is impossible, before the run has begun."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
 
     def write(self) -> None:
         """Appends a line to the file, if there is one."""

@@ -5,6 +5,9 @@ ReplayClient likewise. Its methods, promises and errors are those of a client of
 shared out: each request goes straight to it. With several, each method has one rule; the module that keeps it is in
 brackets.
 
+A shard is known by its name: by the one that its address gives it (`NAME=host:port`) or Ray's actor has, and otherwise
+by the address.
+
 * insert, writer [placing, ../writer]: a key belongs to one shard, by rendezvous hashing. A group with a permit goes to
   the shard that granted it. So every client finds an item without asking, and each admission counts its own groups.
 * insert again [placing]: a key that was tried on a shard never goes to another one. It waits for that shard until its

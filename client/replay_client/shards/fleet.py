@@ -6,6 +6,10 @@ watched nor waited for, and its connection tries again and raises the errors.
 
 With several servers, each shard has a watcher that keeps a connection open and tells when it comes or breaks. A
 question goes to the shards that are up. Where one of them goes away with its answer, the answers of the others count.
+
+A server can also hang, stopped or swapping, while its connection stands. So who waits for LATE_SECONDS for an answer
+asks that shard for a sign of life. A shard that gives none counts as away for everybody, and is asked again in the
+background until it answers. What was sent to it before may still be done.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import grpc
 from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
@@ -25,6 +30,7 @@ from replay_client.access import Access, split_addresses
 from replay_client.connection import Connection, Timeout, Unset, check_timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
 from replay_client.shards.ray_names import RayNames
+from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
 
@@ -32,6 +38,11 @@ GONE = (ServerUnavailableError, ServerClosedError)
 """Errors that mean: this shard does not answer, another one may."""
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
+LATE_SECONDS = 0.5
+"""Seconds after which a shard that has not answered is asked for a sign of life."""
+_SIGNS, _SIGN_SECONDS = 2, 1.0
+"""A shard hangs if it misses so many signs of life in a row, each within so many seconds. One alone may be missed
+because this process stood still."""
 _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
 _LOOK_AGAIN = 0.5
@@ -68,7 +79,7 @@ class Shard:
         """`name` is "" for the only server of a client. `names` finds the address where it is None."""
         self.name = name
         self.is_up = False
-        """Whether the connection stands. Any thread may read it."""
+        """Whether the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
         """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
         self.decided = asyncio.Event()
@@ -79,6 +90,10 @@ class Shard:
         self._connection = None if address is None else connect(address)
         self._running: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
+        """Asks for a sign of life."""
+        self._waking: asyncio.Task[None] | None = None
+        """Asks a shard that hangs until it answers."""
 
     @property
     def connection(self) -> Connection:
@@ -119,13 +134,35 @@ class Shard:
         task = asyncio.create_task(work)
         self._running.add(task)
         try:
-            await asyncio.wait({task})
+            with self.expected():
+                await asyncio.wait({task})
         finally:
             self._running.discard(task)
             task.cancel()
         if task.cancelled():
             raise ServerUnavailableError(f"the connection to shard {self.name} broke")
         return task.result()
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Asks for a sign of life if the answer for which the block waits is late."""
+        timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def doubt(self) -> None:
+        """Asks for a sign of life, on the running event loop. A shard that gives none counts as away until it does."""
+        if self._doubting is None or self._doubting.done():
+            self._doubting = asyncio.create_task(self._doubt())
+
+    async def answers(self) -> bool:
+        """As `doubt`. Returns whether the shard is up."""
+        self.doubt()
+        assert self._doubting is not None
+        await asyncio.wait({self._doubting})
+        return self.is_up
 
     async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
         """This shard's answer to one request. Raises as `run`."""
@@ -136,9 +173,10 @@ class Shard:
         return await self.run(work())
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        tasks = [task for task in (self._watching, self._doubting, self._waking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._connection is not None:
             await self._connection.close()
 
@@ -171,6 +209,28 @@ class Shard:
             if self.decided.is_set():
                 self._tell(False)
 
+    async def _doubt(self) -> None:
+        for _ in range(_SIGNS):
+            if not await self._is_silent():
+                return
+        self._tell(False)
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._until_it_answers())
+
+    async def _until_it_answers(self) -> None:
+        while await self._is_silent():
+            pass
+        channel = self.connection.channel
+        if channel.get_state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
+            self._tell(True)
+
+    async def _is_silent(self) -> bool:
+        try:
+            await self.connection.stub.GetPolicy(pb.GetPolicyRequest(), timeout=_SIGN_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # any other error is an answer, or the watcher's
+        return False
+
     async def _find(self, names: RayNames) -> None:
         address = None
         with suppress(ReplayError):  # Ray does not answer: stay with the address that was
@@ -197,7 +257,7 @@ class Fleet:
     """All shards of one client."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
-        """Raises ValueError for an address that comes twice, and for a ray:// address without shards."""
+        """Raises ValueError for a ray:// address without shards."""
         check_timeout(timeout)
         self.address = access.address
         """host:port of the server; several with commas; or the name of the shards in Ray."""
@@ -210,20 +270,19 @@ class Fleet:
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._names = RayNames.of(access.address)
-        given = split_addresses(access.address) if self._names is None else self._names.find()
-        if len(set(given)) < len(given):
-            raise ValueError(f"addresses must differ: {given}")
+        given = split_addresses(access.address)
+        names = list(given) if self._names is None else self._names.find()
         is_one = self._names is None and len(given) == 1
-        self.shards = [self._make_shard(name, "" if is_one else name) for name in given]
+        self.shards = [self._make_shard("" if is_one else name, given.get(name)) for name in names]
         self.only = self.shards[0] if is_one else None
         """The server of a client of one; None: there are several, or Ray may add some."""
 
-    def _make_shard(self, given: str, name: str) -> Shard:
-        shard = Shard(name, self._connect, given if self._names is None else None, self._names)
+    def _make_shard(self, name: str, address: str | None) -> Shard:
+        shard = Shard(name, self._connection_to, address, self._names)
         shard.changed = self._changed
         return shard
 
-    def _connect(self, address: str) -> Connection:
+    def _connection_to(self, address: str) -> Connection:
         return Connection(replace(self._access, address=address), self._timeout)
 
     def named(self, name: str) -> Shard | None:
@@ -237,7 +296,7 @@ class Fleet:
         check_timeout(timeout)
         return timeout
 
-    def watch(self) -> None:
+    def connect(self) -> None:
         """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
         if self.only is not None:
             return
@@ -268,7 +327,7 @@ class Fleet:
 
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if the time is up before."""
-        self.watch()
+        self.connect()
         while not self.decided:  # soon: each shard has a short time for its first connection
             await self.changed.wait()
         while not (up := self.up()):
@@ -344,7 +403,7 @@ class Fleet:
         if self.only is not None:
             return await self.ask(method, request, timeout)
         deadline = Deadline(self.seconds(timeout))
-        self.watch()
+        self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             changed = self.changed
             try:
@@ -374,7 +433,7 @@ class Fleet:
             listed = await names.listed()
             if not listed or set(listed) == known.keys():
                 continue
-            self.shards = [known.get(name) or self._make_shard(name, name) for name in listed]
+            self.shards = [known.get(name) or self._make_shard(name, None) for name in listed]
             for shard in self.shards:
                 shard.watch()
             for name in known.keys() - set(listed):

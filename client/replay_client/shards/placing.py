@@ -114,7 +114,8 @@ class Placement:
             shard = self.shard_for(item)
             item.timeout = deadline.seconds
             try:
-                await shard.connection.insert(item)
+                with shard.expected():
+                    await shard.connection.insert(item)
                 return
             except ShardDrainingError:
                 self.forget(item.key, shard)

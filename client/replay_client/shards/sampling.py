@@ -28,6 +28,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -36,7 +37,7 @@ from replay_client.connection import GONE_CODES, reported
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.records import Sample, samples_of
 from replay_client.sampling import AsyncSampler, DrawStreams, OnLease, check_prefetch, new_id
-from replay_client.shards.fleet import Deadline, Fleet, Shard
+from replay_client.shards.fleet import LATE_SECONDS, Deadline, Fleet, Shard
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
@@ -239,7 +240,7 @@ class Drawer(DrawStreams):
         asked = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
-            await asyncio.wait(asked.values(), timeout=seconds)
+            await self._answered(asked, seconds)
             for shard, future in asked.items():
                 if not future.done():
                     self.stream(shard).give_up(requests[shard].id)
@@ -255,23 +256,35 @@ class Drawer(DrawStreams):
             raise
         return answers
 
+    async def _answered(self, asked: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
+        """Returns when all shards have answered, apart from those that hang or need more than `seconds`."""
+        if asked:
+            await asyncio.wait(asked.values(), timeout=LATE_SECONDS)
+        late = [shard for shard, future in asked.items() if not future.done()]
+        alive = await asyncio.gather(*(shard.answers() for shard in late))
+        if waited_for := [asked[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
+            await asyncio.wait(waited_for, timeout=seconds)
+
     def _give_up(self, requests: Mapping[Shard, pb.SampleRequest]) -> None:
         for shard, request in requests.items():
             self.stream(shard).give_up(request.id)
 
     async def _take_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
         """Returns the parts that were taken, or leased, and those whose shards did not answer."""
-        asked: dict[str, asyncio.Future[pb.SampleResponse]] = {}
+        asked: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
             ids = sorted(draw_id for owner, draw_id in parts if owner == name)
             request = pb.DrawRequest(renew=ids, seconds=lease) if lease else pb.DrawRequest(take=ids)
             if (shard := self._fleet.named(name)) is not None:
-                asked[name] = self.stream(shard).end(request)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=_ANSWER_SECONDS)
-        answered = {name for name, future in asked.items() if future.done() and future.exception() is None}
-        taken = {(name, draw_id) for name in answered for draw_id in asked[name].result().done}
-        return taken, {(name, draw_id) for name, draw_id in parts if name not in answered}
+                asked[shard] = self.stream(shard).end(request)
+        await self._answered(asked, _ANSWER_SECONDS)
+        answers = {
+            shard.name: future.result()
+            for shard, future in asked.items()
+            if future.done() and future.exception() is None
+        }
+        taken = {(name, draw_id) for name, answer in answers.items() for draw_id in answer.done}
+        return taken, {(name, draw_id) for name, draw_id in parts if name not in answers}
 
 
 class ShardedSampler(AsyncSampler):

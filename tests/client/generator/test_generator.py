@@ -700,6 +700,16 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     assert json.loads(path.read_text().splitlines()[-1])["staleness_mean"] == 5
 
 
+async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group_and_close_the_engine(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    client, engine = RecordingClient(), ScriptedEngine()
+    with pytest.raises(OSError, match="file"):
+        await make_generator(client, engine, metrics_path=tmp_path / "file" / "metrics.jsonl").run()
+    assert (engine.closed, client.inserts) == (1, [])
+
+
 def test_the_blocking_form_stops_on_interrupt() -> None:
     client, engine = RecordingClient(), ScriptedEngine()
 

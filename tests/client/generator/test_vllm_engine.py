@@ -26,14 +26,13 @@ from tests.client.generator.factories import (
     EOS,
     RecordingClient,
     check_completion,
-    check_group,
     check_scores,
     make_adapter,
     make_model,
     make_prompts,
     make_version,
 )
-from tests.factories import async_until, until
+from tests.factories import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -198,32 +197,6 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
     assert {v for completion in await task for v in completion.policy_versions} == {0, 2}
     assert {v for completion in await later for v in completion.policy_versions} == {2}
     await check_scores(engine, version)
-
-
-@on_the_engines_loop
-async def test_the_generator_inserts_exact_groups_of_each_version(
-    engine: VLLMEngine, model: Path, version: Path
-) -> None:
-    class Open(VLLMEngine):  # the module's engine, left open at the end of the run
-        def __init__(self) -> None:
-            self.__dict__ = engine.__dict__
-
-        async def close(self) -> None:
-            pass
-
-    client = RecordingClient()
-    sampling = SamplingConfig(temperature=0.8, max_tokens=12)
-    config = GeneratorConfig(group_size=4, sampling=sampling, max_concurrent_groups=4)
-    generator = RolloutGenerator(client, Open(), make_prompts(), lambda row, text: len(text), config)  # type: ignore[arg-type]
-    task = asyncio.create_task(generator.run())
-    await client.inserted(6)
-    await client.publish(1, version)
-    await async_until(lambda: client.inserts[-1][0].policy_version == 1)
-    generator.stop()
-    await task
-    assert generator.stats["probe_max_difference"] < 1e-4
-    for weights, (group, _) in ((model, client.inserts[0]), (version, client.inserts[-1])):
-        check_group(group, sampling, weights)
 
 
 @pytest.mark.long

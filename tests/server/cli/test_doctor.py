@@ -9,7 +9,7 @@ from replay_client.errors import ReplayError
 from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from tests.commands import COMMAND, run_replay
-from tests.factories import make_group
+from tests.factories import make_group, tokens_file
 
 
 def findings_of(server, *options, status=0):
@@ -66,10 +66,7 @@ def test_without_a_server_that_is_the_one_failure():
 
 
 def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_a_warning(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text("read-only:0123456789abcdef0123\n")
-    tokens.chmod(0o600)
-    security = SecuritySection(tokens_file=tokens)
+    security = SecuritySection(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
     with ReplayServer(tables=[TableConfig(name="pool")], port=0, max_bytes="1MB", security=security) as server:
         refused = run_replay("doctor", address=server.address)
         assert refused.returncode == 1

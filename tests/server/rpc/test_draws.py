@@ -1,6 +1,8 @@
 """Streams of draws, spoken to message by message: what refuses, holds up or ends one draw, and what it leaves alone."""
 
-from contextlib import closing
+import asyncio
+import time
+from contextlib import aclosing, closing
 
 import grpc
 import pytest
@@ -8,10 +10,12 @@ import pytest
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import ReplayServer, TableConfig
+from replay_server import LimitsSection, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
-from tests.factories import until
+from replay_server.rpc.backend import Backend
+from replay_server.tables.buffer import ReplayBuffer
+from tests.factories import turns, until
 from tests.server.rpc.calls import Requests, bystander
 
 TABLES = [
@@ -118,6 +122,26 @@ def test_many_draws_at_once_hold_nobody_up(stub, client):
     with drawing(stub, *draws) as drawn, bystander(client) as answers:
         assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
     assert answers
+
+
+def test_a_stream_reads_no_further_than_its_reader_takes_answers():
+    buffer = ReplayBuffer(TABLES, time.monotonic)
+    backend = Backend(buffer, LimitsSection(), None)
+    read = 0
+
+    async def requests():
+        nonlocal read
+        for read in range(1, 10_001):  # noqa: B007
+            yield pb.DrawRequest(take=[ID])
+
+    async def take_one_answer() -> None:
+        responder = sampling.DrawResponder(backend, sampling.OpenDraws(backend), "client", requests(), lambda: None)
+        async with aclosing(responder.responses()) as responses:
+            await anext(responses)
+            await turns(20_000)
+
+    asyncio.run(take_one_answer())
+    assert read <= sampling.MAX_UNANSWERED + 2
 
 
 # ---------------------------------------------------------------------- draws put off until others have been taken

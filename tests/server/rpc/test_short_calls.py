@@ -13,7 +13,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import SecuritySection
 from replay_server.rpc.short_calls import SHORT
-from tests.factories import sample_of, scrape, until
+from tests.factories import sample_of, scrape, tokens_file, until
 
 TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_size=64)]
 
@@ -98,9 +98,7 @@ def test_a_large_request_is_a_call_of_its_own(server):
 
 
 def test_a_token_that_may_only_read_is_refused(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"read-only:{'a' * 32}\nread-write:{'b' * 32}\n")
-    tokens.chmod(0o600)
+    tokens = tokens_file(tmp_path, f"read-only:{'a' * 32}", f"read-write:{'b' * 32}")
     with ReplayServer(tables=TABLES, port=0, security=SecuritySection(tokens_file=str(tokens))) as server:
         with ReplayClient(server.address, timeout=60.0, token="b" * 32) as client:
             works(client)

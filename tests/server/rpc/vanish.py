@@ -1,23 +1,19 @@
-"""Clients that break off in the middle of something: killed, with a closed connection, or by cancelling their call.
-
-    python -m tests.server.rpc.vanish ADDRESS WHERE
-
-begins something and waits to be killed.
-"""
+"""Clients that break off in the middle of something: killed, with a closed connection, or by cancelling their call."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
+from tests.factories import start
 from tests.server.rpc.calls import Requests
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
@@ -72,28 +68,26 @@ def begin(stub: ReplayStub, where: str, requests: Requests) -> Any:
     return call
 
 
+def begin_and_stay(address: str, where: str, there: Connection) -> None:
+    with grpc.insecure_channel(address, OPTIONS) as channel:
+        begun = begin(ReplayStub(channel), where, Requests())  # noqa: F841  # the call ends with its last reference
+        there.send("there")
+        threading.Event().wait()
+
+
 @contextmanager
 def hanging(address: str, where: str, how: str) -> Iterator[Callable[[], object]]:
     """A client that is in the middle of something. Yields what breaks it off."""
     if how == "kill":
-        command = [sys.executable, "-m", "tests.server.rpc.vanish", address, where]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        here, there = multiprocessing.get_context("forkserver").Pipe()
+        process = start(begin_and_stay, address, where, there)
         try:
-            assert process.stdout.readline() == "there\n"
+            assert here.recv() == "there"
             yield process.kill
         finally:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.join()
         return
     with grpc.insecure_channel(address, OPTIONS) as channel, Requests() as requests:
         call = begin(ReplayStub(channel), where, requests)
         yield channel.close if how == "close" else call.cancel
-
-
-if __name__ == "__main__":
-    with grpc.insecure_channel(sys.argv[1], OPTIONS) as channel:
-        begun = begin(ReplayStub(channel), sys.argv[2], Requests())
-        print("there", flush=True)
-        threading.Event().wait()

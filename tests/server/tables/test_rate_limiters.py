@@ -1,4 +1,4 @@
-"""Reverb's inequalities, at the points where they begin to block."""
+"""Limiters: what is refused or warned of, and the reasons. The inequalities stand in reference.py."""
 
 import math
 
@@ -10,55 +10,6 @@ from replay_server.tables.rate_limiters import RateLimiter, min_size, queue, sam
 def after(limiter: RateLimiter, *, inserts: int = 0, samples: int = 0, deletes: int = 0) -> RateLimiter:
     limiter.inserts, limiter.samples, limiter.deletes = inserts, samples, deletes
     return limiter
-
-
-def test_min_size_blocks_sampling_until_there_are_enough_items_and_never_inserting():
-    assert not after(min_size(3), inserts=2).can_sample(1)
-    assert after(min_size(3), inserts=3).can_sample(10**9)
-    assert not after(min_size(3), inserts=3, deletes=1).can_sample(1)
-    assert after(min_size(3), inserts=10**9).can_insert(1)
-
-
-def test_a_queue_admits_as_many_unsampled_items_as_its_size_and_gives_each_once():
-    assert after(queue(4), inserts=3).can_insert(1)
-    assert not after(queue(4), inserts=4).can_insert(1)
-    assert after(queue(4), inserts=4, samples=1, deletes=1).can_insert(1)
-    assert after(queue(4), inserts=4).can_sample(4)
-    assert not after(queue(4), inserts=4).can_sample(5)
-    assert not after(queue(4), inserts=4, samples=4, deletes=4).can_sample(1)
-
-
-def test_a_queue_of_one_alternates():
-    assert after(queue(1)).can_insert(1)
-    assert not after(queue(1), inserts=1).can_insert(1)
-    assert after(queue(1), inserts=1).can_sample(1)
-    assert after(queue(1), inserts=1, samples=1, deletes=1).can_insert(1)
-
-
-def test_a_ratio_blocks_at_both_ends_of_its_error_buffer():
-    # spi 2, min_size 3, e 4: min_diff 2, max_diff 10.
-    def limiter() -> RateLimiter:
-        return sample_to_insert_ratio(2.0, 3, 4.0)
-
-    assert (limiter().min_diff, limiter().max_diff) == (2.0, 10.0)
-    assert after(limiter(), inserts=4).can_insert(1)  # (4 + 1) * 2 - 0 = 10
-    assert not after(limiter(), inserts=5).can_insert(1)  # 12 > 10
-    assert after(limiter(), inserts=5, samples=2).can_insert(1)
-    assert after(limiter(), inserts=3).can_sample(4)  # 6 - 4 = 2
-    assert not after(limiter(), inserts=3).can_sample(5)
-    assert not after(limiter(), inserts=2).can_sample(1)  # size 2 < 3
-
-
-def test_up_to_min_size_items_are_admitted_whatever_the_difference():
-    with pytest.warns(UserWarning, match="max_diff 5"):
-        limiter = sample_to_insert_ratio(1.0, 10, (0.0, 5.0))
-    assert after(limiter, inserts=9).can_insert(1)
-    assert not after(limiter, inserts=10).can_insert(1)
-
-
-def test_deletes_change_the_size_and_never_the_difference():
-    assert not after(queue(4), inserts=4, deletes=3).can_insert(1)  # size 1, difference 4
-    assert after(queue(4), inserts=4, deletes=4).can_insert(1)  # the first clause: at most min_size
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ class Pool:
         self.rng = np.random.default_rng(7)
         self.order = 0
 
-    def insert(self, key: int, priority: float = 1.0, order: int | None = None) -> None:
+    def insert(self, key: int, priority: float = 1.0, version: int = 0) -> None:
         self.order += 1
         slots = self.columns.add([key])
         self.columns.priority[slots] = priority
-        self.columns.order[slots] = self.order if order is None else order
+        self.columns.policy_version[slots] = version
+        self.columns.order[slots] = self.order
         self.selector.insert(slots)
 
     def delete(self, key: int) -> None:
@@ -154,14 +155,6 @@ def test_distinct_prioritized_draws_are_successive_draws_without_replacement():
 class AgeingPool(Pool):
     """A pool whose items have policy versions; `move` sets the current one as a table does."""
 
-    def insert_version(self, key: int, priority: float, version: int) -> None:
-        self.order += 1
-        slots = self.columns.add([key])
-        self.columns.priority[slots] = priority
-        self.columns.policy_version[slots] = version
-        self.columns.order[slots] = self.order
-        self.selector.insert(slots)
-
     def move(self, version: int) -> None:
         before, self.columns.current_version = self.columns.current_version, version
         self.selector.version_moved(before)
@@ -187,7 +180,7 @@ def test_aged_priorities_are_drawn_in_proportion_to_what_is_left_of_them():
     pool = AgeingPool("prioritized", exponent=0.5, half_life=4.0)
     versions = np.arange(0, 40, 2)
     for key, version in enumerate(versions.tolist()):
-        pool.insert_version(key, 1.0 + key % 3, version)
+        pool.insert(key, 1.0 + key % 3, version)
     pool.move(45)
     weights = (1.0 + np.arange(20) % 3) ** 0.5 * 0.5 ** ((45 - versions) / 4.0)
     assert abs(chi_square(first_draws(pool, 20_000, 20), weights / weights.sum())) < 4
@@ -203,7 +196,7 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
             case 0 | 1:
                 for _ in range(int(rng.integers(1, 40))):
                     version = max(0, current + int(rng.integers(-30, 4)))  # some are ahead of the trainer
-                    pool.insert_version(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
+                    pool.insert(key, float(rng.choice([0.0, 0.1, 1.0, 8.0])), version)
                     key += 1
             case 2 if slots_of(pool.columns):
                 for gone in rng.choice(
@@ -229,10 +222,10 @@ def test_shares_follow_the_definition_through_inserts_updates_deletions_moves_an
 
 def test_old_items_keep_their_proportions_when_all_newer_ones_have_left():
     pool = AgeingPool("prioritized", half_life=1.0)
-    pool.insert_version(0, 1.0, 0)
-    pool.insert_version(1, 3.0, 0)
+    pool.insert(0, 1.0, 0)
+    pool.insert(1, 3.0, 0)
     pool.move(5000)
-    pool.insert_version(2, 1.0, 5000)
+    pool.insert(2, 1.0, 5000)
     assert pool.shares()[2] == pytest.approx(1.0)
     pool.delete(2)
     assert pool.shares() == pytest.approx({0: 0.25, 1: 0.75})
@@ -243,7 +236,7 @@ def test_heaps_order_by_aged_priorities_and_after_a_rollback_too(kind, sign):
     rng, half_life = np.random.default_rng(5), 4.0
     pool = AgeingPool(kind, half_life=half_life)
     for key in range(300):
-        pool.insert_version(key, float(rng.choice([0.0, 0.3, 1.0, 7.0])), int(rng.integers(200)))
+        pool.insert(key, float(rng.choice([0.0, 0.3, 1.0, 7.0])), int(rng.integers(200)))
     for current in (0, 150, 210, 90, 2, 1000):
         pool.move(current)
         columns = pool.columns
@@ -262,7 +255,7 @@ def test_the_largest_priority_at_the_largest_exponent_stays_finite_when_it_ages(
     pool = AgeingPool("prioritized", exponent=7.0, half_life=0.01)
     for version in range(3):
         pool.move(version)
-        pool.insert_version(version, 3.4e38, version)
+        pool.insert(version, 3.4e38, version)
     assert pool.shares() == pytest.approx({2: 1.0, 1: 2.0**-100, 0: 2.0**-200}, abs=1e-12)
 
 

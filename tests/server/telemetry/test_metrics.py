@@ -9,6 +9,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from tests.certificates import make_certificate
 from tests.commands import fails
-from tests.factories import make_group, sample_of, scrape, server_process, until
+from tests.factories import make_group, sample_of, scrape, server_process, tokens_file, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,15 +74,14 @@ def test_a_scrape_says_what_server_info_says(server, client, accept):
 def test_a_wait_is_seen_with_its_table_and_operation(server, client):
     for _ in range(2):
         client.insert(b"x", {"rollouts": 1.0})
-    thread = threading.Thread(target=lambda: client.insert(b"x", {"rollouts": 1.0}))
-    thread.start()
-    until(lambda: client.server_info().tables["rollouts"].inserting.count)
-    samples = scrape(server.metrics_address)
-    assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
-    assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
-    assert value(samples, "replay_table_waiting", table="rollouts", operation="sample") == 0
-    client.sample("rollouts")
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(client.insert, b"x", {"rollouts": 1.0})
+        until(lambda: client.server_info().tables["rollouts"].inserting.count)
+        samples = scrape(server.metrics_address)
+        assert value(samples, "replay_table_waiting", table="rollouts", operation="insert") == 1
+        assert value(samples, "replay_table_waiting_seconds", table="rollouts", operation="insert") > 0
+        assert value(samples, "replay_table_waiting", table="rollouts", operation="sample") == 0
+        client.sample("rollouts")
 
 
 def test_calls_are_timed_and_counted_by_method_and_status(server, client):
@@ -127,24 +127,12 @@ def test_calls_that_are_broken_off_are_counted_and_give_back_what_they_held(serv
 
 
 def test_scrapes_do_not_get_in_each_others_way_nor_in_that_of_clients(server, client):
-    failures = []
-
-    def scrape_often():
-        try:
-            for _ in range(20):
-                scrape(server.metrics_address)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=scrape_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        client.insert(b"x", {"replay": 1.0})
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert value(scrape(server.metrics_address), "replay_table_inserts_total", table="replay") == 100
+    with ThreadPoolExecutor(4) as pool:
+        scrapes = [pool.submit(scrape, server.metrics_address) for _ in range(20)]
+        for _ in range(50):
+            client.insert(b"x", {"replay": 1.0})
+        assert all(each.result() for each in scrapes)
+    assert value(scrape(server.metrics_address), "replay_table_inserts_total", table="replay") == 50
 
 
 def test_other_paths_are_not_found_and_name_the_right_one(server):
@@ -198,10 +186,7 @@ def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
 
 
 def test_reflection_needs_any_token(tmp_path):
-    path = tmp_path / "tokens"
-    path.write_text("read-only:0123456789abcdef0123\n")
-    path.chmod(0o600)
-    security = SecuritySection(tokens_file=path)
+    security = SecuritySection(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
     with (
         ReplayServer(tables=[TableConfig(name="a")], port=0, security=security) as server,
         grpc.insecure_channel(server.address) as channel,
@@ -223,9 +208,7 @@ def test_reflection_needs_any_token(tmp_path):
 def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, secured):
     security = SecuritySection()
     if secured:
-        path = tmp_path / "tokens"
-        path.write_text("read-only:0123456789abcdef0123\n")
-        path.chmod(0o600)
+        path = tokens_file(tmp_path, "read-only:0123456789abcdef0123")
         own = make_certificate(tmp_path, "server", make_certificate(tmp_path, "ca"))
         security = SecuritySection(tokens_file=path, tls_cert=own.cert, tls_key=own.key)
     with (

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 from tests.commands import fails
-from tests.factories import server_process
+from tests.factories import server_process, tokens_file
 
 # In a process of its own, because the SDK can be set up once in each.
 RUN = """
@@ -52,9 +52,7 @@ RUN = """
 
 
 def test_a_group_is_followed_from_its_generation_to_the_step_that_trains_on_it(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text("read-write:0123456789abcdef0123\n")
-    tokens.chmod(0o600)
+    tokens = tokens_file(tmp_path, "read-write:0123456789abcdef0123")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUN), str(tokens)], capture_output=True, text=True, timeout=120
     )

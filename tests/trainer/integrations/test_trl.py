@@ -61,7 +61,7 @@ def replaced_rows(trainer):
                 yield output, model, g * GROUP_SIZE + k, group, k
 
 
-def test_every_replaced_row_is_what_the_server_holds(tmp_path):
+def test_a_group_without_variance_becomes_what_the_server_holds_once_the_pool_has_others(tmp_path):
     # Prompts of three lengths in every step but few, so that replaced groups meet others on which TRL puts padding.
     trainer = make_trainer(
         tmp_path, dataset=Dataset.from_list([{"prompt": "1+2="[-n:]} for n in (2, 3, 4)] * 16), max_steps=10
@@ -79,12 +79,20 @@ def test_every_replaced_row_is_what_the_server_holds(tmp_path):
     assert rows >= 2 * GROUP_SIZE
     assert padded  # some prompts are shorter than the longest, which pads them on the left
     assert len(lengths) > 1
+    missing = metrics_of(trainer, "replay/groups_missing")
+    assert metrics_of(trainer, "frac_reward_zero_std") == pytest.approx([left / 4 for left in missing])
+    assert missing[-1] == 0
+    assert all(0 < ratio <= 2 for ratio in metrics_of(trainer, "replay/ratio"))
+    assert all(staleness >= 1 for staleness in metrics_of(trainer, "replay/staleness"))
 
 
 def test_the_pool_gets_the_informative_groups_with_the_log_probabilities_of_their_sampler(tmp_path, server):
-    trainer = make_trainer(tmp_path, replay=server.address, temperature=0.7)
+    trainer = make_trainer(tmp_path, replay=server.address, temperature=0.7, replay_max_staleness=1, max_steps=8)
     trainer.train()
     client = trainer.pool.client
+    assert [each.ended for each in client.server_info().clients] == [True]  # so nobody misses the trainer
+    staleness = [sample.info.staleness for step, _, _ in trainer.steps for sample in step.replaced.values()]
+    assert {*staleness} == {1}
     keys = [item.key for item in client.list_items("replay", limit=100, order_by="age", descending=True).items]
     stored = [item.group for item in client.get(keys)]
     made = []
@@ -103,19 +111,6 @@ def test_the_pool_gets_the_informative_groups_with_the_log_probabilities_of_thei
             with torch.no_grad():
                 expected = logprobs_of(model, group.prompt_ids.tolist(), completion.tolist(), temperature=0.7)
             torch.testing.assert_close(stored_row(group, k)[2], expected, atol=1e-4, rtol=1e-4)
-
-
-def test_groups_without_variance_are_not_trained_on_once_the_pool_has_others(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=8)
-    trainer.train()
-    replaced, missing = metrics_of(trainer, "replay/groups_replaced"), metrics_of(trainer, "replay/groups_missing")
-    assert sum(metrics_of(trainer, "replay/fresh_zero_variance")) > 0
-    assert sum(replaced) > 0
-    for zero_std, left in zip(metrics_of(trainer, "frac_reward_zero_std"), missing, strict=True):
-        assert zero_std == pytest.approx(left / 4)
-    assert missing[-1] == 0
-    assert all(0 < ratio <= 2 for ratio in metrics_of(trainer, "replay/ratio"))
-    assert all(staleness >= 1 for staleness in metrics_of(trainer, "replay/staleness"))
 
 
 class Gradients(TrainerCallback):
@@ -344,28 +339,6 @@ def test_a_share_of_the_step_comes_from_the_pool_and_the_groups_it_displaces_are
             torch.testing.assert_close(stored_row(group, k)[2], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_groups_beyond_the_staleness_stay_in_the_pool(tmp_path, server):
-    trainer = make_trainer(tmp_path, replay=server.address, replay_max_staleness=1, max_steps=8)
-    trainer.train()
-    staleness = [sample.info.staleness for step, _, _ in trainer.steps for sample in step.replaced.values()]
-    assert staleness
-    assert max(staleness) <= 1
-
-
-def test_two_trainers_share_a_pool(tmp_path, server):
-    trainers = [make_trainer(tmp_path / str(i), replay=server.address, seed=i, max_steps=6) for i in range(2)]
-    trainers[0].train()
-    trainers[1].train()
-    first_keys = {sample.info.key for step, _, _ in trainers[0].steps for sample in step.replaced.values()}
-    written = [sample.group.meta["run"] for step, _, _ in trainers[1].steps for sample in step.replaced.values()]
-    own = {sample.group.meta["run"] for step, _, _ in trainers[0].steps for sample in step.replaced.values()}
-    assert first_keys
-    assert len(own) == 1
-    assert own < {*written}  # the second has groups of both
-    # The second goes on counting where it found the server, so that ages stay ages.
-    assert [step.version for step, _, _ in trainers[1].steps] == list(range(5, 11))
-
-
 def test_the_names_that_trl_removed_are_here(tmp_path):
     trainer = make_trainer(
         tmp_path,
@@ -378,12 +351,6 @@ def test_the_names_that_trl_removed_are_here(tmp_path):
     assert table.size <= 3
     assert sum(metrics_of(trainer, "replay/groups_replaced")) > 0
     assert next(iter(inspect.signature(GRPOWithReplayBufferTrainer).parameters)) == "args"
-
-
-def test_a_trainer_says_that_it_ends_so_that_nobody_misses_it(tmp_path, server):
-    trainer = make_trainer(tmp_path, replay=server.address, max_steps=2)
-    trainer.train()
-    assert [each.ended for each in trainer.pool.client.server_info().clients] == [True]
 
 
 def test_a_plain_grpo_config_gets_the_defaults(tmp_path):

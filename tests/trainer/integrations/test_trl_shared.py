@@ -196,18 +196,21 @@ def nothing(completions, **_):
     return [0.0] * len(completions)
 
 
-@pytest.mark.parametrize("refuse", [False, True])
-def test_groups_of_another_objective_are_counted_and_left_out_if_the_user_says_so(tmp_path, server, caplog, refuse):
+def test_groups_of_another_objective_are_counted_and_left_out_if_the_user_says_so(tmp_path, server, caplog):
     shared = {"replay": server.address, "max_steps": 4}
     make_trainer(tmp_path / "first", reward=digits, **shared).train()
-    with caplog.at_level(logging.WARNING, "replay_trainer"):
-        second = make_trainer(tmp_path / "second", reward=nothing, replay_same_rewards=refuse, **shared)
-        second.train()
-    replaced, others = metrics_of(second, "replay/groups_replaced"), metrics_of(second, "replay/other_rewards")
-    assert sum(others) > 0
-    assert replaced == ([0.0] * 4 if refuse else others)
-    (told,) = [record.getMessage() for record in caplog.records if "other reward functions scored" in record.msg]
-    assert "(digits; this run: nothing)" in told
+    for refuse, begin in ((False, 3), (True, 6)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "replay_trainer"):
+            other = make_trainer(tmp_path / str(refuse), reward=nothing, replay_same_rewards=refuse, **shared)
+            other.train()
+        # It goes on counting where it found the server, so that ages stay ages.
+        assert [step.version for step, _, _ in other.steps] == [*range(begin, begin + 4)]
+        replaced, others = metrics_of(other, "replay/groups_replaced"), metrics_of(other, "replay/other_rewards")
+        assert sum(others) > 0
+        assert replaced == ([0.0] * 4 if refuse else others)
+        (told,) = [record.getMessage() for record in caplog.records if "other reward functions scored" in record.msg]
+        assert "(digits; this run: nothing)" in told
     again = make_trainer(tmp_path / "again", reward=digits, replay_same_rewards=True, **shared)
     again.train()
     assert sum(metrics_of(again, "replay/groups_replaced")) > 0

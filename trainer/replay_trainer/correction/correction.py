@@ -49,11 +49,6 @@ class Ratios:
         """(B, U) bool: the units with at least one of these tokens."""
         return tokens_BT if self.config.level == "token" else tokens_BT.any(dim=1, keepdim=True)
 
-    def totals(self) -> tuple[float, int]:
-        """Sum and count of the weights before batch_normalize, over units."""
-        counted_BU = self.units(self.mask_BT)
-        return float(self.clipped_BU[counted_BU].sum(dtype=torch.float64)), int(counted_BU.sum())
-
     def weights(self, mean_weight: float | None) -> Tensor:
         """(B, T) weights, 0 outside the mask. batch_normalize divides by `mean_weight`, or by the batch's own mean."""
         weights_BU = self.clipped_BU
@@ -285,7 +280,9 @@ class Correction:
 
         For batch_normalize of a batch in parts: sum / count over all parts is the `mean_weight` of each part.
         """
-        return self.ratios.totals()
+        ratios = self.ratios
+        counted_BU = ratios.units(ratios.mask_BT)
+        return float(ratios.clipped_BU[counted_BU].sum(dtype=torch.float64)), int(counted_BU.sum())
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +18,8 @@ from replay_client.generator.weights import check_base, holds_adapter, read_adap
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False)
-class _Order:
-    """Work to do between two tokens."""
-
-    work: Callable[[], Any]
-    result: asyncio.Future[Any]
+_Order = tuple[Callable[[], Any], asyncio.Future[Any]]
+"""Work to do between two tokens, and its result."""
 
 
 class TransformersEngine:
@@ -132,7 +127,7 @@ class TransformersEngine:
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._orders.put(_Order(work, result))
+        self._orders.put((work, result))
         return await result
 
     def _run(self) -> None:
@@ -141,10 +136,11 @@ class TransformersEngine:
             while not self._batch.active or not self._orders.empty():
                 if (order := self._orders.get()) is None:
                     return
+                work, result = order
                 try:
-                    _answer(order.result, order.work())
+                    _answer(result, work())
                 except Exception as error:
-                    _answer(order.result, error=error)
+                    _answer(result, error=error)
             try:
                 for request in self._batch.step():
                     _answer(self._futures[request], self._completions(request))
