@@ -369,10 +369,11 @@ class Prioritized(Selector):
         The weights of tables on several servers can therefore be compared.
         """
         self._lift()
-        weights = self._tree.get(self._columns.occupied())
-        left_out = self._tree.get(excluded)
-        total = max(0.0, float(weights.sum() - left_out.sum()))
-        squares = max(0.0, float(weights @ weights - left_out @ left_out))
+        slots = self._columns.occupied()
+        if excluded.size:  # a difference of sums would lose all light items beside a heavy one
+            slots = slots[~np.isin(slots, excluded)]
+        weights = self._tree.get(slots)
+        total, squares = float(weights.sum()), float(weights @ weights)
         if self._freshness is None:
             return total, squares
         scale = float(np.exp2(self._reference - self._freshness.current()))

@@ -17,7 +17,9 @@ How many rows each shard gives, so that the merged batch is one of a single tabl
 * `uniform`: a shard is drawn in proportion to the items that it has left. This is exact.
 * `prioritized`: in proportion to its total effective priority. This is exact for the first row, and for all rows of a
   batch that allows repeats. Each further distinct row is drawn from what the rows before have left. Which items those
-  are only their shard knows, so the weight that is left is an expectation: see `expected_rest`.
+  are only their shard knows, so the weight that is left is an expectation: see `expected_rest`. With heavy-tailed
+  priorities one row may take far more than expected. The batch is then drawn in several rounds of a few rows, and
+  before each round the shards weigh what is left without the rows so far: see `rows_at_once`.
 * Every other sampler has an order of its own. The shards that have something give in turn.
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +72,12 @@ class _Unsure:
     part: Part
     samples: list[Sample]
 
+
+_AT_ONCE = 0.5
+"""The part of its effective sample size that a shard may give in one round, where its weights have a spread of 1. With
+half as much, batches are no closer to those of one table."""
+_NO_SPREAD = 1e-9
+"""Equal weights have less, by rounding."""
 
 MOST_UNSURE = 256
 """Parts that a client keeps to ask again; the oldest are forgotten first."""
@@ -123,9 +132,7 @@ class Drawer(DrawStreams):
             rows = min(request.num_samples, possible)
             if rows == request.num_samples or (last_look and rows >= max(1, _least(request))):
                 self._turn += 1
-                given = list(weights.values())
-                counts = share_out(given, rows, distinct=distinct, first=self._turn, rng=self._rng)
-                drawn = await self._draw_parts(request, weights, counts, lease, weigh=age > WEIGHTS_AGE / 2)
+                drawn = await self._draw_rows(request, rows, weights, deadline, lease, weigh=age > WEIGHTS_AGE / 2)
                 if len(drawn) >= rows:
                     return drawn
                 self.give_back(drawn)  # somebody else was faster, or a shard went away
@@ -195,6 +202,40 @@ class Drawer(DrawStreams):
     def _keep(self, request: pb.SampleRequest, weights: dict[Shard, Weight]) -> None:
         if _is_plain(request):
             self._weights[request.table] = asyncio.get_running_loop().time(), weights
+
+    async def _draw_rows(
+        self,
+        request: pb.SampleRequest,
+        rows: int,
+        weights: dict[Shard, Weight],
+        deadline: Deadline,
+        lease: float,
+        *,
+        weigh: bool,
+    ) -> list[Sample]:
+        """Draws `rows` rows, or less if somebody else was faster, in as many rounds as their priorities need."""
+        drawn: list[Sample] = []
+        first_total = sum(weight.total for weight in weights.values())
+        distinct = not request.allow_repeats
+        try:
+            while True:
+                rest, given = rest_of(request, drawn), list(weights.values())
+                now = rows_at_once(given, rows - len(drawn)) if distinct else rows
+                counts = share_out(given, now, distinct=distinct, first=self._turn, rng=self._rng)
+                more = await self._draw_parts(rest, weights, counts, lease, weigh=weigh)
+                for sample in more if drawn else ():
+                    # Its shard says the probability among what the rounds before have left.
+                    sample.info.probability *= sum(weight.total for weight in given) / first_total
+                drawn += more
+                if len(drawn) >= rows or len(more) < now:
+                    return drawn
+                if any(weight.consuming for weight in given):  # the next round changes what is kept for other draws
+                    self._weights.pop(request.table, None)
+                _, weights = await self._weights_for(rest_of(request, drawn), deadline)
+                weigh = False
+        except BaseException:
+            self.give_back(drawn)
+            raise
 
     async def _draw_parts(
         self, request: pb.SampleRequest, weights: dict[Shard, Weight], counts: list[int], lease: float, *, weigh: bool
@@ -434,6 +475,25 @@ def expected_rest(weight: Weight, drawn: int) -> float:
         return weight.total
     items, effective = float(weight.items), weight.total**2 / weight.squares if weight.squares > 0 else 1.0
     return float(weight.total * (1.0 - drawn / items) ** (items / effective))
+
+
+def rows_at_once(weights: Sequence[Weight], rows: int) -> int:
+    """How many of `rows` distinct rows to share out before the shards weigh again what is left; at least 1.
+
+    `spread` stands for the variance of the weight that a row takes, in units of its squared mean. It is 0 where all
+    weights are equal, and at most 1 or sqrt(effective) - 1, whatever the weights are. The larger it is, the smaller the
+    part of its effective sample size that a shard may give at once.
+    """
+    giving = [weight for weight in weights if weight.items and weight.squares > 0]
+    if len(giving) < 2:
+        return rows
+    total, most = sum(weight.total for weight in giving), float(rows)
+    for weight in giving:
+        effective = weight.total**2 / weight.squares
+        spread = min(weight.items / effective - 1.0, max(1.0, math.sqrt(effective) - 1.0))
+        if spread > _NO_SPREAD:
+            most = min(most, _AT_ONCE * effective / math.sqrt(spread) * total / weight.total)
+    return max(1, math.floor(most))
 
 
 def share_out(

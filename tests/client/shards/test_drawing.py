@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from replay_client.shards.sampling import expected_rest, share_out
+from replay_client.shards.sampling import expected_rest, rows_at_once, share_out
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
@@ -35,17 +35,29 @@ class Merged:
     def __init__(self, tables: list[Table], rows: int, distinct: bool, rng: np.random.Generator) -> None:
         self.tables, self.rows, self.distinct, self.rng = tables, rows, distinct, rng
         self.weights = [message(table, SampleRequest(rows, rows, distinct)) for table in tables]
+        self.rounds = 0
 
     def draw(self) -> list[int]:
         """The keys of a batch."""
-        keys = []
-        counts = share_out(self.weights, self.rows, distinct=self.distinct, first=0, rng=self.rng)
+        keys: list[int] = []
+        self.rounds += 1
+        self._draw_round(self.weights, rows_at_once(self.weights, self.rows) if self.distinct else self.rows, keys)
+        while len(keys) < self.rows:
+            self.rounds += 1
+            rest = SampleRequest(self.rows, 1, self.distinct, exclude=frozenset(keys))
+            weights = [message(table, rest) for table in self.tables]
+            self._draw_round(weights, rows_at_once(weights, self.rows - len(keys)), keys)
+        return keys
+
+    def _draw_round(self, weights: list[pb.Weight], rows: int, keys: list[int]) -> None:
+        """Adds the keys of the round to `keys`."""
+        exclude = frozenset(keys)
+        counts = share_out(weights, rows, distinct=self.distinct, first=0, rng=self.rng)
         for table, count in zip(self.tables, counts, strict=True):
             if count:
-                batch = table.draw(SampleRequest(count, count, self.distinct), count)
+                batch = table.draw(SampleRequest(count, count, self.distinct, exclude=exclude), count)
                 table.take(batch)
                 keys += batch.keys.tolist()
-        return keys
 
 
 def split(priorities: dict[int, float]) -> list[dict[int, float]]:
@@ -78,6 +90,38 @@ def test_a_hundred_thousand_draws_over_four_shards_are_those_of_one_table(sample
     assert chi_square(merged, single, draws) < LIMIT
 
 
+HEAVY_TAILS = {
+    "one item has half of the weight": [59.0, *[1.0] * 59],
+    "one item has nearly all": [1e9, *[1.0] * 59],
+    "Zipf": [1 / rank for rank in range(1, 61)],
+}
+
+
+@pytest.mark.parametrize("rows", [8, 20])
+@pytest.mark.parametrize("weights", HEAVY_TAILS.values(), ids=HEAVY_TAILS)
+def test_distinct_batches_are_those_of_one_table_where_priorities_are_heavy_tailed(weights, rows):
+    priorities = dict(enumerate(weights, start=1))
+    parts = [{key: weight for key, weight in priorities.items() if key % 3 == shard} for shard in range(3)]
+    rng = np.random.default_rng(17)
+    over_shards = Merged([make_table("prioritized", seed, part) for seed, part in enumerate(parts)], rows, True, rng)
+    over_one = Merged([make_table("prioritized", 11, priorities)], rows, True, rng)
+    batches = 400
+    merged = Counter(key for _ in range(batches) for key in over_shards.draw())
+    single = Counter(key for _ in range(batches) for key in over_one.draw())
+    assert chi_square(merged, single, batches * rows) < LIMIT
+    assert over_one.rounds == batches  # one table shares nothing out
+
+
+def test_what_is_drawn_at_once_depends_on_the_spread_of_weights_and_not_on_their_size():
+    equal = [pb.Weight(total=30.0, squares=90.0, items=10), pb.Weight(total=5.0, squares=5.0, items=5)]
+    assert rows_at_once(equal, 15) == 15
+    half = pb.Weight(total=20.0, squares=110.0, items=11)
+    assert rows_at_once([half, *equal], 15) < 8
+    assert rows_at_once([half], 11) == 11  # nothing to share out
+    alike = [pb.Weight(total=1000.0, squares=2000.0, items=1000)] * 4  # as of exponentially distributed weights
+    assert rows_at_once(alike, 64) == 64
+
+
 def test_the_share_of_a_shard_is_right_even_where_a_batch_takes_half_of_the_weight():
     rng = np.random.default_rng(3)
     priorities = {1: 8.0, 2: 8.0, **dict.fromkeys(range(3, 23), 1.0)}
@@ -106,6 +150,8 @@ def test_what_is_left_is_exact_for_equal_weights_and_0_when_all_is_drawn():
 def test_weights_leave_out_what_the_request_leaves_out_and_say_what_may_be_drawn():
     table = make_table("prioritized", 0, {1: 1.0, 2: 2.0, 3: 0.0}, rate_limiter={"type": "min_size", "min_size": 2})
     assert table.weigh(SampleRequest(1, 1, exclude=frozenset([2]))).total == pytest.approx(1.0)
+    heavy = make_table("prioritized", 0, {1: 1e20, 2: 2.0, 3: 1.0})
+    assert heavy.weigh(SampleRequest(1, 1, exclude=frozenset([1]))).total == 3.0
     found = table.weigh(SampleRequest(1, 1))
     assert (found.total, found.squares, found.items, found.size) == (pytest.approx(3.0), pytest.approx(5.0), 2, 3)
     assert found.samples > 100

@@ -208,6 +208,26 @@ def test_the_shares_of_shards_are_those_of_one_table_while_every_draw_tells_the_
     assert sum((counts[name] - number) ** 2 / number for name, number in expected.items()) < 23.0  # 1 in 100,000
 
 
+@pytest.mark.parametrize("prefetch", [None, 0, 2], ids=["single batches", "sampler", "sampler that draws ahead"])
+def test_an_item_with_nearly_all_of_the_weight_brings_no_others_of_its_shard(service, client, prefetch):
+    heavy = client.insert(b"", {"pool": 1e9})
+    for _ in range(120):
+        client.insert(b"", {"pool": 1.0})
+    owner = client.sample("pool", 1)[0].info.shard
+    if prefetch is None:
+        batches = [client.sample("pool", 12) for _ in range(20)]
+    else:
+        with client.sampler("pool", 12, prefetch=prefetch) as sampler:
+            batches = [next(sampler) for _ in range(20)]
+    keys = [[sample.info.key for sample in batch] for batch in batches]
+    assert all(batch[0] == heavy and len(set(batch)) == 12 for batch in keys)
+    others = [sample.info for batch in batches for sample in batch[1:]]
+    share = sizes(client, "pool")[owner] / 121
+    assert sum(info.shard == owner for info in others) / len(others) == pytest.approx(share, abs=0.15)
+    # As one table says it: of being drawn first.
+    assert [info.probability for info in others] == pytest.approx([1.0 / (1e9 + 120.0)] * len(others))
+
+
 def test_bad_requests_get_the_errors_of_one_server(client):
     for request, error in [
         (lambda: client.insert(b"", {"none": 1.0}), TableNotFoundError),
