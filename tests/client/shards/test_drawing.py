@@ -40,24 +40,25 @@ class Merged:
     def draw(self) -> list[int]:
         """The keys of a batch."""
         keys: list[int] = []
-        self.rounds += 1
-        self._draw_round(self.weights, rows_at_once(self.weights, self.rows) if self.distinct else self.rows, keys)
+        weights = self.weights
         while len(keys) < self.rows:
+            if keys:
+                rest = SampleRequest(self.rows, 1, self.distinct, exclude=frozenset(keys))
+                weights = [message(table, rest) for table in self.tables]
+            rows = self.rows_of_round(weights, self.rows - len(keys))
+            counts = share_out(weights, rows, distinct=self.distinct, first=0, rng=self.rng)
+            exclude = frozenset(keys)
+            for table, count in zip(self.tables, counts, strict=True):
+                if count:
+                    batch = table.draw(SampleRequest(count, count, self.distinct, exclude=exclude), count)
+                    table.take(batch)
+                    keys += batch.keys.tolist()
             self.rounds += 1
-            rest = SampleRequest(self.rows, 1, self.distinct, exclude=frozenset(keys))
-            weights = [message(table, rest) for table in self.tables]
-            self._draw_round(weights, rows_at_once(weights, self.rows - len(keys)), keys)
         return keys
 
-    def _draw_round(self, weights: list[pb.Weight], rows: int, keys: list[int]) -> None:
-        """Adds the keys of the round to `keys`."""
-        exclude = frozenset(keys)
-        counts = share_out(weights, rows, distinct=self.distinct, first=0, rng=self.rng)
-        for table, count in zip(self.tables, counts, strict=True):
-            if count:
-                batch = table.draw(SampleRequest(count, count, self.distinct, exclude=exclude), count)
-                table.take(batch)
-                keys += batch.keys.tolist()
+    def rows_of_round(self, weights: list[pb.Weight], rows: int) -> int:
+        """How many of `rows` rows the next round draws."""
+        return rows_at_once(weights, rows) if self.distinct else rows
 
 
 def split(priorities: dict[int, float]) -> list[dict[int, float]]:
