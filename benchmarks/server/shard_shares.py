@@ -67,7 +67,7 @@ def main() -> None:
                 of_shards, of_one = (
                     sum(count for key, count in side.items() if key in on_first) / draws for side in (found, wanted)
                 )
-                chi = chi_square(found, wanted, draws) / (len(found | wanted) - 1)
+                chi = chi_square(found, wanted, draws) / max(1, len(found | wanted) - 1)
                 rounds = merged.rounds / arguments.batches
                 shares = f"{of_one:.1%}", f"{of_shards:.1%}"
                 results.append([name, str(shards), str(rows), *shares, f"{chi:.2f}", f"{rounds:.2f}"])
