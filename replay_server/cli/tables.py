@@ -183,9 +183,9 @@ class Changes:
         from replay_client.shards.merging import restarted, shards_of, starts_of
 
         last, self.last = self.last, info
-        before = {} if last is None else dict(shards_of(last))
+        shards = {} if last is None else dict(shards_of(last))
         for name, shard in shards_of(info):
-            if name in before and (shard is None) != (before[name] is None):
+            if name in shards and (shard is None) != (shards[name] is None):
                 yield {"event": "server", "state": "gone" if shard is None else "back", "name": name}
         if last is not None and restarted(last, info):
             yield {"event": "server", "state": "restarted"}
