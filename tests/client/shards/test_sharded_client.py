@@ -361,13 +361,17 @@ def test_the_lowest_policy_version_counts(service, client):
 
 
 async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
-    async with AsyncReplayClient(service.addresses) as client, AsyncReplayClient(service.addresses[0]) as one:
+    async with (
+        AsyncReplayClient(service.addresses) as client,
+        AsyncReplayClient(service.addresses[0]) as one,
+        AsyncReplayClient(service.addresses[1:]) as others,
+    ):
         watch = client.watch_policy()
         assert (await anext(watch)).version == 0
         coming = asyncio.ensure_future(anext(watch))
-        await one.set_policy_version(1)
-        await client.set_policy_version(2)
-        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 1, which one shard alone had
+        await one.set_policy_version(5)
+        await others.set_policy_version(2)
+        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 5, which one shard alone has
         await client.set_policy_version(0, rollback=True)
         assert (await asyncio.wait_for(anext(watch), 20)).version == 0
         await watch.aclose()
