@@ -17,8 +17,7 @@ from tests.trainer.killed_trainer import kill_in_a_process, run, trained
 from tests.trainer.test_killed import durable, insert
 from tests.trainer.test_killed_ranks import kill_ranks, start_ranks
 
-# The limit is a guard against hanging; processes start where others may be busy.
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 EACH = 6
 """Groups of each shard. A batch takes from both in turn, as long as both are there."""
 
@@ -84,6 +83,7 @@ def after_step(last: int, act: Callable[[], None]) -> OnStep:
     return OnStep(on_step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lease", [2.0, 300.0], ids=["its leases have ended", "its leases are open"])
 def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_twice(
     pair: Pair, tmp_path: Path, lease: float
@@ -98,6 +98,7 @@ def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_t
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 
 
+@pytest.mark.long
 def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair: Pair, tmp_path: Path) -> None:
     pair.fill()
     kill_in_a_process(pair.address, tmp_path, "written", 2, lease=2.0)
@@ -109,6 +110,7 @@ def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair: P
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 
 
+@pytest.mark.long
 def test_every_rank_leaves_the_groups_of_an_earlier_state_out(pair: Pair, tmp_path: Path) -> None:
     pair.fill(12)
     options = {"groups_per_step": 4}

@@ -127,7 +127,7 @@ class GroupLeases:
         known = self.unconfirmed.keys
         new = [sample for sample in batch if sample.info.key not in known]
         if len(new) < len(batch):
-            logger.warning("%d groups came again that the trainer has trained on: left out", len(batch) - len(new))
+            logger.warning("%d groups that the trainer has trained on came again: left out", len(batch) - len(new))
         return new
 
     def expect(self, samples: Sequence[Sample]) -> None:
