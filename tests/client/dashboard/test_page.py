@@ -83,6 +83,7 @@ def test_several_servers_are_one_run_with_a_row_for_each(opened):
             assert "20 of 200" in tab.inner_text(".picture .node.table")
 
 
+@pytest.mark.long
 def test_a_server_of_several_that_hangs_is_named_first_until_it_answers(opened, tmp_path):
     with (
         server_process(tmp_path) as first,
