@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import re
 import sys
@@ -12,6 +13,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / name) for name in (".", "client", "protos", "trainer")]
@@ -20,6 +22,7 @@ import typer.main  # noqa: E402
 from annotated_types import Ge, Gt, Le, Lt, MinLen  # noqa: E402
 from google.protobuf.message import Message  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
+from prometheus_client import CollectorRegistry  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -29,8 +32,7 @@ from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
 from replay_server.rpc.auth import ROLES  # noqa: E402
 from replay_server.tables.config import TableConfig  # noqa: E402
-from replay_server.telemetry.latency import Histogram, Latencies  # noqa: E402
-from replay_server.telemetry.prometheus import latency_metrics, server_metrics  # noqa: E402
+from replay_server.telemetry.prometheus import Latencies, server_metrics  # noqa: E402
 
 PROTO = ROOT / "protos/replay_protos/replay.proto"
 
@@ -229,8 +231,8 @@ def metrics() -> Iterator[str]:
     """A table of what a scrape shows, made from a server info that has every part."""
     info = whole(pb.ServerInfo())
     info.tables[0].config = TableConfig(name="replay", max_bytes=1).model_dump_json()
-    latencies = Latencies()
-    latencies.histograms["Sample"], latencies.ended["Sample", "OK"] = Histogram(), 1
+    calls = CollectorRegistry()
+    asyncio.run(Latencies(calls).of_call("Sample", AsyncMock())(None, Mock()))
     yield "# Metrics\n"
     yield (
         "What Prometheus finds at `http://METRICS_ADDRESS/metrics`, beside the usual `process_*` and `python_gc_*`. "
@@ -239,7 +241,7 @@ def metrics() -> Iterator[str]:
         "or mean.\n"
     )
     yield "| metric | kind | labels | meaning |\n|---|---|---|---|"
-    for family in (*server_metrics(info), *latency_metrics(latencies)):
+    for family in (*server_metrics(info), *calls.collect()):
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
         yield f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"
