@@ -20,7 +20,7 @@ from replay_client import ReplayClient, Sample
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from replay_trainer import GRPOTrainer, grpo, publication
+from replay_trainer import GRPOTrainer, grpo, leases, publication
 from replay_trainer.background import ServerWaits
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import published
@@ -203,3 +203,20 @@ def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batc
         assert resumed.leases.unconfirmed.keys == set()
         table = resumed.client.server_info().tables["rollouts"]
         assert (table.size, table.reserved) == (0, 0)
+
+
+def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MOST_UNCONFIRMED", 2)
+    with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
+        held = GroupLeases(client, "rollouts", 60.0, tmp_path, rank=0)
+        keys = [client.insert(b"", {"rollouts": 1.0}) for _ in range(4)]
+        for _ in keys:
+            batch = client.sample("rollouts", 1, lease=60.0)
+            held.hold(batch)
+            client.acknowledge(batch, give_back=True)
+            client.delete("rollouts", [batch[0].info.key])
+            held.acknowledge(held.trained())
+            held.settled()
+        assert held.unconfirmed.keys == set(keys[-2:])
