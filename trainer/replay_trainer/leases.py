@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 Lease = tuple[str, int]
 """The shard ("" with a single server), and the number of the lease there."""
 _FILES = "leases-{}.json"
+MOST_UNCONFIRMED = 4096
+"""Batches, and single groups, that stay unconfirmed. The oldest are forgotten first: a server that lost its items in a
+restart never confirms them."""
 _GIVE_BACK_SECONDS = 10.0
 """An end does not wait longer for a server that is away: it takes the groups back by itself."""
 
@@ -84,6 +87,10 @@ class TrainedGroups:
             lease: left for lease, keys in self.whole.items() if (left := [key for key in keys if key not in gone])
         }
         return TrainedGroups(whole, [key for key in self.part if key not in gone])
+
+    def newest(self, count: int) -> TrainedGroups:
+        """The same with at most `count` batches, and as many keys of other batches: those that came last."""
+        return TrainedGroups(dict([*self.whole.items()][-count:]), self.part[-count:])
 
 
 class GroupLeases:
@@ -173,7 +180,7 @@ class GroupLeases:
         confirmed = {key for lease, keys in groups.whole.items() if lease[1] not in missing for key in keys}
         if wanted := late.keys - confirmed:
             confirmed |= wanted.difference(self._client.take(self.table, sorted(wanted)).missing)
-        self.unconfirmed = late.without(confirmed)
+        self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         if new := late.keys - before.keys:
             logger.warning(
                 "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
