@@ -226,7 +226,9 @@ def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair: P
 
 
 @pytest.mark.long
-def test_every_rank_leaves_the_groups_of_an_earlier_state_out(pair: Pair, tmp_path: Path) -> None:
+def test_ranks_that_are_resumed_without_a_shard_train_on_no_group_twice_when_it_is_back(
+    pair: Pair, tmp_path: Path
+) -> None:
     pair.fill(12)
     options = {"groups_per_step": 4}
     kill_ranks(pair.address, tmp_path, 0, "written", 2, all_ranks=True, lease=2.0, **options)
