@@ -98,6 +98,7 @@ class ReplayServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._grace: float | None = None
+        self._draining = False
 
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
         """Restores this checkpoint at the start ("latest": the newest). If it is damaged: the newest one that is not.
@@ -126,14 +127,17 @@ class ReplayServer:
 
     @property
     def draining(self) -> bool:
-        """Whether items with new keys are refused, so that the server becomes empty. Any thread may set it."""
-        return self._service is not None and self._service.backend.draining
+        """Whether items with new keys are refused, so that the server becomes empty.
+
+        Any thread may set it. A server for which it is set before the start never accepts a new key.
+        """
+        return self._draining
 
     @draining.setter
     def draining(self, draining: bool) -> None:
-        if self._service is None:
-            raise RuntimeError("the server is not started")
-        self._service.backend.draining = draining
+        self._draining = draining
+        if self._service is not None:
+            self._service.backend.draining = draining
 
     def start(self) -> None:
         """Returns when clients can connect."""
@@ -257,6 +261,7 @@ class ReplayServer:
         self._service = ReplayService(
             buffer, config.limits, section.data_dir, journal, checkpointer, section.shared_memory or None
         )
+        self._service.backend.draining = self._draining
         listener = Listener(
             self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
         )

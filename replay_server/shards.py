@@ -3,6 +3,12 @@
 Each shard is a named, detached actor with a ReplayServer of its own. Ray restarts it for ever, on a new port, and
 spreads the shards over the nodes. Clients find them as "ray://NAMESPACE/NAME".
 
+A shard that drains writes a mark into Ray's store of keys, where Ray also keeps the names of its actors. So the mark
+outlives the process: a shard that Ray restarts reads it before it serves. The mark is that of one actor, whose id Ray
+keeps when it restarts the actor, and never uses again. So a new shard with the same name does not drain. The mark of a
+shard that went stays in the store, as some bytes: without it, a shard that dies while it is stopped would come back and
+take inserts.
+
 Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
 
@@ -67,7 +73,15 @@ class ShardActor:
             host = ray.util.get_node_ip_address()
         section = config.server.model_copy(update={"address": f"{host}:{port}"})
         self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
+        self._server.draining = ray.experimental.internal_kv._internal_kv_exists(self._mark)
         self._server.start()
+
+    @property
+    def _mark(self) -> str:
+        """The key of the mark that this shard drains."""
+        import ray
+
+        return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
 
     def address(self) -> str:
         return self._server.address
@@ -87,7 +101,13 @@ class ShardActor:
         )
 
     def drain(self, draining: bool) -> None:
-        """Takes no more inserts from now on, or takes them again."""
+        """Takes no more inserts from now on, or takes them again. A restart changes nothing about it."""
+        from ray.experimental import internal_kv
+
+        if draining:
+            internal_kv._internal_kv_put(self._mark, "")
+        else:
+            internal_kv._internal_kv_del(self._mark)
         self._server.draining = draining
 
     def stop(self) -> None:

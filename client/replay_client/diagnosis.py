@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.records import ServerInfo, TableInfo, Waiting
+from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting
 
 YOUNG = 60.0
@@ -76,6 +77,7 @@ def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Find
 
     `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
     """
+    yield from _shards(info)
     yield _version(info, client_version)
     yield _clock(info, now)
     tables = _tables(info)
@@ -221,6 +223,18 @@ def _policy(info: ServerInfo) -> Finding:
         )
     usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
     return _ok("policy", f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
+
+
+def _shards(info: ServerInfo) -> Iterator[Finding]:
+    """The servers of several that do not answer."""
+    for name, shard in shards_of(info):
+        if shard is None:
+            yield _failure(
+                f"shard {name}",
+                "does not answer",
+                "see whether its process is stopped, and start it again, or see with `replay shards status` whether "
+                "Ray does; the others go on meanwhile",
+            )
 
 
 def _sides(info: ServerInfo) -> Iterator[Finding]:

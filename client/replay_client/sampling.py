@@ -236,6 +236,8 @@ class DrawStreams:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._streams: dict[Shard, DrawStream] = {}
+        self._unknown: set[str] = set()
+        """Names of shards that this client does not have, and that a warning has named."""
 
     def stream(self, shard: Shard) -> DrawStream:
         """Raises ServerUnavailableError while the shard has never had an address."""
@@ -260,8 +262,9 @@ class DrawStreams:
         if not leases:
             return MutationResult(0, ())
         shards = {name: self._fleet.named(name) for name in leases}
-        if unknown := [name for name, shard in shards.items() if shard is None]:
-            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(unknown))
+        if unknown := {name for name, shard in shards.items() if shard is None} - self._unknown:
+            self._unknown |= unknown
+            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
 
         async def end_on(shard: Shard, ids: Iterable[int]) -> MutationResult:
             answer = await self.stream(shard).finish(request_for(sorted(ids)), deadline.seconds)

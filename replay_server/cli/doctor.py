@@ -18,7 +18,6 @@ from replay_server.cli.output import AsJson, console, print_json
 if TYPE_CHECKING:
     from replay_client import ReplayClient
     from replay_client.diagnosis import Finding
-    from replay_client.records import ServerInfo
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
@@ -77,9 +76,13 @@ def _grpc() -> Finding:
 
 
 def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
-    """All findings. If the server does not answer, only that of the connection."""
+    """All findings; with `by_shard` also those about each server of several.
+
+    If the server does not answer, only that of the connection.
+    """
     from replay_client.diagnosis import Finding, Level, diagnose
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+    from replay_client.shards.merging import shards_of
 
     try:
         client.policy()
@@ -107,19 +110,8 @@ def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
     )
     yield Finding("payloads", Level.OK, f"travel over {transport}")
     yield from diagnose(info, version("replay-server"), time.time())
-    yield from _shards(info, by_shard)
-
-
-def _shards(info: ServerInfo, by_shard: bool) -> Iterator[Finding]:
-    """The servers of several that are gone; with `by_shard` the findings about each of the others."""
-    from replay_client.diagnosis import Finding, Level, diagnose
-    from replay_client.shards.merging import shards_of
-
     for name, shard in shards_of(info):
-        if shard is None:
-            remedy = "start it again, or see with `replay shards status` whether Ray does; the others go on meanwhile"
-            yield Finding(f"shard {name}", Level.FAILURE, "does not answer", remedy)
-        elif by_shard:
+        if by_shard and shard is not None:
             for finding in diagnose(shard, version("replay-server"), time.time()):
                 yield replace(finding, check=f"{name} {finding.check}")
 

@@ -35,16 +35,18 @@ _HISTORY = 24
 
 
 def everything(address: str, info: ServerInfo, by_shard: bool) -> Iterator[RenderableType]:
-    """All that there is to say of one look at a server; `by_shard`: and of each server of several."""
+    """All that there is to say of one look at a server; `by_shard`: and of each server of several that answers."""
     yield headline(address, info)
     yield TableView(list(info.tables.values()))
     yield from permits(info)
     yield from clients(info)
     yield from waits(info)
-    for name, shard in shards_of(info) if by_shard else ():
-        yield Text()
-        yield shard_line(name, shard)
-        if shard is not None:
+    for name, shard in shards_of(info):
+        if shard is None:
+            yield shard_line(name, None)
+        elif by_shard:
+            yield Text()
+            yield shard_line(name, shard)
             yield TableView(list(shard.tables.values()))
 
 
@@ -213,7 +215,7 @@ class Screen:
     problem: str = ""
     """Why the figures are old."""
     by_shard: bool = False
-    """Whether each server of several has a line."""
+    """Whether each server of several has a line. One that does not answer has a line in any case."""
     paused: bool = False
     reverse: bool = False
     ended: bool = False
@@ -251,7 +253,7 @@ class Screen:
         tables = sorted(self.info.tables.values(), key=SORTS[self.sort], reverse=self.reverse)
         if self.reverse and self.sort == "configured":
             tables.reverse()
-        shards = [shard_line(*shard) for shard in shards_of(self.info)] if self.by_shard else []
+        shards = [shard_line(name, shard) for name, shard in shards_of(self.info) if self.by_shard or shard is None]
         above = [headline(self.address, self.info), *shards, *problem, Text()]
         below = [Text(), *permits(self.info), *waits(self.info)[:_WAITS], keys]
         room = height - len(above) - len(below) - _SPARE

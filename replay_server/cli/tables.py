@@ -39,10 +39,13 @@ def tables(access: dict[str, Any], by_shard: ByShard = False, as_json: AsJson = 
         from replay_client.shards.merging import shards_of
 
         found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
+        shards = dict(shards_of(info))
+        if shards:
+            found["gone"] = [name for name, shard in shards.items() if shard is None]
         if by_shard:
             found["shards"] = {
                 name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
-                for name, shard in shards_of(info)
+                for name, shard in shards.items()
             }
         print_json(found)
         return
@@ -177,9 +180,13 @@ class Changes:
                 yield {"event": "server", "state": "gone"}
             self.there = False
             return
-        from replay_client.shards.merging import restarted, starts_of
+        from replay_client.shards.merging import restarted, shards_of, starts_of
 
         last, self.last = self.last, info
+        shards = {} if last is None else dict(shards_of(last))
+        for name, shard in shards_of(info):
+            if name in shards and (shard is None) != (shards[name] is None):
+                yield {"event": "server", "state": "gone" if shard is None else "back", "name": name}
         if last is not None and restarted(last, info):
             yield {"event": "server", "state": "restarted"}
             last = None
@@ -228,7 +235,8 @@ def _moved(before: TableInfo, after: TableInfo) -> dict[str, int]:
 def in_words(event: Event) -> str:
     match event["event"]:
         case "server":
-            return f"the server is {event['state']}" if event["state"] != "restarted" else "the server was restarted"
+            server = f"server {event['name']}" if "name" in event else "the server"
+            return f"{server} {'was' if event['state'] == 'restarted' else 'is'} {event['state']}"
         case "policy":
             return f"policy version {event['version']} {event['weights']}".rstrip()
         case "table":

@@ -11,6 +11,7 @@ import pytest
 from replay_client import diagnosis
 from replay_client.diagnosis import Finding, Level, diagnose
 from replay_client.records import ServerInfo, TableInfo, server_info_of
+from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 
@@ -162,6 +163,7 @@ WARNINGS = {
 }
 
 FAILURES = {
+    "a shard that hangs or is away": (merge_infos({"a": tutorial()}, ["b"]), "shard b", "does not answer"),
     "a disk that fails": (
         server(commit_error="No space left on device"),
         "disk",

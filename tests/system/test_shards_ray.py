@@ -139,11 +139,17 @@ def keys_of(client: ReplayClient, table: str) -> list[int]:
             return keys
 
 
-def kill_and_wait(load: Load, number: int) -> None:
-    """Kills a shard, and waits until it is back and inserts go on."""
-    pid, inserted = shards.status()[number].pid, len(load.kept)
+def kill_shard(number: int) -> None:
+    """Kills a shard, and waits until Ray has started it again."""
+    pid = shards.status()[number].pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: (now := shards.status()[number]).is_up and now.pid != pid, seconds=60)
+
+
+def kill_and_wait(load: Load, number: int) -> None:
+    """Kills a shard, and waits until it is back and inserts go on."""
+    inserted = len(load.kept)
+    kill_shard(number)
     until(lambda: len(load.kept) > inserted + 10, seconds=60)
 
 
@@ -222,6 +228,37 @@ def test_resize_empties_a_shard_before_it_goes_and_clients_follow(service, tmp_p
     admitted = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=4, max_staleness=1, table="work"))
     with pytest.raises(ShardError, match="groups_per_step"):
         shards.resize(2, admitted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on_disk", [True, False], ids=["on disk", "in memory"])
+def test_a_draining_shard_that_ray_restarts_takes_no_new_key_until_the_drain_is_taken_back(cluster, tmp_path, on_disk):
+    folder = tmp_path if on_disk else None
+    shards.up(2, CONFIG, data_dir=folder)
+    try:
+        insert_with_new_client(30)
+        with pytest.raises(ShardError, match=r"resize is refused for now: replay-1 holds \d+ items"):
+            shards.resize(1, CONFIG, data_dir=folder)
+        kill_shard(1)
+        held = shards.status()[1]
+        assert held.draining
+        assert bool(held.items) == on_disk
+        insert_with_new_client(60)
+        assert shards.status()[1].items == held.items
+        shards.resize(2, CONFIG, data_dir=folder)
+        kill_shard(1)
+        assert not shards.status()[1].draining
+        insert_with_new_client(60)
+        assert shards.status()[1].items > held.items
+    finally:
+        shards.down()
+
+
+def insert_with_new_client(items: int) -> None:
+    """Inserts by a client that has not heard of any refusal."""
+    with ReplayClient(ADDRESS, timeout=30.0) as client:
+        for _ in range(items):
+            client.insert(b"", {"keep": 1.0})
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])

@@ -231,9 +231,9 @@ class GRPOTrainer:
 
             def fresh() -> Iterator[list[Sample]]:
                 for batch in self._waits.watch(stream):
-                    leases.hold(batch)
-                    self._laps.lap("sample")
-                    yield self.inspector.usable(batch, table)
+                    if new := leases.hold(batch):
+                        self._laps.lap("sample")
+                        yield self.inspector.usable(new, table)
 
             yield GroupSource(
                 fresh(),

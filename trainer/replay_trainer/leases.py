@@ -15,6 +15,9 @@ under the lease of its batch, and this file knows, of each lease, whether a full
   back at once what a killed rank had, instead of waiting for the end of its leases.
 * A batch ends as a whole. Of a batch that a full state contains in part, the state names the keys, and the server takes
   them out when the lease goes back.
+* A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
+  perhaps much later. So they stay `unconfirmed` until a server has taken them: each full state names them, no rank
+  trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,9 @@ logger = logging.getLogger(__name__)
 Lease = tuple[str, int]
 """The shard ("" with a single server), and the number of the lease there."""
 _FILES = "leases-{}.json"
+MOST_UNCONFIRMED = 4096
+"""Batches, and single groups, that stay unconfirmed. The oldest are forgotten first: a server that lost its items in a
+restart never confirms them."""
 _GIVE_BACK_SECONDS = 10.0
 """An end does not wait longer for a server that is away: it takes the groups back by itself."""
 
@@ -56,8 +63,13 @@ class TrainedGroups:
         merged = cls()
         for part in parts:
             merged.whole |= part.whole
-            merged.part += part.part
+            merged.part += [key for key in part.part if key not in merged.part]
         return merged
+
+    @property
+    def keys(self) -> set[int]:
+        """The keys of all of them."""
+        return {*self.part, *chain.from_iterable(self.whole.values())}
 
     def state_dict(self) -> dict[str, Any]:
         """As plain containers, for the full state."""
@@ -68,6 +80,18 @@ class TrainedGroups:
         """The groups of `state_dict`."""
         return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
 
+    def without(self, keys: Iterable[int]) -> TrainedGroups:
+        """The same without the groups with these keys."""
+        gone = set(keys)
+        whole = {
+            lease: left for lease, keys in self.whole.items() if (left := [key for key in keys if key not in gone])
+        }
+        return TrainedGroups(whole, [key for key in self.part if key not in gone])
+
+    def newest(self, count: int) -> TrainedGroups:
+        """The same with at most `count` batches, and as many keys of other batches: those that came last."""
+        return TrainedGroups(dict([*self.whole.items()][-count:]), self.part[-count:])
+
 
 class GroupLeases:
     """The leases of one rank. `acknowledge` and `give_back_of_dead` also take those of other ranks."""
@@ -76,13 +100,14 @@ class GroupLeases:
         """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
         self.table = table
         self.seconds = seconds
+        self.unconfirmed = TrainedGroups()
+        """Groups that a full state contains, and that no server has confirmed as taken. The first rank finds out."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
         self._coming: set[Lease] = set()
         """Leases of which this rank does not know yet whether they began."""
-        self._ended: set[Lease] = set()
         self._settling: TrainedGroups | None = None
         """What the full state under way contains, if one is."""
         self._settled_part: list[int] = []
@@ -94,8 +119,11 @@ class GroupLeases:
         """Renew the leases from now on, until `give_back`."""
         threading.Thread(target=self._renew, name="replay-leases", daemon=True).start()
 
-    def hold(self, batch: Iterable[Sample]) -> None:
-        """Hold the lease that a batch came under, from now until it is settled or given back."""
+    def hold(self, batch: Sequence[Sample]) -> list[Sample]:
+        """Hold the lease that a batch came under, from now until it is settled or given back.
+
+        Returns the samples without those that a full state contains already. They end with their batch.
+        """
         with self._lock:
             for info in (sample.info for sample in batch):
                 if info.lease:
@@ -103,6 +131,11 @@ class GroupLeases:
             # What was expected before this batch, and has not come, was revoked.
             self._coming.clear()
             self._list()
+        known = self.unconfirmed.keys
+        new = [sample for sample in batch if sample.info.key not in known]
+        if len(new) < len(batch):
+            logger.warning("%d groups that the trainer has trained on came again: left out", len(batch) - len(new))
+        return new
 
     def expect(self, samples: Sequence[Sample]) -> None:
         """Records the lease of a batch in the list of this rank before the lease begins, so that a resume finds it."""
@@ -113,7 +146,7 @@ class GroupLeases:
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
         """The groups of all steps so far. `left`: groups that are drawn, and that only later steps use."""
         unused = {sample.info.key for sample in left}
-        groups = TrainedGroups()
+        groups = TrainedGroups.of_ranks([self.unconfirmed])
         with self._lock:
             for lease, keys in self._held.items():
                 if unused.isdisjoint(keys):
@@ -130,23 +163,31 @@ class GroupLeases:
         with self._lock:
             for lease in self._settling.whole:
                 self._held.pop(lease, None)
-                self._ended.discard(lease)
             self._settled_part, self._settling = self._settling.part, None
             self._list()
 
     def acknowledge(self, groups: TrainedGroups) -> None:
-        """Takes the groups for good. Those whose lease has ended are taken by their keys, if they are in the table."""
-        if not groups.whole:
+        """Takes the groups of a full state for good: by their leases, or by their keys where that fails.
+
+        What no server confirms is `unconfirmed` from now on.
+        """
+        before = self.unconfirmed
+        if not (groups.whole or before.part):
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
-        late = [key for (_, lease), keys in groups.whole.items() if lease in missing for key in keys]
-        if late:
-            applied = self._client.take(self.table, late).applied
+        late = TrainedGroups({lease: keys for lease, keys in groups.whole.items() if lease[1] in missing}, before.part)
+        # A group may have come again, and be confirmed by a later lease.
+        confirmed = {key for lease, keys in groups.whole.items() if lease[1] not in missing for key in keys}
+        if wanted := late.keys - confirmed:
+            confirmed |= wanted.difference(self._client.take(self.table, sorted(wanted)).missing)
+        self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
+        if new := late.keys - before.keys:
             logger.warning(
-                "the leases of %d groups had ended before the trainer acknowledged them: it took %d of them out of "
-                "table %r again. The others are no longer there: another reader took them, or the server was restarted",
-                len(late),
-                applied,
+                "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
+                "took %d of them out of table %r by their keys. It leaves the others out of its draws, and names them "
+                "in its full states until a server has taken them",
+                len(new),
+                len(new & confirmed),
                 self.table,
             )
 
@@ -162,7 +203,8 @@ class GroupLeases:
         if leases:
             self._client.acknowledge(map(_stub, leases), give_back=True)
         if groups.part:
-            self._client.take(self.table, groups.part)
+            missing = self._client.take(self.table, groups.part).missing
+            self.unconfirmed = TrainedGroups(self.unconfirmed.whole, list(missing))
         for path in paths:
             path.unlink(missing_ok=True)
         return bool(leases or groups.part)
@@ -199,9 +241,10 @@ class GroupLeases:
 
     def _renew(self) -> None:
         """In a thread of its own: a step may take longer than a lease."""
+        ended: set[Lease] = set()
         while not self._stop.wait(self.seconds / 4):
             with self._lock:
-                held = [lease for lease in self._held if lease not in self._ended]
+                held = list(self._held)
             if not held:
                 continue
             try:
@@ -210,13 +253,14 @@ class GroupLeases:
                 if not self._stop.is_set():
                     logger.warning("the leases of fresh groups could not be renewed: %s", error)
                 continue
-            ended = [lease for lease in held if lease[1] in missing]
-            if ended and not self._stop.is_set():
-                self._ended.update(ended)
+            # All are renewed again the next time: a shard that was away may be back with its leases.
+            before, ended = ended, {lease for lease in held if lease[1] in missing}
+            if (new := ended - before) and not self._stop.is_set():
                 logger.warning(
-                    "the leases of %d batches have ended: the server was out of reach for %g s, or was restarted "
-                    "without a data_dir. The trainer keeps their groups, and another reader may get them as well",
-                    len(ended),
+                    "the leases of %d batches could not be renewed: the server was out of reach for %g s, or was "
+                    "restarted without a data_dir, or it is away now. The trainer keeps their groups, and another "
+                    "reader may get them as well",
+                    len(new),
                     self.seconds,
                 )
 

@@ -15,6 +15,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class RankFiles:
             checksum = checksum_of(path)
         except Exception as error:  # told to all ranks, which wait for it
             reason = f"{type(error).__name__}: {error}"
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the disk may be gone; a later run removes the file
+                path.unlink(missing_ok=True)
         parts = self._ranks.all((checksum, reason))
         for rank, (_, reason) in enumerate(parts):
             if reason:

@@ -249,9 +249,17 @@ class Publication:
             self.finish()
 
     def check(self) -> None:
-        """Raises RuntimeError on every rank if a write has failed. Does not wait for one."""
+        """Raises RuntimeError on every rank if a write has failed. Does not wait for one.
+
+        Also tells every rank which groups the first one could not acknowledge, before a step draws groups.
+        """
         error = self._task.take_error()
-        reasons = self.ranks.all(f"{type(error).__name__}: {error}" if error is not None else "")
+        told = self.ranks.all(
+            (f"{type(error).__name__}: {error}" if error is not None else "", self.leases.unconfirmed)
+        )
+        reasons = [reason for reason, _ in told]
+        if not self.ranks.is_first:  # its thread may find out more meanwhile
+            _, self.leases.unconfirmed = told[0]
         if reason := next(filter(None, reasons), ""):
             raise RuntimeError(
                 f"a version could not be published: {reason}. The run stops here, because its generators would stay at "

@@ -11,6 +11,7 @@ permit. So a change by key goes to the owners first, and to all other shards for
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from replay_client.records import MutationResult, mutation_of
 from replay_client.requests import FIRST_KEY, LAST_KEY, once
 from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
 from replay_protos import replay_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -79,12 +82,15 @@ class Placement:
         self._tried: OrderedDict[int, Shard] = OrderedDict()
         """Keys that a shard may have and that do not belong to it, or whose insert failed there."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
+        self._passed_over: set[Shard] = set()
+        """Shards that granted permits and take no inserts now, after the line about it in the log."""
 
     def shard_for(self, item: Item) -> Shard:
         """The shard for an insert, by the first rule that holds.
 
         1. The shard that this client has tried the key on before: it may have the item.
-        2. The shard that granted the permit, if it is up: so its admission counts the group.
+        2. The shard that granted the permit, if it is up: so its admission counts the group. Otherwise the admission of
+           the shard that gets the group counts it, and the permit stays in use until its lease ends.
         3. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
            counts as one that is not there.
         4. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
@@ -94,12 +100,26 @@ class Placement:
             return self._fleet.only
         if (tried := self._tried.get(item.key)) is not None:
             return tried
-        if item.granted_by and (granted := self._fleet.named(item.granted_by)) is not None and granted.takes_inserts:
+        granted = self._fleet.named(item.granted_by) if item.granted_by else None
+        if granted is not None and granted.takes_inserts:
+            self._passed_over.discard(granted)
             return granted
+        shard = self._shard_for_key(item.key)
+        if granted is not None and shard is not granted and granted not in self._passed_over:
+            self._passed_over.add(granted)
+            logger.warning(
+                "shard %s takes no inserts: groups with its permits go to other shards and count there, and these "
+                "permits stay in use until their lease ends",
+                granted.name,
+            )
+        return shard
+
+    def _shard_for_key(self, key: int) -> Shard:
+        """The shard by rules 3 to 5 of `shard_for`."""
         rendezvous, shards = self._ranking()
-        order = [shards[index] for index in rendezvous.order(item.key)]
+        order = [shards[index] for index in rendezvous.order(key)]
         candidates = [shard for shard in order if shard.takes_inserts or not shard.is_up] or order
-        if candidates[0].is_up or not chosen_by_client(item.key):
+        if candidates[0].is_up or not chosen_by_client(key):
             return candidates[0]
         return next((shard for shard in candidates if shard.is_up), candidates[0])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +81,25 @@ def test_several_servers_are_one_run_with_a_row_for_each(opened):
                 [address, "0", str(n)] for address, n in zip(addresses, sizes, strict=True)
             ]
             assert "20 of 200" in tab.inner_text(".picture .node.table")
-            second.stop(grace=0)
-            tab.wait_for_selector(f".card.shards tr.gone:has-text('{second.address}')")
+
+
+@pytest.mark.long
+def test_a_server_of_several_that_hangs_is_named_first_until_it_answers(opened, tmp_path):
+    with (
+        server_process(tmp_path) as first,
+        server_process(tmp_path) as second,
+        serving(Settings({"address": f"{first.address},{second.address}"})) as url,
+    ):
+        tab = opened(url).go("overview")
+        tab.wait_for_selector(".card.shards tbody tr")
+        assert second.address not in tab.inner_text(".verdict")
+        os.kill(second.process.pid, signal.SIGSTOP)
+        tab.wait_for_selector(f".verdict h1 >> text=shard {second.address}: does not answer")
+        assert "the others go on" in tab.inner_text(".verdict .remedy")
+        tab.wait_for_selector(f".card.shards tr.gone:has-text('{second.address}')")
+        check_accessibility(tab)
+        os.kill(second.process.pid, signal.SIGCONT)
+        until(lambda: second.address not in tab.inner_text(".verdict"))
 
 
 LONG_NAME = "rollouts-of-the-second-environment-with-long-answers"

@@ -20,8 +20,10 @@ from replay_client.errors import (
 )
 from replay_client.sampling import DrawStream
 from replay_client.streams import failure
+from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import until
+from tests.client.shards.conftest import TABLES
+from tests.factories import free_port, start_server, until
 
 
 def insert_many(client, table, count, **options):
@@ -379,13 +381,17 @@ def test_the_lowest_policy_version_counts(service, client):
 
 
 async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
-    async with AsyncReplayClient(service.addresses) as client, AsyncReplayClient(service.addresses[0]) as one:
+    async with (
+        AsyncReplayClient(service.addresses) as client,
+        AsyncReplayClient(service.addresses[0]) as one,
+        AsyncReplayClient(service.addresses[1:]) as others,
+    ):
         watch = client.watch_policy()
         assert (await anext(watch)).version == 0
         coming = asyncio.ensure_future(anext(watch))
-        await one.set_policy_version(1)
-        await client.set_policy_version(2)
-        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 1, which one shard alone had
+        await one.set_policy_version(5)
+        await others.set_policy_version(2)
+        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 5, which one shard alone has
         await client.set_policy_version(0, rollback=True)
         assert (await asyncio.wait_for(anext(watch), 20)).version == 0
         await watch.aclose()
@@ -473,6 +479,18 @@ def test_a_key_that_somebody_may_have_tried_waits_for_its_shard(service, client)
     assert client.server_info().tables["any"].size == 1
 
 
+def test_a_shard_that_drains_from_its_start_gets_no_new_key_until_the_drain_is_taken_back():
+    drains = ReplayServer(TABLES, 0)
+    drains.draining = True
+    with ReplayServer(TABLES, 0) as other, drains:
+        for expected in (False, True):
+            with ReplayClient([other.address, drains.address], timeout=30.0) as client:  # it has heard of no refusal
+                insert_many(client, "any", 30)
+            assert (drains.items > 0) == expected
+            drains.draining = False
+        assert other.items + drains.items == 60
+
+
 def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_service):
     service = make_service(admission=(AdmissionConfig(table="queue", groups_per_step=4, max_staleness=0),) * 3)
     with ReplayClient(service.addresses) as client:
@@ -482,6 +500,59 @@ def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_se
         client.insert(b"", {"queue": 1.0}, permits=lease)
         assert client.server_info().tables["queue"].size == 1
         assert client.release_permits(lease) == 0
+
+
+PERMITS = """
+[server]
+data_dir = "{folder}"
+
+[admission]
+groups_per_step = 4
+max_staleness = 0
+
+[[tables]]
+name = "queue"
+rate_limiter = {{ type = "queue", max_size = 100 }}
+"""
+
+
+def test_a_group_without_the_shard_of_its_permit_counts_where_it_goes_and_the_permit_stays_until_it_ends(
+    tmp_path, caplog
+):
+    def start(number):
+        config = tmp_path / f"{number}.toml"
+        config.write_text(PERMITS.format(folder=tmp_path / f"data-{number}"))
+        return start_server(config, address=addresses[number])
+
+    def counted(client):
+        permits = client.server_info().admission
+        return permits.accepted, permits.running, permits.capacity
+
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    servers = [start(number) for number in range(2)]
+    try:
+        with ReplayClient(addresses, timeout=30.0) as client:
+            lease = client.acquire_permits(3)
+            granted = addresses.index(lease.shard)
+            servers[granted].kill()
+            until(lambda: client.server_info().gone)
+            for _ in range(2):
+                client.insert(b"", {"queue": 1.0}, permits=lease)
+            assert counted(client) == (2, 0, 2)  # the groups count although this shard has granted no permit
+            servers[granted] = start(granted)
+            until(lambda: client.server_info().gone == ())
+            client.insert(b"", {"queue": 1.0}, permits=lease)
+            assert counted(client) == (3, 2, 3)  # these two go back when the lease ends, or by release_permits
+            assert client.release_permits(lease) == 2
+            assert counted(client) == (3, 0, 5)
+    finally:
+        for server in servers:
+            server.kill()
+    said = [record.message for record in caplog.records if lease.shard in record.message]
+    assert said == [
+        f"shard {lease.shard} takes no inserts: groups with its permits go to other shards and count there, and these "
+        "permits stay in use until their lease ends"
+    ]
 
 
 def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, monkeypatch):

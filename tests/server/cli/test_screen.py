@@ -96,8 +96,8 @@ def test_rates_are_what_the_counters_did_between_two_looks(before, after, rates)
     ("before", "after", "events"),
     [
         pytest.param(both(10.0), both(12.0, 3), [("table", 2)], id="two looks at two shards"),
-        pytest.param(first(10.0), both(12.0), [], id="a shard came back"),
-        pytest.param(both(10.0), second(12.0), [], id="a shard is gone"),
+        pytest.param(first(10.0), both(12.0), [("server", "back")], id="a shard came back"),
+        pytest.param(both(10.0), second(12.0), [("server", "gone")], id="a shard is gone"),
         pytest.param(look(10.0, a=5), look(1.0, 2, a=9), [("server", "restarted"), ("policy", 0)], id="started again"),
         pytest.param(both(10.0), both(12.0, server_id=9), [("server", "restarted"), ("policy", 0)], id="one of two is"),
     ],

@@ -1,7 +1,9 @@
 """The commands over several servers, and `replay shards` where there is no cluster."""
 
 import json
+import os
 import shlex
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from tests.commands import fails, run_replay
+from tests.factories import ServerProcess, start_server
 
 
 @pytest.fixture
@@ -41,9 +44,28 @@ def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     assert len(mark) == 1
     assert run_replay("items", "pool", "--limit", "3", "--address", every, "--page", *mark).returncode == 0
     servers[1].stop(grace=0)
+    assert run_replay("tables", "--address", every, "--shards").stdout.count(f"{addresses[1]}  does not answer") == 1
     done = run_replay("doctor", "--address", every)
     assert done.returncode == 1
     assert f"failure  shard {addresses[1]}: does not answer" in done.stdout
+
+
+@pytest.fixture
+def two() -> Iterator[list[ServerProcess]]:
+    two = [start_server() for _ in range(2)]
+    yield two
+    for server in two:
+        server.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "is away"])
+def test_tables_names_a_server_of_several_that(two, number):
+    every, other = f"{two[0].address},{two[1].address}", two[1].address
+    assert json.loads(run_replay("tables", "--address", every, "--json").stdout)["gone"] == []
+    os.kill(two[1].process.pid, number)
+    assert json.loads(run_replay("tables", "--address", every, "--json").stdout)["gone"] == [other]
+    assert run_replay("tables", "--address", every).stdout.count(f"{other}  does not answer") == 1
+    assert "gone" not in json.loads(run_replay("tables", "--address", two[0].address, "--json").stdout)
 
 
 @pytest.mark.parametrize(

@@ -110,12 +110,14 @@ def test_top_leaves_the_terminal_as_it_was_after_a_signal(terminal, number, stat
     assert terminal.end() == (status, True)
 
 
-def test_it_has_a_row_for_each_of_several_servers_on_request():
+@pytest.mark.parametrize("by_shard", [True, False], ids=["with a row for each", "with one for all"])
+def test_it_names_a_server_of_several_that_does_not_answer(by_shard):
     with ReplayServer([TableConfig(name="pool")], 0) as first, ReplayServer([TableConfig(name="pool")], 0) as second:
-        terminal = Terminal(f"{first.address},{second.address}", "--shards")
+        terminal = Terminal(f"{first.address},{second.address}", *(["--shards"] if by_shard else []))
         try:
-            terminal.until(re.escape(first.address))
-            terminal.until(f"(?s){re.escape(second.address)}.*policy version 0")
+            terminal.until("policy version 0")
+            if by_shard:
+                terminal.until(f"(?s){re.escape(second.address)}.*policy version 0")
             second.stop(grace=0)
             terminal.until(rf"{re.escape(second.address)}\s+does not answer")
             terminal.press("q")

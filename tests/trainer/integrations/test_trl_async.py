@@ -317,7 +317,7 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
             policy = client.policy()
             assert (policy.version, policy.weights) == (7, str(published(WEIGHTS)[-1]))
             assert client.server_info().tables["rollouts"].reserved == 0
-    assert "The others are no longer there" in caplog.text
+    assert "groups could not be acknowledged" in caplog.text
 
 
 def test_a_trainer_without_generators_ends_with_what_the_server_says(model: Path, server: ServerProcess) -> None:

@@ -359,7 +359,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             [sample] = next(self._batches)
         except (DeadlineExceededError, *_AWAY):
             return []
-        self._leases.hold([sample])
+        if not self._leases.hold([sample]):
+            return []
         self._hungry_since = None
         self._waiting.go_on()
         zero_variance = not carries_gradient(sample.group)
