@@ -259,11 +259,15 @@ async def decide(
                 if next_row is None:
                     continue
                 if isinstance(next_row, PendingInsert):
-                    if decided.keys:
-                        yield decided
-                        decided = Decided()
-                    evicted.clear()
-                    next_row = await _wait(backend, next_row, message.nbytes, client)
+                    pending = next_row
+                    try:
+                        if decided.keys:
+                            yield decided
+                            decided = Decided()
+                        evicted.clear()
+                        next_row = await _wait(backend, pending, message.nbytes, client)
+                    finally:  # it is still in line where the client went away, or no bytes may wait
+                        backend.buffer.abandon(pending)
                     decided.evicted.extend(evicted)
                 decided.add(batch.keys[at], next_row)
                 at += 1
@@ -296,7 +300,6 @@ async def _wait(backend: Backend, pending: PendingInsert, nbytes: int, client: s
         with backend.waiting.held(client, nbytes):
             await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
     except Refused as refusal:
-        buffer.abandon(pending)  # it is still in line if the budget was what refused it
         return refusal
     return None
 

@@ -1,19 +1,23 @@
 """What clients may use of a server: connections, calls, memory on the way in and out, and what they hold in hand."""
 
+import asyncio
 import socket
 import threading
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack, aclosing, contextmanager
 
 import grpc
 import pytest
 
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import Config, LimitsSection, ReplayServer, ServerSection, TableConfig
 from replay_server.config import MAX_SAMPLE_STREAMS
-from replay_server.rpc import backend, sampling
+from replay_server.rpc import backend, inserting, sampling
 from replay_server.tables import table as tables
+from replay_server.tables.buffer import ReplayBuffer
 from tests.factories import until
 from tests.server.rpc.calls import Requests, bystander, connection
 
@@ -269,6 +273,24 @@ def waiting(client: ReplayClient) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ on the way out
+
+
+def test_an_insert_leaves_the_line_if_its_client_goes_while_it_reads_the_answers_before():
+    buffer = ReplayBuffer(TABLES, time.monotonic)
+    shared = backend.Backend(buffer, LimitsSection(), None)
+
+    async def messages():
+        request = pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="queue")], payload_sizes=[1, 1])
+        yield Frame(request, [b"ab"])
+
+    async def go_after_the_first_answer() -> None:
+        read = inserting.read_messages(shared, messages(), "client")
+        async with aclosing(inserting.decide(shared, read, "client", lambda: None)) as decisions:
+            assert (await anext(decisions)).keys == [1]
+            assert buffer.lines["queue"].inserts.head is not None
+
+    asyncio.run(go_after_the_first_answer())
+    assert buffer.lines["queue"].inserts.head is None
 
 
 def test_a_reader_that_does_not_read_is_given_up_and_its_samples_go_back():
