@@ -258,16 +258,16 @@ async def decide(
                 at += inserted
                 if next_row is None:
                     continue
-                if isinstance(next_row, PendingInsert):
-                    pending = next_row
+                if isinstance(next_row, PendingInsert) and decided.keys:
                     try:
-                        if decided.keys:
-                            yield decided
-                            decided = Decided()
-                        evicted.clear()
-                        next_row = await _wait(backend, pending, message.nbytes, client)
-                    finally:  # it is still in line where the client went away, or no bytes may wait
-                        backend.buffer.abandon(pending)
+                        yield decided
+                    except GeneratorExit:  # the client went away; nobody waits for the row
+                        backend.buffer.abandon(next_row)
+                        raise
+                    decided = Decided()
+                if isinstance(next_row, PendingInsert):
+                    evicted.clear()
+                    next_row = await _wait(backend, next_row, message.nbytes, client)
                     decided.evicted.extend(evicted)
                 decided.add(batch.keys[at], next_row)
                 at += 1
@@ -300,6 +300,7 @@ async def _wait(backend: Backend, pending: PendingInsert, nbytes: int, client: s
         with backend.waiting.held(client, nbytes):
             await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
     except Refused as refusal:
+        buffer.abandon(pending)  # it is still in line if the budget was what refused it
         return refusal
     return None
 
