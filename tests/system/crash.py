@@ -34,7 +34,7 @@ fsync = "{fsync}"
 table = "work"
 groups_per_step = 1000
 max_staleness = 1000
-permit_ttl = 3600.0
+permit_ttl = 1e6  # a run of hours must not outlive a permit
 
 [[tables]]
 name = "work"
