@@ -29,7 +29,7 @@ from replay_server import ReplayServer, TableConfig
 
 TABLE = "replay"
 ROWS = 50_000
-"""Of one insert."""
+"""The rows of one insert."""
 UPDATED = 300_000
 """Keys of one update."""
 

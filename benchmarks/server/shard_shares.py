@@ -1,4 +1,4 @@
-"""How close distinct batches over several shards are to those of one table, for priorities with heavy tails.
+"""Compares distinct batches over several shards with those of one table, for priorities with heavy tails.
 
     python -m benchmarks.server.shard_shares [--batches 1000] [--at-once]
 

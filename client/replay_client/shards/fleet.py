@@ -41,8 +41,8 @@ SECONDS_PER_LOOK = 5.0
 LATE_SECONDS = 0.5
 """Seconds after which a shard that has not answered is asked for a sign of life."""
 _SIGNS, _SIGN_SECONDS = 2, 1.0
-"""A shard hangs if it misses so many signs of life in a row, each within so many seconds. One alone may be missed
-because this process stood still."""
+"""The fleet asks a silent shard so often for a sign of life, and waits so many seconds for each. It asks twice, because
+this process may have stood still during the first."""
 _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
 _LOOK_AGAIN = 0.5
@@ -79,7 +79,7 @@ class Shard:
         """`name` is "" for the only server of a client. `names` finds the address where it is None."""
         self.name = name
         self.is_up = False
-        """Whether the connection stands and the server answers. Any thread may read it."""
+        """True while the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
         """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
         self.decided = asyncio.Event()
@@ -104,7 +104,7 @@ class Shard:
 
     @property
     def takes_inserts(self) -> bool:
-        """Whether new items may go here. Any thread may read it."""
+        """Returns whether this shard takes new items. Any thread may read it."""
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
@@ -118,7 +118,7 @@ class Shard:
 
     @property
     def prefix(self) -> str:
-        """What stands before the name of a checkpoint; empty for the only server."""
+        """The words before the name of a checkpoint of this shard; empty for the only server."""
         return f"{self.name}/" if self.name else ""
 
     def watch(self) -> None:
@@ -309,7 +309,7 @@ class Fleet:
 
     @property
     def decided(self) -> bool:
-        """Whether it is known of each shard if it can be reached. The only one is tried in any case."""
+        """Returns whether the fleet has tried to reach each shard. A client of one server does not wait for that."""
         return self.only is not None or self._closed or all(shard.decided.is_set() for shard in self.shards)
 
     @property

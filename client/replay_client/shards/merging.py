@@ -53,7 +53,7 @@ def starts_of(info: ServerInfo) -> dict[str, int]:
 
 
 def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """Whether a server that answers now was started again since the last look."""
+    """Returns whether a server that answers now has started again since the last look."""
     before = starts_of(last)
     return any(before.get(name, start) != start for name, start in starts_of(info).items())
 

@@ -60,7 +60,7 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 Part = tuple[str, int]
 """A shard's name, and the id of a draw there."""
 Weight = pb.Weight
-"""What one shard could give, as replay.proto documents it."""
+"""The rows and the total priority that one shard offers to a draw, as replay.proto documents them."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,10 @@ class Drawer(DrawStreams):
                 now = rows_at_once(given, rows - len(drawn)) if distinct else rows
                 counts = share_out(given, now, distinct=distinct, first=self._turn, rng=self._rng)
                 more = await self._draw_parts(rest, weights, counts, lease, weigh=weigh)
-                for sample in more if drawn else ():
-                    # Its shard says the probability among what the rounds before have left.
-                    sample.info.probability *= sum(weight.total for weight in given) / first_total
+                if drawn:  # the shards say the probability among what the rounds before have left
+                    left = sum(weight.total for weight in given) / first_total
+                    for sample in more:
+                        sample.info.probability *= left
                 drawn += more
                 if len(drawn) >= rows or len(more) < now:
                     return drawn
@@ -457,7 +458,7 @@ def _reason(request: pb.SampleRequest, weights: dict[Shard, Weight], possible: i
 
 
 def most_rows(weight: Weight, distinct: bool) -> int:
-    """How many rows the shard could give now."""
+    """Returns how many rows the shard can give now."""
     if distinct:
         return int(min(weight.items, weight.samples))
     return int(weight.samples) if weight.items else 0
