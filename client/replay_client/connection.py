@@ -24,7 +24,7 @@ from replay_client.errors import (
 from replay_client.frames import Item, pack_items
 from replay_client.shared_memory import SharedInserts, SharedMemory, SharedResponse, SharedSamples
 from replay_client.streams import IdleStreams, failure
-from replay_protos import REASON_KEY
+from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHORT = ("UpdatePriorities", "Delete", "TakeItems")
-"""Methods that go over open streams, because they are frequent and their answers are short."""
 _SHORT_BYTES = 1 << 20
 """Bytes of a request above which a call of its own costs no more."""
 _GRACE = 5.0
@@ -180,7 +178,7 @@ class Connection:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
         # A stream carries no trace context, a call does.
         data = None
-        if method in _SHORT and not tracing.active() and request.ByteSize() <= _SHORT_BYTES:
+        if method in SHORT_METHODS and not tracing.active() and request.ByteSize() <= _SHORT_BYTES:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:

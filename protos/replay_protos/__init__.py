@@ -16,6 +16,9 @@ REASON_KEY = "replay-reason"
 """Trailing metadata: why a call ends with RESOURCE_EXHAUSTED (the values of RowError.reason), or CLOSING."""
 CLOSING = "closing"
 """The reason with which a server that stops ends a stream."""
+SHORT_METHODS = ("UpdatePriorities", "Delete", "TakeItems")
+"""The methods that clients call on an open stream (`Calls`): they are frequent, and their answers are short. A token
+that may open the stream may call each of them."""
 
 if "grpc" in sys.modules and "GRPC_EXPERIMENTS" not in os.environ:
     logging.getLogger(__name__).warning(

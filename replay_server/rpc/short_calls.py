@@ -10,15 +10,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from replay_protos import REASON_KEY
+from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import Code
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.backend import Backend, endless
 from replay_server.rpc.clients import Context
-
-SHORT = ("UpdatePriorities", "Delete", "TakeItems")
-"""The methods that a client may call on the stream. A token that may open the stream may call each of them."""
 
 
 class _Method(NamedTuple):
@@ -39,8 +36,8 @@ class ShortCalls:
         parse: Callable[[bytes], Any],
         serialize: Callable[[Any], bytes],
     ) -> None:
-        """Lets clients call a method of one request and one response on the stream, if it is one of SHORT."""
-        if name in SHORT:
+        """Lets clients call a method of one request and one response on the stream, if it is one of SHORT_METHODS."""
+        if name in SHORT_METHODS:
             self._methods[name] = _Method(behavior, parse, serialize)
 
     @endless
@@ -51,7 +48,8 @@ class ShortCalls:
     async def _respond(self, request: pb.CallRequest, context: Context) -> pb.CallResponse:
         if (method := self._methods.get(request.method)) is None:
             return pb.CallResponse(
-                code=Code.INVALID_ARGUMENT, message=f"method {request.method[:100]!r}: one of {', '.join(SHORT)}"
+                code=Code.INVALID_ARGUMENT,
+                message=f"method {request.method[:100]!r}: one of {', '.join(SHORT_METHODS)}",
             )
         call = _Context(context)
         try:

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replay_client import ReplayClient
+from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from replay_server.rpc.short_calls import SHORT
 from tests.factories import make_group
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of
 from tests.system.targets import METHODS, TABLES, Service, frame, rollout
@@ -135,7 +135,7 @@ SENSIBLE = {
     pb.GetRequest: st.builds(pb.GetRequest, keys=KEYS),
     pb.CallRequest: st.builds(
         pb.CallRequest,
-        method=st.sampled_from(SHORT),
+        method=st.sampled_from(SHORT_METHODS),
         request=st.builds(pb.DeleteRequest, table=TABLE, keys=KEYS).map(pb.DeleteRequest.SerializeToString),
     ),
     pb.SetPolicyVersionRequest: st.builds(

@@ -8,11 +8,11 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import AuthenticationError, InvalidRequestError, TableNotFoundError
+from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import SecuritySection
-from replay_server.rpc.short_calls import SHORT
 from tests.factories import sample_of, scrape, tokens_file, until
 
 TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_size=64)]
@@ -66,7 +66,7 @@ def test_a_call_that_is_refused_ends_alone_and_its_stream_goes_on(server):
     assert [answer.code for answer in answers] == [not_found, invalid, invalid, 0]
     assert "no table 'nope'" in answers[0].message
     assert "no message of this protocol" in answers[1].message
-    assert f"method 'Reset': one of {', '.join(SHORT)}" in answers[2].message
+    assert f"method 'Reset': one of {', '.join(SHORT_METHODS)}" in answers[2].message
 
 
 def test_a_client_gets_the_error_and_goes_on(server):
