@@ -259,9 +259,9 @@ def run(kills: int, seed: int, folder: Path, fsync: str, shards: int = 1) -> Led
                 time.sleep(0.3 + rng.random())
                 workload.stop(at_once=False)
             with ReplayClient(address) as client:
-                until(lambda client=client: not client.server_info().gone, "a shard does not come back", 60.0)
-                if shards > 1:  # as a trainer does that goes on
-                    workload.publish(client)
+                if shards > 1:
+                    until(lambda client=client: not client.server_info().gone, "a shard does not come back", 60.0)
+                    workload.publish(client)  # as a trainer does that goes on
                 ledger.check(client)
             if ledger.violations:
                 break
