@@ -240,7 +240,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str, shards: int = 1) -> Led
             time.sleep(0.1 + rng.random())
             # On a loaded machine the clients may not have begun by then.
             until(lambda inserts=inserts: ledger.totals["inserts"] >= inserts + 10, "nobody inserts", 60.0)
-            killed = rng.randrange(shards)
+            killed = 0 if shards == 1 else rng.randrange(shards)
             servers[killed].kill()
             ledger.totals["kills"] += 1
             # Taken, and the answer that says so was under way: no more than one batch of each reader.
