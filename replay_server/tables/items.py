@@ -94,8 +94,14 @@ class Storage(Protocol):
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Stores payloads under keys that are not in use."""
 
+    def extend(self, key: int, size: int, segment: Payload) -> None:
+        """Appends bytes to the payload of a key in use; `size` are its bytes until now."""
+
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        """The payloads of keys in use; `sizes` are their bytes. Raises DamagedPayloads."""
+        """The first bytes of the payloads of keys in use: as many as `sizes` says. Raises DamagedPayloads.
+
+        A payload has more bytes than that if it was extended since the caller learned its size.
+        """
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         """Reads as `get`, but later and on another thread. Payloads that are deleted meanwhile can still be read."""
@@ -117,12 +123,22 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
+        self._extended: set[int] = set()
+        """Keys of payloads that may have more bytes than somebody asks for."""
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         self._payloads.update(zip(keys, payloads, strict=True))
 
+    def extend(self, key: int, size: int, segment: Payload) -> None:
+        # Whoever has the chunks of before keeps them: a payload is never changed in place.
+        self._payloads[key] = (*self._payloads[key], *segment)
+        self._extended.add(key)
+
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        return list(map(self._payloads.__getitem__, keys))
+        found = list(map(self._payloads.__getitem__, keys))
+        if self._extended.isdisjoint(keys):
+            return found
+        return [first_bytes(payload, size) for payload, size in zip(found, sizes, strict=True)]
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         return _MemoryReader(self.get(keys, sizes))
@@ -130,6 +146,8 @@ class MemoryStorage:
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key in keys:
             del self._payloads[key]
+        if self._extended:
+            self._extended.difference_update(keys)
 
     def why_full(self, nbytes: int) -> str | None:
         return None
@@ -150,6 +168,19 @@ class _MemoryReader:
 
     def close(self) -> None:
         self._payloads = []
+
+
+def first_bytes(payload: Payload, size: int) -> Payload:
+    """The first `size` bytes of a payload that has at least so many, without a copy."""
+    kept: list[bytes | memoryview] = []
+    for chunk in payload:
+        if size < len(chunk):
+            if size:
+                kept.append(memoryview(chunk)[:size])
+            break
+        kept.append(chunk)
+        size -= len(chunk)
+    return tuple(kept)
 
 
 def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:

@@ -55,7 +55,7 @@ def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, Lmdb
 
 def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
     delta = collector.collect()
-    storage.commit(delta, *storage.begin_commit())
+    storage.commit(delta, storage.begin_commit())
     storage.end_commit(None)
     collector.written(delta)
 
