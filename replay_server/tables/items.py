@@ -274,6 +274,14 @@ class Items(dict[int, Item]):
         """The labels of each of `keys`; None: no item has any."""
         return [self[key].labels for key in keys] if self.labelled else None
 
+    def extend(self, key: int, labels: Labels, segment: Payload, nbytes: int) -> None:
+        """Appends a segment of so many bytes to the payload of an item, which has these labels from now on."""
+        item = self[key]
+        self.storage.extend(key, item.nbytes, segment)
+        item.nbytes += nbytes
+        self.bytes += nbytes
+        self.label([key], [labels])
+
     def gone(self, key: int) -> bool:
         """Whether nothing holds the item, or only rows that wait to be cleared away."""
         item = self.get(key)
@@ -301,9 +309,9 @@ class Items(dict[int, Item]):
                 sizes.append(item.nbytes)
         self.storage.delete(gone, sizes)
 
-    def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
-        """As `payloads.read`. The items must be held until all is read."""
-        return read(self.storage, keys, [self[key].nbytes for key in keys])
+    def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
+        """As `read`. The items must be held until all is read."""
+        return read(self.storage, keys, sizes)
 
     def why_full(self, nbytes: int) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has, perhaps after clearing away what has left."""

@@ -454,7 +454,7 @@ class ModelMachine(RuleBasedStateMachine):
             key: model.holders(key) for key in model.items
         }
         assert (buffer.items.labels(list(model.items)) or []) == [labels_for(key) for key in model.items]
-        payloads = list(buffer.payloads(list(model.items)))
+        payloads = list(buffer.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)
         assert buffer.bytes <= buffer.items.max_bytes
