@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -251,7 +252,11 @@ def reporters(config: GRPOConfig) -> list[Callback]:
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """One completion of each of at most `count` groups; half of the groups are replayed if there are enough."""
+    """One rollout of each of at most `count` groups; half of the groups are replayed if there are enough.
+
+    The completion of a rollout of several sequences is what the policy wrote in them, one after another. With token
+    advantages, the advantage is the mean over the tokens that are trained on.
+    """
     replaced = list(report.replaced)
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
     step = int(report.metrics["step"])
@@ -259,13 +264,18 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
     for index in [*replaced[: max(count // 2, count - len(fresh))], *fresh][:count]:
         sample = report.samples[index]
         group, member = sample.group, step % sample.group.group_size
+        sequences = np.flatnonzero(group.sequence_rollouts == member)
+        spans, advantage = [group.sampled_spans()[sequence] for sequence in sequences], group.advantages[member]
+        if group.token_advantages is not None:
+            trained = np.concatenate([np.arange(span.start, span.stop)[group.trained_mask[span]] for span in spans])
+            advantage = group.token_advantages[trained].mean() if trained.size else 0.0
         rows.append(
             {
                 "step": step,
-                "prompt": decode(group.prompts()[member]),
-                "completion": decode(group.completion_ids[group.sampled_spans()[member]]),
+                "prompt": decode(group.prompts()[sequences[0]]),
+                "completion": "\n".join(decode(group.completion_ids[span]) for span in spans),
                 "reward": float(group.rewards[member]),
-                "advantage": float(group.advantages[member]),
+                "advantage": float(advantage),
                 "source": "replayed" if index in replaced else "fresh",
                 "age": sample.info.age,
                 "staleness": sample.info.staleness,
