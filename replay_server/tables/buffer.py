@@ -260,7 +260,8 @@ class ReplayBuffer:
         if admission is not None:  # before anything is evicted, which may take a group off the accepted ones again
             admission.use(insert.permits, len(insert), accepted=admitted)
         for table in tables:
-            table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
+            priorities = insert.priorities[table.name]
+            table.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
             self.lines[table.name].inserts.moved()
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:

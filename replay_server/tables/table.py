@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replay_protos.labels import Labels
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
@@ -177,7 +178,14 @@ class Table:
             room = config.max_size  # the oldest go first, whatever is inserted; other removers choose anew each time
         return min(self.limiter.most_inserts(), room)
 
-    def insert(self, keys: Sequence[int], priorities: FloatArray, policy_versions: IntArray, sizes: IntArray) -> None:
+    def insert(
+        self,
+        keys: Sequence[int],
+        priorities: FloatArray,
+        policy_versions: IntArray,
+        sizes: IntArray,
+        labels: Sequence[Labels] | None = None,
+    ) -> None:
         """Inserts items, then evicts as many as there are too many. The caller has checked the insert rules.
 
         The remover chooses among the old items and the new ones, so a new item may leave at once.
@@ -185,7 +193,7 @@ class Table:
         n, now = len(keys), self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
+        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0, labels)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -216,8 +224,12 @@ class Table:
         orders: IntArray,
         inserted_at: FloatArray | float,
         times_sampled: IntArray | int,
+        labels: Sequence[Labels] | None = None,
     ) -> None:
-        """Adds items (n,), at least one, in the order of their insertion. The caller counts them."""
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts them.
+
+        `labels` None: no item has any.
+        """
         columns = self.columns
         slots = columns.add(keys)
         rows = rows_at(slots)
