@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,14 +240,15 @@ def test_every_metric_of_a_step_counts_a_rollout_once(tmp_path: Path, options: d
         samples = [make_sample(group, key=key) for key, group in enumerate(groups)]
         client = FakeClient([samples], pool=samples)
         model, (line,) = sgd_run(client, tmp_path / way, update_priorities=True, **options)
-        numbers = {name: value for name, value in line.items() if "time/" not in name and "per_second" not in name}
+        counted = (name for name in line if "time/" not in name and "per_second" not in name)
+        numbers = {name: math.nan if line[name] is None else line[name] for name in counted}
         trained.append((model, numbers, client.priorities))
     sequences = [numbers.pop("train/sequences") for _, numbers, _ in trained]
-    assert sequences == [5, 6, 14, 18, 9]
+    assert sequences == [5, 6, 14, 20, 10]
     assert trained[0][1]["train/rows"] == 5
     for model, numbers, priorities in trained[1:]:
         assert_same_weights(model, trained[0][0], **NEAR)
-        assert numbers == pytest.approx(trained[0][1], rel=1e-4, abs=1e-5)
+        assert numbers == pytest.approx(trained[0][1], rel=1e-4, abs=1e-5, nan_ok=True)
         assert priorities == pytest.approx(trained[0][2], rel=1e-4)
 
 
@@ -335,10 +337,27 @@ def test_groups_of_several_sequences_come_back_from_padded_tensors() -> None:
     for ours, theirs in zip(from_padded(to_padded(groups)), groups, strict=True):
         for name in ("sequence_counts", "rewards", "advantages"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert (ours.token_advantages is None) == (theirs.token_advantages is None)
         assert [ids.tolist() for ids in ours.prompts()] == [ids.tolist() for ids in theirs.prompts()]
         for a, b in zip(ours.sampled_spans(), theirs.sampled_spans(), strict=True):
-            np.testing.assert_array_equal(ours.completion_ids[a], theirs.completion_ids[b])
-            np.testing.assert_array_equal(ours.trained_mask[a], theirs.trained_mask[b])
-            expected = np.zeros(b.stop - b.start) if theirs.token_advantages is None else theirs.token_advantages[b]
-            values = np.zeros(b.stop - b.start) if ours.token_advantages is None else ours.token_advantages[a]
-            np.testing.assert_array_equal(values, expected)
+            for name in ("completion_ids", "rollout_logprobs", "trained_mask", "token_advantages"):
+                if (values := getattr(theirs, name)) is not None:
+                    np.testing.assert_array_equal(getattr(ours, name)[a], values[b])
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "fields", "words"),
+    [
+        ([0, 1, 0, 2, 3], {}, "rollout_B: the rows of a rollout must follow one another"),
+        ([0, 0, 0, 1, 2], {}, "group_B has two values for the rollout 0 of rollout_B"),
+        ([0, 0, 1, 2, 3], {}, "rewards_B has two values for the rollout 0 of rollout_B: give all rows"),
+        ([0, 0, 1, 2, 3], {"rewards_B": [1.0, 1.0, 0, 0, 0]}, "advantages_B has two values for the rollout 0"),
+    ],
+)
+def test_rows_that_cannot_be_one_rollout_are_refused(
+    rollouts: list[int], fields: dict[str, list[float]], words: str
+) -> None:
+    groups = [make_group(rewards=[1.0, 0.0]), make_group(rewards=[0.0, 1.0, 0.0])]
+    changed = {name: torch.tensor(value) for name, value in fields.items()}
+    with pytest.raises(ValueError, match=words):
+        from_padded(replace(to_padded(groups), rollout_B=torch.tensor(rollouts), **changed))

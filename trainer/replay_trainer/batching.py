@@ -14,7 +14,7 @@ before losses and correction see them: to them, a rollout in pieces is the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -476,7 +476,8 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     `fields` are further fields of RolloutGroup that all groups share, such as policy_version. The prompts may be padded
     on either side; where those of a group differ, the common beginning is shared. Raises ValueError if the shapes
     differ, the rows of a group or of a rollout do not follow one another, those of a group differ in temperature or
-    those of a rollout in reward or advantage, or a mask has a gap between tokens.
+    those of a rollout in reward or advantage, or a mask has a gap between tokens. Token advantages that are those of
+    the rollouts are left out.
     """
     host = {name: each.detach().cpu().numpy() for name, each in vars(padded).items() if each is not None}
     host.setdefault("rollout_B", np.arange(len(host["group_B"])))
@@ -506,14 +507,19 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
             sequence_counts=None if (counts_G == 1).all() else counts_G,
             **(fields | {"sampling": sampling}),
         )
-        if "token_advantages_BT" in host:
-            advantages_T = np.zeros(group.num_tokens, np.float32)
-            values_B = _rows(host["token_advantages_BT"][rows], host["completion_mask_BT"][rows])
-            for span, values in zip(group.sampled_spans(), values_B, strict=True):
-                advantages_T[span] = values
-            group = replace(group, token_advantages=advantages_T)
-        groups.append(group)
+        groups.append(_with_token_advantages(group, {name: array[rows] for name, array in host.items()}))
     return groups
+
+
+def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[Any]]) -> RolloutGroup:
+    """The group with the token advantages of its rows, if any of them is not the advantage of its rollout."""
+    values_BT, mask_BT = host.get("token_advantages_BT"), host["completion_mask_BT"]
+    if values_BT is None or (values_BT == host["advantages_B"][:, None])[mask_BT].all():
+        return group
+    advantages_T = np.zeros(group.num_tokens, np.float32)
+    for span, values in zip(group.sampled_spans(), _rows(values_BT, mask_BT), strict=True):
+        advantages_T[span] = values
+    return replace(group, token_advantages=advantages_T)
 
 
 def _check(host: dict[str, npt.NDArray[Any]]) -> None:

@@ -265,15 +265,17 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
         sample = report.samples[index]
         group, member = sample.group, step % sample.group.group_size
         sequences = np.flatnonzero(group.sequence_rollouts == member)
-        spans, advantage = [group.sampled_spans()[sequence] for sequence in sequences], group.advantages[member]
+        written = [decode(group.completion_ids[group.sampled_spans()[sequence]]) for sequence in sequences]
+        advantage = group.advantages[member]
         if group.token_advantages is not None:
-            trained = np.concatenate([np.arange(span.start, span.stop)[group.trained_mask[span]] for span in spans])
-            advantage = group.token_advantages[trained].mean() if trained.size else 0.0
+            tokens = group.rollout_spans()[member]
+            trained_T = group.token_advantages[tokens][group.trained_mask[tokens]]
+            advantage = trained_T.mean() if trained_T.size else 0.0
         rows.append(
             {
                 "step": step,
                 "prompt": decode(group.prompts()[sequences[0]]),
-                "completion": "\n".join(decode(group.completion_ids[span]) for span in spans),
+                "completion": "\n".join(written),
                 "reward": float(group.rewards[member]),
                 "advantage": float(advantage),
                 "source": "replayed" if index in replaced else "fresh",

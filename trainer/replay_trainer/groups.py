@@ -16,7 +16,7 @@ from torch import nn
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
-from replay_client.scoring import Scale, carries_gradient, group_priority
+from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.background import through_restarts
 from replay_trainer.config import OnEmpty, ZeroVariance
@@ -328,7 +328,7 @@ class ZeroVarianceReplacer:
         priorities = {
             sample.info.key: score * trust[sample.info.key]
             for sample in samples
-            if (score := group_priority(sample.group.rewards, sample.group.advantages))
+            if (score := trained_priority(sample.group))
         }
         return self.client.update_priorities(self.table, priorities).applied if priorities else 0
 

@@ -27,7 +27,7 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.scoring import carries_gradient, group_priority
+from replay_client.scoring import carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty
 
@@ -149,7 +149,7 @@ class GroupPool:
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Insert groups with their `group_priority`. Returns how many the table took; 0 while the server is away."""
+        """Insert groups with their `trained_priority`. Returns how many the table took; 0 while the server is away."""
         taken = 0
         for group in groups:
             try:
@@ -164,8 +164,7 @@ class GroupPool:
         return taken
 
     def _insert(self, group: RolloutGroup) -> int:
-        priorities = {self.table: group_priority(group.rewards, group.advantages)}
-        return self.client.insert(group, priorities, timeout=self._limit())
+        return self.client.insert(group, {self.table: trained_priority(group)}, timeout=self._limit())
 
     def _usable(self, sample: Sample) -> bool:
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
