@@ -45,6 +45,24 @@ _RETRY = 1.0
 """Seconds for the one attempt of each call while the server is away."""
 
 
+def check_rows(sample: Sample, table: str, *, sequences: bool = False) -> None:
+    """Raises ValueError for a group that a trainer of rows cannot train on, with the way out.
+
+    Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
+    so that a rollout of several would weigh more than the others.
+    """
+    group, found = sample.group, ""
+    if group.token_advantages is not None:
+        found = "token_advantages"
+    elif not sequences and group.num_sequences > group.group_size:
+        found = "sequence_counts with several sequences for a rollout"
+    if found:
+        raise ValueError(
+            f"the group with the key {sample.info.key} in table {table!r} has {found}, which this trainer cannot train "
+            f"on: give it a table without such groups, or train on them with GRPOTrainer of replay_trainer"
+        )
+
+
 @dataclass
 class GroupPool:
     """A table of informative groups. Calls wait for a server that restarts.
@@ -60,6 +78,8 @@ class GroupPool:
     """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
     max_staleness: int | None = None
     """Groups that lag by more policy versions are not drawn."""
+    sequences: bool = False
+    """Whether the trainer takes rollouts of several sequences: see `check_rows`."""
     on_unavailable: OnUnavailable = "continue"
     problem: ReplayError | None = field(default=None, init=False)
     """Why the server is away; None: the last call reached it."""
@@ -129,8 +149,8 @@ class GroupPool:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
 
         The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
-        groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout.
-        Empty while the server is away.
+        groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout, and
+        ValueError for a group that the trainer cannot train on (`check_rows`). Empty while the server is away.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
@@ -167,6 +187,7 @@ class GroupPool:
         return self.client.insert(group, {self.table: trained_priority(group)}, timeout=self._limit())
 
     def _usable(self, sample: Sample) -> bool:
+        check_rows(sample, self.table, sequences=self.sequences)
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
         return fresh_enough and carries_gradient(sample.group)
 
