@@ -23,7 +23,7 @@ from replay_server.tables.items import Payload
 
 
 @dataclass(slots=True)
-class Segment:
+class SegmentRow:
     key: int
     """Of the item to which it belongs."""
     names: frozenset[str]
@@ -35,12 +35,12 @@ class Segment:
     def digest(self) -> bytes:
         """Two segments with the same digest are the same request."""
         said = repr((self.key, sorted(self.names), sum(map(len, self.payload))))
-        return hashlib.blake2b(said.encode(), digest_size=8).digest() + b"Segment"
+        return hashlib.blake2b(said.encode(), digest_size=8).digest() + b"SegmentRow"
 
 
 def segments_of(
     request: pb.InsertRequest, payloads: Sequence[Payload], labels: Sequence[Labels] | None
-) -> list[Segment]:
+) -> list[SegmentRow]:
     """The rows of a message. Raises Refused if it says of them what can only be said of new items."""
     rows = len(request.keys)
     given = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
@@ -50,10 +50,10 @@ def segments_of(
         raise invalid(f"requests has {len(request.requests)} entries for {rows} segments")
     names = [frozenset[str]()] * rows if labels is None else [of_row.columns for of_row in labels]
     numbers = request.requests[:] or [0] * rows
-    return [Segment(*row) for row in zip(request.keys[:], names, payloads, numbers, strict=True)]
+    return [SegmentRow(*row) for row in zip(request.keys[:], names, payloads, numbers, strict=True)]
 
 
-def append(backend: Backend, segment: Segment) -> pb.UnchangedRow | None:
+def append(backend: Backend, segment: SegmentRow) -> pb.UnchangedRow | None:
     """Appends a segment; None: that is done. Raises Refused; then nothing has changed."""
     buffer, digest = backend.buffer, b""
     if segment.request:

@@ -33,7 +33,7 @@ from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
 from replay_server.rpc.backend import Backend, endless, unary
 from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.rpc.extending import Segment, append, segments_of
+from replay_server.rpc.extending import SegmentRow, append, segments_of
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import PendingInsert
 from replay_server.tables.columns import FloatArray
@@ -91,7 +91,7 @@ class InsertMessage:
 
     batches: list[InsertBatch]
     """All new items in order. Consecutive rows that go to the same tables are one batch."""
-    segments: list[Segment]
+    segments: list[SegmentRow]
     """The segments, where the message extends items that are there."""
     timeout: float | None
     """Seconds that each row may wait for its tables; None: for ever."""
@@ -295,7 +295,7 @@ async def decide(
         yield decided
 
 
-def _append(backend: Backend, message: InsertMessage, segment: Segment, decided: Decided) -> None:
+def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decided: Decided) -> None:
     try:
         if message.refusal is not None:
             raise message.refusal
