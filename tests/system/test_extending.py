@@ -8,7 +8,7 @@ from tests.system.extending import run
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_kills_cost_no_column_and_put_none_on_another_item(tmp_path, transport, kills):
     """The clients of this process put all their payloads into rings, or none."""
-    ledger = run(kills=kills, seed=3, folder=tmp_path, fsync="always")
+    ledger = run(kills=kills, seed=7, folder=tmp_path, fsync="always")
     assert ledger.violations == []
     assert ledger.totals["kills"] == kills
     assert ledger.totals["added"] >= 10 * kills
