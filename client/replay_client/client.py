@@ -104,6 +104,7 @@ class ReplayClient:
 
     find_transport = blocking(AsyncReplayClient.find_transport)
     insert = blocking(AsyncReplayClient.insert)
+    extend = blocking(AsyncReplayClient.extend)
 
     def writer(self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT) -> Writer:
         """A pipeline of inserts, for `with`; see AsyncReplayClient.writer."""
@@ -224,6 +225,7 @@ class Writer:
         *,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
+        tags: Mapping[str, str | int] | None = None,
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
@@ -231,7 +233,7 @@ class Writer:
         """
         # No hand-over to the loop: it would cost more than all the rest.
         self._thread.check()
-        item = self._writer.item(group, priorities, policy_version, permits)
+        item = self._writer.item(group, priorities, policy_version, permits, tags)
         if not self._pipeline.offer(item):
             room = Wake()
             while not self._pipeline.offer(item, room.set):

@@ -52,12 +52,20 @@ class InsertRequest(_message.Message):
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PERMITS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    EXTEND_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
     """how long each row may wait for its tables"""
     permits: _builtins.int
     """grant of AcquirePermits; every inserted row uses up one permit of it"""
+    extend: _builtins.bool
+    """Each row is a segment: its bytes are appended to the payload of the item that is there with its key. `columns`
+    names what each segment has. It goes to no table, has no version, permit or tag, and never waits.
+    """
     payloads: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -76,6 +84,16 @@ class InsertRequest(_message.Message):
         """bytes"""
 
     @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
+        """what the payloads have beside the fields of each group"""
+
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each segment, as in DeleteRequest"""
+
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """in a stream: instead of `payloads`"""
 
@@ -88,12 +106,16 @@ class InsertRequest(_message.Message):
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _builtins.float | None = ...,
         permits: _builtins.int = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
+        extend: _builtins.bool = ...,
+        requests: _abc.Iterable[_builtins.int] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "shared", b"shared", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "columns", b"columns", "extend", b"extend", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -133,12 +155,81 @@ class InsertTarget(_message.Message):
 Global___InsertTarget: _TypeAlias = InsertTarget  # noqa: Y015
 
 @_typing.final
+class Columns(_message.Message):
+    """Names of columns that some rows have. The server does not open payloads, so it is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: all rows"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Columns: _TypeAlias = Columns  # noqa: Y015
+
+@_typing.final
+class Tags(_message.Message):
+    """One tag of some rows: a small value by which items are found, and draws are balanced."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """at most 64 bytes; an item has at most 8 tags"""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one for each of `rows`, of at most 256 bytes; or"""
+
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one for each of `rows`"""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: all rows"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "numbers", b"numbers", "rows", b"rows", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tags: _TypeAlias = Tags  # noqa: Y015
+
+@_typing.final
 class InsertResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECIDED_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """rows decided: of the request, or in a stream since the response before"""
     @_builtins.property
@@ -149,20 +240,56 @@ class InsertResponse(_message.Message):
     def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvictedRow]:
         """rows that left a full table at once; a retry is not told"""
 
+    @_builtins.property
+    def unchanged(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnchangedRow]:
+        """segments that were not appended, and not refused either"""
+
     def __init__(
         self,
         *,
         decided: _builtins.int = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
         evicted: _abc.Iterable[Global___EvictedRow] | None = ...,
+        unchanged: _abc.Iterable[Global___UnchangedRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors", "evicted", b"evicted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors", "evicted", b"evicted", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InsertResponse: _TypeAlias = InsertResponse  # noqa: Y015
+
+@_typing.final
+class UnchangedRow(_message.Message):
+    """Nothing was appended to this item."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    missing: _builtins.bool
+    """the item is gone"""
+    @_builtins.property
+    def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the names in the segment that the item has already"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        present: _abc.Iterable[_builtins.str] | None = ...,
+        missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "missing", b"missing", "present", b"present"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnchangedRow: _TypeAlias = UnchangedRow  # noqa: Y015
 
 @_typing.final
 class EvictedRow(_message.Message):
@@ -314,6 +441,7 @@ class SampleResponse(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
@@ -356,6 +484,8 @@ class SampleResponse(_message.Message):
         """of a draw that asked for it"""
 
     @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """instead of `payloads`"""
 
@@ -379,13 +509,14 @@ class SampleResponse(_message.Message):
         done: _abc.Iterable[_builtins.int] | None = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         weight: Global___Weight | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
         error: Global___RowError | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "shared", b"shared", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "done", b"done", "error", b"error", "keys", b"keys", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "shared", b"shared", "table_size", b"table_size", "times_sampled", b"times_sampled", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "done", b"done", "error", b"error", "keys", b"keys", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "shared", b"shared", "table_size", b"table_size", "tags", b"tags", "times_sampled", b"times_sampled", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,6 +781,8 @@ class GetResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
@@ -669,6 +802,10 @@ class GetResponse(_message.Message):
         """0 for all rows if asked without payloads"""
 
     @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """instead of `payloads`"""
 
@@ -682,12 +819,14 @@ class GetResponse(_message.Message):
         policy_version: _builtins.int = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "shared", b"shared", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,6 +944,9 @@ class ListItemsResponse(_message.Message):
     MATCHING_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_FIELD_NUMBER: _builtins.int
     EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     matching: _builtins.int
     """rows that match, on all pages"""
@@ -826,6 +968,14 @@ class ListItemsResponse(_message.Message):
     def effective_priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """as the table's sampler weighs them: after its exponent, and aged"""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
+        """of rows that wait: what they lack of the columns that the table requires"""
+
     def __init__(
         self,
         *,
@@ -839,10 +989,13 @@ class ListItemsResponse(_message.Message):
         matching: _builtins.int = ...,
         next_page: _builtins.str = ...,
         effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
+        lacking: _abc.Iterable[Global___Columns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "lacking", b"lacking", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1293,6 +1446,10 @@ class TableInfo(_message.Message):
     EVICTED_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
     INSERTED_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
+    WAITING_ROWS_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
+    EXTENSIONS_FIELD_NUMBER: _builtins.int
+    EXTENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in."""
@@ -1318,6 +1475,9 @@ class TableInfo(_message.Message):
     """Share of the last minute in which an insert waited."""
     sample_blocked_share: _builtins.float
     evicted_on_arrival: _builtins.int
+    waiting_rows: _builtins.int
+    """Items that are in the table and cannot be drawn yet: they wait for columns that it requires."""
+    extensions: _builtins.int
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1340,6 +1500,10 @@ class TableInfo(_message.Message):
     def inserted(self) -> Global___Rhythm: ...
     @_builtins.property
     def sampled(self) -> Global___Rhythm: ...
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]: ...
+    @_builtins.property
+    def extended(self) -> Global___Rhythm: ...
     def __init__(
         self,
         *,
@@ -1373,14 +1537,42 @@ class TableInfo(_message.Message):
         evicted_on_arrival: _builtins.int = ...,
         inserted: Global___Rhythm | None = ...,
         sampled: Global___Rhythm | None = ...,
+        waiting_rows: _builtins.int = ...,
+        lacking: _abc.Iterable[Global___Lacking] | None = ...,
+        extensions: _builtins.int = ...,
+        extended: Global___Rhythm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "extended", b"extended", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extended", b"extended", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "waiting_rows", b"waiting_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
+
+@_typing.final
+class Lacking(_message.Message):
+    """A column that a table requires, and that items wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    items: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        items: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lacking: _TypeAlias = Lacking  # noqa: Y015
 
 @_typing.final
 class Rhythm(_message.Message):
@@ -1457,7 +1649,7 @@ class ClientInfo(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
-    """what it did: generator (insert), trainer (sample, publish), or both"""
+    """what it did: generator (insert), trainer (sample, publish), teacher (extend)"""
     age: _builtins.float
     """Seconds since its last request."""
     open: _builtins.int

@@ -33,6 +33,7 @@ from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
+from replay_protos.label_columns import tags_message
 from replay_server.config import (
     MAX_BYTES_AHEAD,
     MAX_DRAWS,
@@ -258,7 +259,7 @@ class OpenDraws:
             draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
         keys: list[int] = batch.keys.tolist()
         try:
-            payloads = self._buffer.payloads(keys)
+            payloads = self._buffer.payloads(keys, batch.sizes.tolist())  # without what was appended since the draw
         except DamagedPayloads as damage:
             draw.share.close()
             self._buffer.give_back(draw.wanted.id)
@@ -303,6 +304,8 @@ class OpenDraws:
             table_size=batch.table_size,
             payload_sizes=batch.sizes.tolist(),
         )
+        if self._buffer.items.tagged:
+            first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
         self.tell_weight(draw.request, first)
         # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
         held = keys if draw.nbytes > BYTES_PER_MESSAGE else []

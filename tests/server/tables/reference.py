@@ -7,155 +7,13 @@ checks that each step was right at that moment, and in the end that nobody waits
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
 from typing import Any
 
 from replay_server.errors import Code
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.table import SampleBatch, SampleRequest
-
-
-@dataclass(eq=False)
-class Row:
-    key: int
-    priority: float
-    version: int
-    nbytes: int
-    inserted_at: float
-    order: int
-    sampled: int = 0
-
-
-@dataclass(eq=False)
-class Item:
-    nbytes: int
-    version: int
-    unused_permit: bool
-    forwarded: set[str] = field(default_factory=set)
-    """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
-
-
-@dataclass(eq=False)
-class Hand:
-    """A batch that is neither taken nor given back."""
-
-    table: RefTable
-    rows: list[Row]
-    priorities: list[float]
-    consumed: list[bool]
-    scope: str
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Insert:
-    """One item on its way in."""
-
-    key: int
-    priorities: dict[str, float]
-    policy_version: int
-    nbytes: int
-    permits: int
-
-
-@dataclass(eq=False)
-class Waiting:
-    what: Any
-    """Insert, SampleRequest, or a count of permits."""
-    tables: list[RefTable]
-    deadline: float
-    served: Any = None
-
-
-@dataclass(eq=False)
-class RefTable:
-    config: TableConfig
-    epoch: int = 0
-    orders: int = 0
-    inserting: list[Waiting] = field(default_factory=list)
-    sampling: list[Waiting] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.rows: list[Row] = []
-        self.counts: Counter[str] = Counter()
-        self.inserts = self.samples = self.deletes = self.outstanding = 0
-        self.scopes: dict[str, set[int]] = {}
-        self.epoch += 1
-
-    def find(self, key: int) -> Row | None:
-        return next((row for row in self.rows if row.key == key), None)
-
-    @property
-    def bytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
-
-    def limits(self) -> tuple[float, int, float, float]:
-        """spi, min_size, min_diff, max_diff: the constants of Reverb's limiters."""
-        limiter = self.config.rate_limiter
-        if limiter.type == "min_size":
-            return 1.0, limiter.min_size, -math.inf, math.inf
-        if limiter.type in ("queue", "stack"):
-            return 1.0, 1, 0.0, float(limiter.max_size)
-        spi, error = limiter.samples_per_insert, limiter.error_buffer
-        low, high = (
-            error if isinstance(error, tuple) else (spi * limiter.min_size - error, spi * limiter.min_size + error)
-        )
-        return spi, limiter.min_size, low, high
-
-    def admits(self, n: int) -> bool:
-        spi, min_size, _, high = self.limits()
-        return self.inserts + n - self.deletes <= min_size or (self.inserts + n) * spi - self.samples <= high
-
-    def allows(self, n: int) -> bool:
-        spi, min_size, low, _ = self.limits()
-        return self.inserts - self.deletes >= min_size and self.inserts * spi - self.samples - n >= low
-
-    def never(self, request: SampleRequest) -> bool:
-        """Whether no batch can ever be drawn for `request`, as the table is configured."""
-        spi, min_size, low, high = self.limits()
-        if not request.distinct and self.config.max_times_sampled:
-            return True
-        too_many = request.distinct and request.min_samples > self.config.max_size
-        return too_many or request.min_samples > max(high, spi * min_size) - low
-
-    def full(self, *sizes: int) -> bool:
-        """Whether items of these sizes do not fit."""
-        config = self.config
-        too_many = len(self.rows) + len(sizes) > config.max_size
-        return too_many or self.bytes + sum(sizes) > (config.max_bytes or math.inf)
-
-    def stale(self, version: int, current: int) -> bool:
-        return self.config.max_staleness is not None and current - version > self.config.max_staleness
-
-    def weight(self, row: Row, selector: Any) -> float:
-        if selector.type != "prioritized":
-            return 1.0
-        return row.priority**selector.exponent if row.priority > 0 else 0.0
-
-    def ordered(self, rows: list[Row], selector: Any) -> list[Row] | None:
-        """The order in which a selector that is not random names the rows."""
-        rank = {
-            "fifo": lambda row: row.order,
-            "lifo": lambda row: -row.order,
-            "min_heap": lambda row: (row.priority, row.order),
-            "max_heap": lambda row: (-row.priority, row.order),
-        }.get(selector.type)
-        return None if rank is None else sorted(rows, key=rank)
-
-    def candidates(self, request: SampleRequest) -> list[Row]:
-        out = self.scopes.get(request.scope, set()) | request.exclude
-        return [row for row in self.rows if row.key not in out and self.weight(row, self.config.sampler) > 0]
-
-    def drawable(self, request: SampleRequest, n: int) -> bool:
-        there = len(self.candidates(request))
-        return self.allows(n) and (there >= n if request.distinct else there > 0)
-
-    def most(self, request: SampleRequest) -> int:
-        return max((n for n in range(1, request.num_samples + 1) if self.drawable(request, n)), default=0)
+from tests.server.tables.reference_table import Hand, Insert, Item, RefTable, Row, Waiting
 
 
 class Reference:
@@ -300,7 +158,7 @@ class Reference:
             return False
         assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
         self._check_evicted()
-        self._add(target, row.key, priority, row.version, row.nbytes)
+        self._add(target, row.key, priority, row.version, row.item)
         while events and events[0][0] == "evict":
             self._evict(events.popleft())
         self._check_evicted()
@@ -350,6 +208,30 @@ class Reference:
             table.inserting.clear()
             table.sampling.clear()
         self._sweep()
+
+    def extend(self, key: int, names: set[str], segment: bytes) -> Code | str | list[str]:
+        """ "" where the segment was appended, "missing", the names that are there already, or why it was refused."""
+        there = [table for table in self.tables.values() if table.find(key) or self._lent_out(table, key)]
+        if not there:
+            return "missing"
+        item = self.items[key]
+        if present := item.columns & names:
+            return sorted(present)
+        if item.nbytes + len(segment) > self.max_bytes:
+            return Code.OUT_OF_RANGE
+        for table in there:
+            bound = table.config.max_bytes or math.inf
+            if item.nbytes + len(segment) > bound:
+                return Code.OUT_OF_RANGE
+            if table.find(key) and table.bytes + len(segment) > bound:
+                return Code.RESOURCE_EXHAUSTED
+        if self.bytes + len(segment) > self.max_bytes:
+            return Code.RESOURCE_EXHAUSTED
+        item.payload += segment
+        item.columns |= names
+        for table in there:
+            table.counts["extensions"] += table.find(key) is not None
+        return ""
 
     def delete(self, name: str, keys: list[int]) -> list[int]:
         table = self.tables[name]
@@ -441,16 +323,17 @@ class Reference:
         assert self.bytes <= self.max_bytes or not self.arrived or self.entering
         self.arrived = {}
 
-    def _could_serve(self, table: RefTable, sizes: list[int]) -> bool:
+    def _could_serve(self, table: RefTable, inserts: list[Insert]) -> bool:
         """Whether the first sample in line could be drawn once those of the new items are in that fit."""
-        kept, inserts = list(table.rows), table.inserts
-        while sizes and not table.full(sizes[0]):
-            table.rows.append(Row(-len(sizes), 1.0, self.version, sizes[0], self.now, table.orders + 1))
+        kept, count = list(table.rows), table.inserts
+        while inserts and not table.full(inserts[0].nbytes):
+            item = inserts[0].item()
+            table.rows.append(Row(-len(inserts), 1.0, self.version, item, self.now, table.orders + 1))
             table.inserts += 1
-            sizes = sizes[1:]
+            inserts = inserts[1:]
         request = table.sampling[0].what
         could = table.drawable(request, request.num_samples)
-        table.rows, table.inserts = kept, inserts
+        table.rows, table.inserts = kept, count
         return could
 
     def _evict(self, event: Any) -> None:
@@ -482,7 +365,8 @@ class Reference:
         if keys[0] not in self.items:
             insert = rows[0].what
             assert self.bytes + sum(sizes) <= self.max_bytes or not self.hopeless(insert, tables)
-            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, sizes)), (
+            inserts = [waiting.what for waiting in rows]
+            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, inserts)), (
                 f"{name} evicts what a sample that waits would have got"
             )
             for other in tables:
@@ -492,14 +376,14 @@ class Reference:
                 assert insert.key not in self.seen, f"{insert.key} came in twice"
                 assert not self.blocked(waiting, place), f"{keys} came in in spite of {self.blocked(waiting, place)}"
                 assert self.refusal(insert, tables) is None
-                self.items[insert.key] = Item(insert.nbytes, insert.policy_version, False)
+                self.items[insert.key] = insert.item()
                 self.seen[insert.key] = set(insert.priorities)
                 self.entering.add(insert.key)
             for waiting in rows:
                 self._use_permit(waiting.what)
         for waiting in rows:
             insert = waiting.what
-            self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
+            self._add(table, insert.key, insert.priorities[name], insert.policy_version, self.items[insert.key])
             if table is tables[-1]:
                 waiting.served = True
                 self.entering.remove(insert.key)
@@ -519,10 +403,12 @@ class Reference:
         sizes = [waiting.what.nbytes for waiting in rows]
         return len(rows) > 1 and any(table.full(*sizes) for table in rows[0].tables)
 
-    def _add(self, table: RefTable, key: int, priority: float, version: int, nbytes: int) -> None:
-        assert not table.full(nbytes) or table.config.when_full == "evict", f"{table.config.name} took more than fits"
+    def _add(self, table: RefTable, key: int, priority: float, version: int, item: Item) -> None:
+        assert not table.full(item.nbytes) or table.config.when_full == "evict", (
+            f"{table.config.name} took more than fits"
+        )
         table.orders += 1
-        table.rows.append(Row(key, priority, version, nbytes, self.now, table.orders))
+        table.rows.append(Row(key, priority, version, item, self.now, table.orders))
         table.inserts += 1
         table.counts["inserts"] += 1
         self.arrived.setdefault(table.config.name, []).append(key)
