@@ -2,9 +2,9 @@
 
     python -m tests.system.shards.stopped --seconds 60
 
-A thread for each kind of call, four for inserts, works before the shard stops, while it stands still, and after it goes on. At the end
-every acknowledged item of the queue was delivered or is there, and none twice. An insert whose answer was open when the
-shard stopped stays with it, so it has a line of its own.
+A thread for each kind of call, and four for inserts, work before the shard stops, while it stands still, and after it
+goes on. At the end every acknowledged item of the queue was delivered or is there, and none twice. An insert whose
+answer was open when the shard stopped stays with it, so it has a line of its own.
 """
 
 from __future__ import annotations
