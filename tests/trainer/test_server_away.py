@@ -229,7 +229,7 @@ CAME_BACK = (101, 102, 103)
 
 
 def draw_as_rank(address: str, folder: Path) -> None:
-    """One of two ranks. The first hears that no server confirms the groups; they come back, and the other draws them."""
+    """One of two ranks. No server confirms the groups to the first; they come back, and the other one draws them."""
     ranks, config = Ranks("cpu"), GRPOConfig(output_dir=folder / "run", report_to=())
     with ReplayClient(address) as client:
         held = GroupLeases(client, "rollouts", 60.0, folder, ranks.index)
