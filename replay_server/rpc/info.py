@@ -96,6 +96,9 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         limiter=_limiter(table.limiter),
         inserted=_rhythm(table.inserted, now),
         sampled=_rhythm(table.sampled, now),
+        waiting_rows=table.waiting.count,
+        lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
+        extended=_rhythm(table.extended, now),
         **table.counts(),
     )
 

@@ -8,7 +8,8 @@ A table divides its work among four parts, and keeps them in step. Columns hold 
 each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
 the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
 counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
-always passes `_show` or `_hide`, which tell all selectors of it.
+always passes `_show` or `_hide`, which tell all selectors of it. Rows of items that lack a column which the table
+requires wait: the remover holds them, and the sampler does not.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
@@ -30,7 +31,17 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import Labels
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
+from replay_server.tables.columns import (
+    SELECTABLE,
+    WAITING,
+    Columns,
+    FloatArray,
+    IntArray,
+    KeyArray,
+    WaitingRows,
+    rows_at,
+    total,
+)
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.selectors import effective_priorities
@@ -92,6 +103,10 @@ _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
 
 
+def no_labels(keys: Sequence[int]) -> None:
+    """No item has labels."""
+
+
 @dataclass
 class Table:
     config: TableConfig
@@ -100,12 +115,15 @@ class Table:
     on_leave: Callable[[Columns, IntArray], None]
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
     the rows in these columns: with `remove`, or with `leave` and later `free`."""
+    labels_of: Callable[[Sequence[int]], Sequence[Labels] | None] = no_labels
+    """The labels of items, by key; None: no item has any. Asked where the table requires columns."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.config.seed)
         self.inserted = Activity(self.clock())
         self.sampled = Activity(self.clock())
+        self.extended = Activity(self.clock())
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
@@ -123,13 +141,13 @@ class Table:
         self.epoch += 1
 
     def _build_selectors(self) -> None:
-        config = self.config
-        self.sampler = self.remover = config.sampler.build(self.columns)
-        self._selectors = [self.sampler]
-        # A queue removes in the order in which it samples: then one selector does both.
-        if config.remover != config.sampler:
-            self.remover = config.remover.build(self.columns)
-            self._selectors.append(self.remover)
+        config, columns = self.config, self.columns
+        self.waiting = WaitingRows(columns, config.requires)
+        self.sampler = self.remover = config.sampler.build(columns, columns.selectable if config.requires else None)
+        # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
+        # that wait.
+        if config.remover != config.sampler or config.requires:
+            self.remover = config.remover.build(columns)
 
     @property
     def name(self) -> str:
@@ -239,19 +257,64 @@ class Table:
         columns.inserted_at[rows] = inserted_at
         columns.size[rows] = sizes
         columns.times_sampled[rows] = times_sampled
-        self._show(slots)
+        self._show(slots, labels)
 
-    def _show(self, slots: IntArray) -> None:
-        """From now on the rows count, and selectors may choose them."""
+    def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
+        """From now on the rows (n,), at least one, count. Selectors may choose them, unless they wait for columns."""
         self.bytes += total(self.columns.size[rows_at(slots)])
-        for selector in self._selectors:
-            selector.insert(slots)
+        self._offer(slots, labels)
+
+    def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
+        """Adds rows to the selectors."""
+        ready = slots
+        if self.config.requires:
+            ready = self.waiting.add(slots, labels)
+            self.limiter.waiting = self.waiting.count
+        if ready.size:
+            self.sampler.insert(ready)
+        if self.remover is not self.sampler:
+            self.remover.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
-        for selector in self._selectors:
-            selector.delete(slots)
+        ready = slots
+        if self.limiter.waiting:
+            ready = self.waiting.remove(slots)
+            self.limiter.waiting = self.waiting.count
+        if ready.size:
+            self.sampler.delete(ready)
+        if self.remover is not self.sampler:
+            self.remover.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
+
+    # ------------------------------------------------------------------------------------------------ extend
+
+    def why_cannot_grow(self, key: int, nbytes: int) -> str | None:
+        """Why the payload of an item cannot get so many more bytes; None: it can. Nothing is evicted for them."""
+        bound = self.config.max_bytes
+        if bound is None or key not in self.columns or self.bytes + nbytes <= bound:
+            return None
+        return f"{self.bytes} bytes + {nbytes} > max_bytes {bound}"
+
+    def extend(self, key: int, nbytes: int, labels: Labels) -> bool:
+        """The payload of an item got so many more bytes, and has these labels now. Returns whether it waits no more.
+
+        Its place in the order stays.
+        """
+        columns = self.columns
+        if (reserved := columns.reserved.get(key)) is not None:
+            columns.size[reserved] += nbytes
+        if (slot := columns.slot(key)) is None:
+            return False
+        columns.size[slot] += nbytes
+        self.bytes += nbytes
+        self.counters.extensions += 1
+        self.extended.add(1, self.clock())
+        if columns.state[slot] != WAITING or not self.waiting.complete(slot, labels):
+            return False
+        self.limiter.waiting = self.waiting.count
+        self.sampler.insert(np.array([slot]))
+        return True
 
     def _remove(self, slots: IntArray) -> None:
         if slots.size:
@@ -269,14 +332,18 @@ class Table:
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
-        if not self.limiter.can_sample(n):
+        waiting = self.limiter.waiting
+        if not waiting and not self.limiter.can_sample(n):
             return self.limiter.why_no_sample(n)
         if (available := self.available(request)) < n:
             excluded = len(self.excluded(request))
-            left_out = f", {excluded} excluded" if excluded else ""
-            if unselectable := self.size - self.sampler.selectable():
+            left_out = f", {self.waiting.words()}" if waiting else ""
+            left_out += f", {excluded} excluded" if excluded else ""
+            if unselectable := self.size - waiting - self.sampler.selectable():
                 left_out += f", {unselectable} of priority 0"
             return f"{available} of {n} samples available (size {self.size}{left_out})"
+        if waiting and not self.limiter.can_sample(n):  # last: that the rows wait for columns says more, if it is so
+            return self.limiter.why_no_sample(n, self.waiting.words())
         return None
 
     def most_available(self, request: SampleRequest) -> int:
@@ -362,7 +429,7 @@ class Table:
         if batch.scope:
             self.scopes.give_back(batch.scope, batch.keys.tolist())
         if back:
-            self._show(columns.return_rows(back))
+            self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         return back
@@ -389,8 +456,10 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        for selector in self._selectors:
-            selector.update(slots)
+        waiting = self.limiter.waiting
+        self.sampler.update(slots[self.columns.state[slots] == SELECTABLE] if waiting else slots)
+        if self.remover is not self.sampler:
+            self.remover.update(slots)
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
@@ -417,8 +486,9 @@ class Table:
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
         before, self.columns.current_version = self.columns.current_version, current
-        for selector in self._selectors:
-            selector.version_moved(before)
+        self.sampler.version_moved(before)
+        if self.remover is not self.sampler:
+            self.remover.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many."""
@@ -456,13 +526,15 @@ class Table:
         old, self.config = self.config, config
         limiter = config.rate_limiter.build()
         limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
-        limiter.deletes = self.limiter.deletes
+        limiter.deletes, limiter.waiting = self.limiter.deletes, self.limiter.waiting
         self.limiter = limiter
-        if (config.sampler, config.remover) != (old.sampler, old.remover):
+        if (config.sampler, config.remover, config.requires) != (old.sampler, old.remover, old.requires):
+            limiter.waiting = 0
+            self.waiting.clear()
             self._build_selectors()
             if (slots := self.columns.used()).size:
-                for selector in self._selectors:
-                    selector.insert(slots)
+                keys: list[int] = self.columns.key[slots].tolist() if config.requires else []
+                self._offer(slots, self.labels_of(keys) if config.requires else None)
         self._fit()
 
     def _fit(self) -> None:
