@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from replay_server.errors import invalid
+from replay_server.errors import invalid, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items
@@ -197,3 +197,8 @@ def check_sample(table: Table, request: SampleRequest) -> None:
         )
     if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
         raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
+    if request.values:
+        if sum(each.rows for each in request.values) != request.num_samples:
+            raise invalid(f"the rows of all values must be num_samples = {request.num_samples} together")
+        if table.balanced is None:  # it did when its weights were asked for
+            raise try_again(f"table {table.name!r} does not balance its draws any more: ask without values")

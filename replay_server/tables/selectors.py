@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import Columns, FloatArray, IntArray, rows_at
+from replay_server.tables.columns import Facts, FloatArray, IntArray, rows_at
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -83,7 +83,7 @@ class Selector(ABC):
 class Placed(Selector):
     """Keeps its slots in one array, and the place of each of them, so that many slots go in one pass over arrays."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Facts) -> None:
         self._columns = columns
         self._slots = np.zeros(64, dtype=np.int64)
         self._place = np.zeros(0, dtype=np.int64)
@@ -111,7 +111,7 @@ class Fifo(Placed):
     To give an item back is O(size) if older and newer items are there.
     """
 
-    def __init__(self, columns: Columns, newest_first: bool = False) -> None:
+    def __init__(self, columns: Facts, newest_first: bool = False) -> None:
         super().__init__(columns)
         self._newest_first = newest_first
         # Slots by ascending order, at [_start, _stop). A deleted one is -1 until it is at an end, or the array is full.
@@ -198,7 +198,7 @@ class Heap(Selector):
     do at any current version.
     """
 
-    def __init__(self, columns: Columns, highest_first: bool = False, half_life: float | None = None) -> None:
+    def __init__(self, columns: Facts, highest_first: bool = False, half_life: float | None = None) -> None:
         self._columns = columns
         self._freshness = None if half_life is None else Freshness(columns, half_life)
         self._sign = -1.0 if highest_first else 1.0
@@ -279,7 +279,7 @@ class Freshness:
     O(1) for an item. A move of the version is O(size) if such newer items exist, else O(1).
     """
 
-    def __init__(self, columns: Columns, half_life: float) -> None:
+    def __init__(self, columns: Facts, half_life: float) -> None:
         self._columns = columns
         self._half_life = half_life
         self._newest = 0
@@ -315,7 +315,7 @@ class Prioritized(Selector):
     follows the newest item in large strides. Each stride costs one pass over all items.
     """
 
-    def __init__(self, columns: Columns, exponent: float = 1.0, half_life: float | None = None) -> None:
+    def __init__(self, columns: Facts, exponent: float = 1.0, half_life: float | None = None) -> None:
         self._columns = columns
         self._exponent = exponent
         self._freshness = None if half_life is None else Freshness(columns, half_life)
@@ -424,7 +424,7 @@ class Prioritized(Selector):
 
 
 def effective_priorities(
-    columns: Columns, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
+    columns: Facts, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
 ) -> FloatArray:
     """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,); 0 where the priority is 0."""
     priorities = columns.priority[slots]

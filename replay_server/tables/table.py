@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, rows_at, total
+from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
+from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, TagColumn, TagValue, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.selectors import effective_priorities
@@ -46,6 +47,8 @@ class SampleRequest:
     exclude: frozenset[int] = frozenset()
     id: int = 0
     """Names the batch; 0: it gets an id of its own."""
+    values: tuple[ValueRows, ...] = ()
+    """How many rows of each value a table that balances gives; empty: it chooses. Together they are num_samples."""
 
 
 @dataclass
@@ -85,10 +88,16 @@ class Weight:
     consuming: bool
     size: int
     reason: str
+    values: list[ValueWeight]
+    """Of a table that balances: each value that can be drawn."""
 
 
 _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
+
+
+def no_values(tag: str, keys: Sequence[int]) -> Sequence[TagValue]:
+    return [None] * len(keys)
 
 
 @dataclass
@@ -99,6 +108,8 @@ class Table:
     on_leave: Callable[[Columns, IntArray], None]
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
     the rows in these columns: with `remove`, or with `leave` and later `free`."""
+    values_of: Callable[[str, Sequence[int]], Sequence[TagValue]] = no_values
+    """The values (n,) of the named tag of items (n,), by key. Asked for the tags that the table indexes."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -112,7 +123,7 @@ class Table:
         self._clear(current_version=0)
 
     def _clear(self, current_version: int) -> None:
-        self.columns = Columns(current_version)
+        self.columns = Columns(current_version, self.config.indexed)
         self.limiter = self.config.rate_limiter.build()
         self._build_selectors()
         self.bytes = 0
@@ -123,10 +134,12 @@ class Table:
 
     def _build_selectors(self) -> None:
         config = self.config
-        self.sampler = self.remover = config.sampler.build(self.columns)
+        self.balanced = config.balance and Balanced(self.columns, config.balance, config.sampler.build)
+        """The sampler, where the table balances."""
+        self.sampler = self.remover = self.balanced or config.sampler.build(self.columns)
         self._selectors = [self.sampler]
         # A queue removes in the order in which it samples: then one selector does both.
-        if config.remover != config.sampler:
+        if config.remover != config.sampler or config.balance is not None:
             self.remover = config.remover.build(self.columns)
             self._selectors.append(self.remover)
 
@@ -227,6 +240,8 @@ class Table:
         columns.inserted_at[rows] = inserted_at
         columns.size[rows] = sizes
         columns.times_sampled[rows] = times_sampled
+        for name, tag in columns.tags.items():
+            tag.set(slots, self.values_of(name, keys))
         self._show(slots)
 
     def _show(self, slots: IntArray) -> None:
@@ -250,10 +265,17 @@ class Table:
 
     def available(self, request: SampleRequest) -> int:
         """How many rows a batch for `request` could have if the limiter allowed any number."""
+        if request.values:
+            return sum(self._available_of(each, request) for each in request.values)
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
         return selectable - len(self.excluded(request))
+
+    def _available_of(self, wanted: ValueRows, request: SampleRequest) -> int:
+        assert self.balanced is not None
+        there = self.balanced.left_of(wanted.value, self._excluded_slots(request))
+        return min(wanted.rows, there) if request.distinct else wanted.rows if there else 0
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
@@ -263,7 +285,7 @@ class Table:
             excluded = len(self.excluded(request))
             left_out = f", {excluded} excluded" if excluded else ""
             if unselectable := self.size - self.sampler.selectable():
-                left_out += f", {unselectable} of priority 0"
+                left_out += f", {unselectable} of priority 0" + (" or of a value of weight 0" if self.balanced else "")
             return f"{available} of {n} samples available (size {self.size}{left_out})"
         return None
 
@@ -273,7 +295,7 @@ class Table:
 
     def weigh(self, request: SampleRequest) -> Weight:
         """What `request` could draw from now. O(size), in one vectorised pass."""
-        excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
+        excluded = self._excluded_slots(request)
         total, squares = self.sampler.weigh(excluded)
         return Weight(
             total=total,
@@ -284,13 +306,20 @@ class Table:
             consuming=bool(self.config.max_times_sampled),
             size=self.size,
             reason=self.why_no_sample(request, 1) or "",
+            values=[] if self.balanced is None else self.balanced.weigh_values(excluded),
         )
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
-        if request.distinct:
-            excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
-            slots, probabilities = self.sampler.select(n, self.rng, excluded)
+        if request.values:
+            assert self.balanced is not None
+            excluded = self._excluded_slots(request)
+            slots, probabilities = self.balanced.select_values(
+                request.values, self.rng, excluded, distinct=request.distinct
+            )
+            slots, probabilities = slots[:n], probabilities[:n]  # the rate limiter may allow less than is there
+        elif request.distinct:
+            slots, probabilities = self.sampler.select(n, self.rng, self._excluded_slots(request))
         else:
             slots, probabilities = self.sampler.select_repeated(n, self.rng)
         assert slots.size == n, (slots.size, n)
@@ -362,6 +391,9 @@ class Table:
             keys = given | request.exclude
         found = {slot for key in keys if (slot := self.columns.slot(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
+
+    def _excluded_slots(self, request: SampleRequest) -> IntArray:
+        return np.array(sorted(self.excluded(request)), dtype=np.int64)
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
@@ -438,15 +470,27 @@ class Table:
         sampler = self.config.sampler
         return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
-    def configure(self, config: TableConfig) -> None:
-        """Changes the configuration (not the name), and keeps items and counters."""
+    def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
+        """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
+        return {name: self.columns.tags.get(name) or self._index_of(name) for name in config.indexed}
+
+    def _index_of(self, name: str) -> TagColumn:
+        columns, tag = self.columns, TagColumn()
+        tag.lengthen(columns.key.size)
+        slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
+        tag.set(slots, self.values_of(name, columns.key[slots].tolist()))
+        return tag
+
+    def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
+        """Changes the configuration (not the name), and keeps items and counters. `tags` are what `tags_for` made."""
         assert config.name == self.name
         old, self.config = self.config, config
         limiter = config.rate_limiter.build()
         limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
         limiter.deletes = self.limiter.deletes
         self.limiter = limiter
-        if (config.sampler, config.remover) != (old.sampler, old.remover):
+        self.columns.tags = tags
+        if (config.sampler, config.remover, config.balance) != (old.sampler, old.remover, old.balance):
             self._build_selectors()
             if (slots := self.columns.used()).size:
                 for selector in self._selectors:
