@@ -132,6 +132,7 @@ class AsyncReplayClient:
         key: int | None = None,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
+        tags: Mapping[str, str | int] | None = None,
         timeout: Timeout = DEFAULT,
     ) -> int:
         """Inserts one group, or raw bytes, into each table of `priorities`, and returns its key.
@@ -139,13 +140,15 @@ class AsyncReplayClient:
         Returns when the server has acknowledged the insert. `priorities` gives the item's priority by table name.
         `key` is a whole number below 2**64; without it the client chooses one. Inserting the same key again does
         nothing, so the client may repeat an insert after a broken connection. `policy_version` is the group's own
-        unless given. With `permits` the insert uses up one permit of that lease.
+        unless given. With `permits` the insert uses up one permit of that lease. `tags`: at most 8 small values by
+        which the item can be found, such as {"environment": "math"}.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._fleet.seconds(timeout)
-        item = Item.of(next(self._keys) if key is None else key, group, priorities, policy_version, seconds, permits)
+        key = next(self._keys) if key is None else key
+        item = Item.of(key, group, priorities, policy_version, seconds, permits, tags)
         await self._placement.insert(item)
         return item.key
 

@@ -224,6 +224,7 @@ class Writer:
         *,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
+        tags: Mapping[str, str | int] | None = None,
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
@@ -231,7 +232,7 @@ class Writer:
         """
         # No hand-over to the loop: it would cost more than all the rest.
         self._thread.check()
-        item = self._writer.item(group, priorities, policy_version, permits)
+        item = self._writer.item(group, priorities, policy_version, permits, tags)
         if not self._pipeline.offer(item):
             room = Wake()
             while not self._pipeline.offer(item, room.set):

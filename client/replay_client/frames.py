@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay_client.errors import InvalidRequestError
@@ -11,6 +11,8 @@ from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
+from replay_protos.label_columns import columns_message, tags_message
+from replay_protos.labels import NO_LABELS, Labels, TagValue, labels_of
 
 ROWS_PER_MESSAGE = 1024
 """Items in one message. A message costs both sides what a hundred small items do."""
@@ -32,6 +34,7 @@ class Item:
     """The id of the lease of which the item uses up a permit; 0: of none."""
     granted_by: str = ""
     """The name of the shard that granted the permit."""
+    labels: Labels = NO_LABELS
 
     @classmethod
     def of(
@@ -42,10 +45,13 @@ class Item:
         policy_version: int | None,
         timeout: float | None,
         permits: PermitLease | None,
+        tags: Mapping[str, TagValue] | None = None,
     ) -> Item:
+        columns: Iterable[str] = ()
         if isinstance(group, RolloutGroup):
             payload: Sequence[Buffer] = group.encode_pieces()
             version = group.policy_version if policy_version is None else policy_version
+            columns = group.extras
         elif isinstance(group, bytes | bytearray | memoryview):
             if isinstance(group, memoryview):
                 group = group.cast("B")  # the length of any other view is not its number of bytes
@@ -63,9 +69,13 @@ class Item:
             priorities = {table: float(priority) for table, priority in priorities.items()}
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
+        try:
+            labels = labels_of(columns, tags)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
-        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by)
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels)
 
 
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
@@ -97,6 +107,10 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         timeout=items[0].timeout,
         permits=items[0].permits,
     )
+    if any(item.labels is not NO_LABELS for item in items):
+        labels = [item.labels for item in items]
+        request.columns.extend(columns_message(labels))
+        request.tags.extend(tags_message(labels))
     if nbytes <= bytes_per_message:
         yield Frame(request, [chunk for item in items for chunk in item.payload])
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
+from replay_protos.label_columns import labels_of_rows
+from replay_protos.labels import NO_LABELS, Labels
 
 TableInfo = pb.TableInfo
 """One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
@@ -48,6 +51,13 @@ class SampleInfo:
     """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
     shard: str = ""
     """The name of the server that gave the sample, if the client has several."""
+    labels: Labels = NO_LABELS
+    """Of a sample only the tags."""
+
+    @property
+    def tags(self) -> dict[str, str | int]:
+        """The tags with which the item was inserted."""
+        return self.labels.tags
 
 
 @dataclass
@@ -87,6 +97,8 @@ class StoredItem:
     staleness: int
     tables: dict[str, Membership]
     payload: Buffer
+    labels: Labels = NO_LABELS
+    """Its tags, and the names of its columns."""
 
     @cached_property
     def group(self) -> RolloutGroup:
@@ -110,6 +122,8 @@ class ItemInfo:
     nbytes: int
     effective_priority: float
     """As `Membership.effective_priority`."""
+    labels: Labels = NO_LABELS
+    """Its tags, and the names of its columns."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,7 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
     """The samples of a batch; `first` is the message with its columns."""
     lease = first.batch if leased else 0
+    labels = _labels((), first.tags, len(first.keys))
     columns = zip(
         first.keys,
         first.priorities,
@@ -240,6 +255,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
         first.ages,
         first.policy_versions,
         first.times_sampled,
+        labels,
         payloads,
         strict=True,
     )
@@ -255,11 +271,17 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
                 times_sampled=times,
                 table_size=first.table_size,
                 lease=lease,
+                labels=of_row,
             ),
             payload,
         )
-        for key, priority, probability, age, version, times, payload in columns
+        for key, priority, probability, age, version, times, of_row, payload in columns
     ]
+
+
+def _labels(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: int) -> Iterable[Labels]:
+    """One for each of the n rows of a message."""
+    return labels_of_rows(columns, tags, n) or repeat(NO_LABELS, n)
 
 
 def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
@@ -269,10 +291,11 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
         columns = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
         for row, priority, times, aged in columns:
             tables[row][member.table] = Membership(priority, times, aged)
+    labels = _labels(first.columns, first.tags, len(first.keys))
     return [
-        StoredItem(key, age, version, max(0, first.policy_version - version), held, payload)
-        for key, age, version, held, payload in zip(
-            first.keys, first.ages, first.policy_versions, tables, payloads, strict=True
+        StoredItem(key, age, version, max(0, first.policy_version - version), held, payload, of_row)
+        for key, age, version, held, payload, of_row in zip(
+            first.keys, first.ages, first.policy_versions, tables, payloads, labels, strict=True
         )
     ]
 
@@ -287,10 +310,12 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.times_sampled,
         response.payload_sizes,
         response.effective_priorities,
+        _labels(response.columns, response.tags, len(response.keys)),
         strict=True,
     )
+    now = response.policy_version
     items = [
-        ItemInfo(key, priority, age, version, max(0, response.policy_version - version), times, nbytes, effective)
-        for key, priority, age, version, times, nbytes, effective in columns
+        ItemInfo(key, priority, age, version, max(0, now - version), times, nbytes, effective, of_row)
+        for key, priority, age, version, times, nbytes, effective, of_row in columns
     ]
     return ItemPage(items, response.matching, response.next_page)

@@ -1,17 +1,17 @@
-"""RolloutGroup, one prompt with its G completions, and the byte format in which it travels and is stored.
+"""RolloutGroup, one prompt with its G rollouts, and the bytes in which it travels and is stored.
 
-    0        8               16                     H                      64-aligned
-    +--------+---------------+----------------------+-----------+----------+--------- ...
-    | magic  | header length | msgpack header       | padding   | array 0  | array 1
-    +--------+---------------+----------------------+-----------+----------+--------- ...
+A rollout is what the policy did with the prompt once: it has one reward, and counts once everywhere. Most rollouts are
+one sequence of tokens. An agent that starts others, or whose context was compacted, makes several:
 
-The header names every array with its dtype, shape and offset from the start, and holds the small fields. Arrays are
-little-endian, in C order, each aligned to 64 bytes. Decoding makes views of the buffer and checks everything in it.
+    prompt_ids | sequence 0 | sequence 1 | sequence 2 | ...          S sequences, T tokens after the prompt
+                 rollout 0: 2 sequences  | rollout 1   ...           G rollouts, by sequence_counts
+
+What all sequences share at their start is `prompt_ids`, once. A sequence may begin with a context of its own, and may
+hold tokens that the policy did not write, such as the output of tools (`loss_mask`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
@@ -20,11 +20,12 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-MAGIC = b"RPLYGRP\x01"  # the last byte is the format version
-ALIGNMENT = 64
-_PREFIX = len(MAGIC) + 8
-_MAX_HEADER = 4 * 2**20
-"""The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
+from replay_client.columns.axes import OFFSETS, RAGGED, check_axes, checked_columns
+from replay_client.columns.encoding import check_magic, decode_arrays, encode_arrays
+from replay_client.columns.segments import PREFIX, decode_segments, split_extras
+
+MAGIC = b"RPLYGRP\x01"
+"""The last byte is the format version."""
 MAX_LOGPROB = 1e-4
 """Largest log-probability in nats. It is above 0 because engines round."""
 MAX_VALUE = 1e9
@@ -33,14 +34,6 @@ must fit into float32, which ends at 3e38."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """A trainer divides logits by the temperature. Below, the rounding of logits is larger than what they say; above, all
 tokens are equally likely."""
-_DTYPES = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-
 S = TypeVar("S", bound=np.generic)
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -49,47 +42,69 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(eq=False)
 class RolloutGroup:
-    """One prompt with its G completions: ragged, never padded. T is the number of tokens of all completions together.
+    """One prompt with its G rollouts: ragged, never padded. T is the number of tokens of all S sequences together.
 
-    A completion is a sequence of tokens, so there are S = G sequences. The head of a sequence may be context of its
-    own, which the policy did not write: tokens that continue the shared prompt (`context_lengths`).
+    Without `sequence_counts` each rollout is one sequence, the completion of the prompt, and S = G.
 
     The constructor converts arrays to the dtypes below and checks them against each other. It raises ValueError that
     names the field, its value and what would be valid. The arrays of a group that came from a server are read-only:
     copy an array before you change it.
+
+    Generators write the fields, and trainers read them, unless a field says otherwise.
     """
 
     prompt_ids: Int32
-    """(P,) prompt tokens."""
+    """(P,) tokens with which all sequences begin."""
     completion_ids: Int32
-    """(T,) tokens of all completions, one completion after the other."""
+    """(T,) tokens of all sequences after the shared prompt, one sequence after the other."""
     completion_lengths: Int32
-    """(S,) tokens of each completion, its context included; 0 is allowed."""
+    """(S,) tokens of each sequence after the shared prompt, its context included; 0 is allowed."""
     rollout_logprobs: Float32
-    """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown, or a token of a context."""
+    """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown, or a token of a context.
+
+    A trained token (`trained_mask`) whose log-probability is unknown counts as on-policy. With `sequence_counts` it is
+    refused where other trained tokens of its sequence have one: it is a token of a tool that `loss_mask` forgot."""
     rewards: Float32
-    """(G,)"""
+    """(G,) the reward of each rollout."""
     advantages: Float32
-    """(G,)"""
+    """(G,) the advantage of each rollout, in units of rewards or of their standard deviation. The loss uses them for
+    all tokens of the rollout, unless the trainer computes them anew from the rewards or `token_advantages` is there."""
     policy_version: int = 0
-    """Version of the policy that the generation started from."""
+    """Version of the policy that the generation started from. Tables count staleness from it."""
     policy_version_end: int | None = None
-    """Version of the policy at the end of the generation, if it differs from `policy_version`."""
+    """Version of the policy at the end of the generation. None: it is `policy_version`."""
     prompt_id: str = ""
-    """Name of the prompt. It is the same in every epoch."""
+    """Name of the prompt. It is the same in every epoch. Empty: it has none."""
     loss_mask: Bool | None = None
-    """(T,) False for tokens the policy did not write, such as the output of a tool."""
+    """(T,) False for tokens that the policy did not write, such as the output of a tool: no trainer trains on them.
+    None: it wrote all tokens after the contexts."""
     context_lengths: Int32 | None = None
-    """(S,) tokens at the head of each completion that are its own context, after the shared `prompt_ids`. No trainer
-    trains on them. They have no log-probability, and do not count as unknown. None: no completion has a context."""
+    """(S,) tokens at the head of each sequence that are its own context, after the shared `prompt_ids`. No trainer
+    trains on them. They have no log-probability, and do not count as unknown. None: no sequence has a context."""
+    sequence_counts: Int32 | None = None
+    """(G,) sequences of each rollout, at least 1, in their order. Whoever plays agents of several sequences writes it:
+    sub-agents, contexts that were compacted. A rollout counts once, whatever its sequences. None: one each, S = G."""
+    token_advantages: Float32 | None = None
+    """(T,) the advantage of each token, in the place of `advantages` in the loss. Critics and rewards for each turn
+    write it; tokens that are not trained on have any finite number, such as 0. None: `advantages` count."""
     finish_reasons: tuple[str, ...] | None = None
-    """(G,) why each completion ended, for example "stop" or "length"."""
+    """(G,) why each rollout ended, for example "stop" or "length". None: unknown."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """How the tokens were drawn: temperature, top_p, top_k, logprobs_mode."""
+    """How the tokens were drawn: temperature, top_p, top_k, logprobs_mode. Without a temperature it was 1."""
     extras: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Any other arrays: log-probabilities of a reference model, images, expert routing."""
+    """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Whoever has a use for
+    them writes and reads them; bfloat16 is the dtype of the package ml_dtypes."""
+    axes: dict[str, str] = field(default_factory=dict)
+    """What the rows of an array of `extras` belong to, by its name. Whoever writes the array writes it. Whoever cuts
+    the group into rollouts or sequences cuts the array by it (`extra_of`).
+
+    "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
+    experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
+    size for each token, such as the tokens that top-p kept: `extras[name]` holds the values of all sets (N, ...), and
+    `extras[name + "/offsets"]` T + 1 integers from 0 to N: those of token t are values[offsets[t]:offsets[t + 1]].
+    A name that is absent here is "group"."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Small facts that msgpack can hold."""
+    """Small facts that msgpack can hold. Whoever has a use for them writes and reads them."""
     validate: InitVar[bool] = True
     """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
 
@@ -100,8 +115,8 @@ class RolloutGroup:
         self.rollout_logprobs = vector("rollout_logprobs", self.rollout_logprobs, np.float32)
         self.rewards = vector("rewards", self.rewards, np.float32)
         self.advantages = vector("advantages", self.advantages, np.float32)
-        tokens, group_size = self.completion_ids.size, self.completion_lengths.size
-        if group_size == 0:
+        tokens, sequences, group_size = self.completion_ids.size, self.completion_lengths.size, self.rewards.size
+        if sequences == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
         if (self.completion_lengths < 0).any() or int(self.completion_lengths.sum(dtype=np.int64)) != tokens:
             raise ValueError(
@@ -109,14 +124,25 @@ class RolloutGroup:
                 f"{tokens} tokens of completion_ids"
             )
         _expect_size("rollout_logprobs", self.rollout_logprobs, tokens, "T")
-        _expect_size("rewards", self.rewards, group_size, "G")
+        if self.sequence_counts is None:
+            _expect_size(
+                "rewards", self.rewards, sequences, "G", "; sequence_counts says which sequences make a rollout"
+            )
+        else:
+            self.sequence_counts = vector("sequence_counts", self.sequence_counts, np.int32)
+            _expect_size("sequence_counts", self.sequence_counts, group_size, "G", ", the rewards")
+            if (self.sequence_counts < 1).any() or int(self.sequence_counts.sum(dtype=np.int64)) != sequences:
+                raise ValueError(
+                    f"sequence_counts {self.sequence_counts.tolist()} must be positive and sum to the {sequences} "
+                    f"sequences of completion_lengths"
+                )
         _expect_size("advantages", self.advantages, group_size, "G")
         if self.loss_mask is not None:
             self.loss_mask = vector("loss_mask", self.loss_mask, np.bool_)
             _expect_size("loss_mask", self.loss_mask, tokens, "T")
         if self.context_lengths is not None:
             self.context_lengths = vector("context_lengths", self.context_lengths, np.int32)
-            _expect_size("context_lengths", self.context_lengths, group_size, "S")
+            _expect_size("context_lengths", self.context_lengths, sequences, "S")
             outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
             if outside_S.any():
                 row = int(outside_S.argmax())
@@ -125,6 +151,9 @@ class RolloutGroup:
                     f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
                     f"and completion_lengths as well"
                 )
+        if self.token_advantages is not None:
+            self.token_advantages = vector("token_advantages", self.token_advantages, np.float32)
+            _expect_size("token_advantages", self.token_advantages, tokens, "T")
         if self.finish_reasons is not None:
             self.finish_reasons = tuple(self.finish_reasons)
             if len(self.finish_reasons) != group_size:
@@ -135,16 +164,16 @@ class RolloutGroup:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise ValueError(f"{name} must be an integer, not {value!r}")
-        for name in ("sampling", "meta"):
+        for name in ("sampling", "extras", "axes", "meta"):
             if not isinstance(value := getattr(self, name), dict):
                 raise ValueError(f"{name} must be a dict, not {value!r}")
-        for name, array in self.extras.items():
-            self.extras[name] = np.asarray(array)
-            if self.extras[name].dtype.name not in _DTYPES:
-                raise ValueError(
-                    f"extras[{name!r}] has dtype {self.extras[name].dtype}, not one of {', '.join(_DTYPES)}"
-                )
-
+        if self.extras or self.axes:
+            self.extras = checked_columns(self.extras)
+            check_axes(
+                self.extras,
+                self.axes,
+                {"token": tokens, "whole": self.prompt_ids.size + tokens, "sequence": sequences, "rollout": group_size},
+            )
         if validate:
             self._check_values()
 
@@ -161,6 +190,8 @@ class RolloutGroup:
                 raise ValueError(f"{name} {values_G.tolist()} must be finite")
             if (largest := float(np.abs(values_G).max())) > MAX_VALUE:
                 raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
+        if self.token_advantages is not None:
+            self._check_token_advantages(self.token_advantages)
         temperature = self.sampling.get("temperature", 1.0)
         # 0 is greedy decoding: no trainer can use it, and an evaluation can.
         if isinstance(temperature, int | float) and not (
@@ -184,25 +215,66 @@ class RolloutGroup:
                     f"rollout_logprobs holds {self.rollout_logprobs[token]:.3g} at token {token}, which "
                     f"context_lengths says is context: write NaN there"
                 )
+        if self.sequence_counts is not None:
+            self._check_known()
+
+    def _check_token_advantages(self, advantages_T: Float32) -> None:
+        # A comparison with NaN is False.
+        wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
+        if wrong_T.any():
+            token = int(wrong_T.argmax())
+            raise ValueError(
+                f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within ±{MAX_VALUE:g}: "
+                f"write 0 for tokens that are not trained on"
+            )
+
+    def _check_known(self) -> None:
+        """Refuses a trained token without log-probability in a sequence where others have one.
+
+        Sequences of an agent are put together from turns and tools by hand. An engine knows the log-probabilities of
+        what it sampled, so the token is one of a tool, and training on it would teach the policy to write it.
+        """
+        trained_T = self.trained_mask
+        unknown_T = trained_T & np.isnan(self.rollout_logprobs)
+        if not unknown_T.any():
+            return
+        for sequence, span in enumerate(self.sequence_spans()):
+            if unknown_T[span].any() and not unknown_T[span][trained_T[span]].all():
+                token = span.start + int(unknown_T[span].argmax())
+                raise ValueError(
+                    f"rollout_logprobs is NaN at token {token}, and other trained tokens of sequence {sequence} have a "
+                    f"log-probability: write it there or, if the policy did not sample the token, False into loss_mask"
+                )
 
     @property
     def group_size(self) -> int:
-        """G, the number of completions."""
+        """G, the number of rollouts."""
+        return int(self.rewards.size)
+
+    @property
+    def num_sequences(self) -> int:
+        """S, the number of sequences of all rollouts together."""
         return int(self.completion_lengths.size)
 
     @property
+    def sequence_rollouts(self) -> Int32:
+        """(S,) the rollout that each sequence belongs to, from 0 to G - 1."""
+        rollouts_G = np.arange(self.group_size, dtype=np.int32)
+        return rollouts_G if self.sequence_counts is None else np.repeat(rollouts_G, self.sequence_counts)
+
+    @property
     def num_tokens(self) -> int:
-        """T, the number of tokens of all completions together."""
+        """T, the number of tokens of all sequences together."""
         return int(self.completion_ids.size)
 
     @property
     def prompt_lengths(self) -> Int32:
-        """(S,) tokens before the first sampled token of each completion: the shared prompt and its own context."""
+        """(S,) tokens before the first sampled token of each sequence: the shared prompt and its own context."""
         return self.prompt_ids.size + self._contexts()
 
     @property
     def sampled_lengths(self) -> Int32:
-        """(S,) tokens of each completion after its context."""
+        """(S,) tokens of each sequence after its context."""
         return self.completion_lengths - self._contexts()
 
     @property
@@ -217,37 +289,64 @@ class RolloutGroup:
         return sum(array.nbytes for _, array in self._arrays())
 
     def prompts(self) -> list[Int32]:
-        """The tokens before the first sampled token of each of the G completions."""
+        """The tokens before the first sampled token of each of the S sequences."""
         return [
             np.concatenate((self.prompt_ids, ids[:context]))
             for ids, context in zip(self.completions(), self._contexts(), strict=True)
         ]
 
+    def sequence_spans(self) -> list[slice]:
+        """For each of the S sequences, where its tokens stand in the arrays of length T, its context included."""
+        ends_S = np.cumsum(self.completion_lengths).tolist()
+        return [slice(end - n, end) for end, n in zip(ends_S, self.completion_lengths.tolist(), strict=True)]
+
     def sampled_spans(self) -> list[slice]:
-        """For each of the G completions, where its tokens after the context stand in the arrays of length T."""
+        """For each of the S sequences, where its tokens after the context stand in the arrays of length T."""
         ends_S = np.cumsum(self.completion_lengths)
         return [slice(int(end - n), int(end)) for end, n in zip(ends_S, self.sampled_lengths, strict=True)]
 
     def completions(self) -> list[Int32]:
-        """The tokens of each of the G completions with its context, as views of `completion_ids`."""
+        """The tokens of each of the S sequences with its context, as views of `completion_ids`."""
         return _split(self.completion_ids, self.completion_lengths)
 
     def completion_logprobs(self) -> list[Float32]:
-        """The log-probabilities of each of the G completions in nats, as views of `rollout_logprobs`."""
+        """The log-probabilities of each of the S sequences in nats, as views of `rollout_logprobs`."""
         return _split(self.rollout_logprobs, self.completion_lengths)
 
+    def extra_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
+        """The part of `extras[name]` that belongs to a sequence, from 0 to S - 1, by its axis.
+
+        "token": a row for each token of the sequence, its context included. "whole": those, after a row for each token
+        of the shared prompt (a copy). "sequence", "rollout": its row, and that of its rollout. "ragged:token": the
+        values of its tokens, which `offsets_of` cuts. "group": the whole array. All but "whole" are views.
+        """
+        array, axis = self.extras[name], self.axes.get(name, "group")
+        if axis == "group":
+            return array
+        if axis in ("sequence", "rollout"):
+            return array[sequence if axis == "sequence" else self.sequence_rollouts[sequence]]
+        span = self.sequence_spans()[sequence]
+        if axis == RAGGED:
+            offsets = self.extras[name + OFFSETS]
+            return array[int(offsets[span.start]) : int(offsets[span.stop])]
+        if axis == "token":
+            return array[span]
+        shared = self.prompt_ids.size
+        return np.concatenate((array[:shared], array[shared + span.start : shared + span.stop]))
+
+    def offsets_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
+        """(tokens of the sequence + 1,) where the values of each of its tokens begin in `extra_of(name, sequence)`,
+        for an array with the axis "ragged:token"."""
+        span = self.sequence_spans()[sequence]
+        offsets = self.extras[name + OFFSETS][span.start : span.stop + 1]
+        return offsets - offsets[0]
+
     def encode(self) -> bytes:
-        """The group in the byte format of this module."""
+        """The group in the byte format of `replay_client.columns`."""
         return b"".join(self.encode_pieces())
 
     def encode_pieces(self) -> list[bytes | memoryview]:
         """The encoded group as consecutive buffers: the header, then each array without a copy."""
-        arrays, table, offset = [], [], 0
-        for name, array in self._arrays():
-            array = np.ascontiguousarray(array, dtype=_DTYPES[array.dtype.name]).reshape(array.shape)
-            table.append([name, array.dtype.name, list(array.shape), offset])
-            arrays.append(array)
-            offset += _aligned(array.nbytes)
         fields = {
             "policy_version": int(self.policy_version),
             "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
@@ -256,54 +355,26 @@ class RolloutGroup:
             "sampling": self.sampling,
             "meta": self.meta,
         }
-        try:
-            # Offsets count from the first array, so they do not depend on the length of the header.
-            header = msgpack.packb({"arrays": table, "fields": fields})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"sampling and meta must hold only what msgpack can (None, bool, int, float, str, bytes, "
-                f"list, dict): {error}"
-            ) from error
-        if len(header) > _MAX_HEADER:
-            raise ValueError(
-                f"sampling, meta, finish_reasons and the names of extras take {len(header)} bytes, more than "
-                f"{_MAX_HEADER}: put large values into extras, as arrays"
-            )
-        start = _aligned(_PREFIX + len(header))
-        prefix = MAGIC + len(header).to_bytes(8, "little") + header
-        pieces: list[bytes | memoryview] = [prefix.ljust(start, b"\0")]
-        for array in arrays:
-            if array.nbytes:
-                pieces.append(array.reshape(-1).view(np.uint8).data)
-                if padding := _aligned(array.nbytes) - array.nbytes:
-                    pieces.append(bytes(padding))
-        return pieces
+        axes = {PREFIX + name: axis for name, axis in self.axes.items()}
+        return encode_arrays(MAGIC, self._arrays(), axes, fields)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
-        """The group in `data`. Its arrays are read-only views of `data`.
+        """The group in `data`, with the columns of the segments that follow it. Its arrays are read-only views.
 
-        Raises ValueError, with the place and the reason, for bytes that `encode` cannot have written.
+        Raises ValueError, with the place and the reason, for bytes that `encode` and `encode_columns` cannot have
+        written, and for columns that do not fit the group.
         """
         view = memoryview(data).toreadonly().cast("B")
-        if len(view) < _PREFIX or view[: len(MAGIC) - 1] != MAGIC[:-1]:
-            raise ValueError(f"not a rollout group: {len(view)} bytes that begin with {bytes(view[:8])!r}")
-        if view[len(MAGIC) - 1] != MAGIC[-1]:
-            raise ValueError(f"rollout group of format {view[len(MAGIC) - 1]}; this version reads {MAGIC[-1]}")
-        header_length = int.from_bytes(view[len(MAGIC) : _PREFIX], "little")
-        if header_length > min(_MAX_HEADER, len(view) - _PREFIX):
-            raise ValueError(f"header of {header_length} bytes in a rollout group of {len(view)}")
+        header_length = check_magic(view, MAGIC, "rollout group")
         try:
-            header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
-            fields, table = header["fields"], header["arrays"]
-            body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
-            arrays: dict[str, Any] = {name: _view(body, name, *entry) for name, *entry in table}
-            if len(arrays) != len(table):
-                raise ValueError("an array is named twice")
-            extras = {name[7:]: arrays.pop(name) for name in list(arrays) if name.startswith("extras/")}
+            fields, arrays, axes, rest = decode_arrays(view, header_length)
+            extras, axes = split_extras(arrays, axes)
+            if len(rest):
+                decode_segments(rest, extras, axes)
             reasons = fields.pop("finish_reasons")
             reasons = None if reasons is None else tuple(reasons)
-            return cls(**arrays, **fields, extras=extras, finish_reasons=reasons, validate=False)
+            return cls(**arrays, **fields, extras=extras, axes=axes, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -330,20 +401,24 @@ class RolloutGroup:
         yield "completion_lengths", self.completion_lengths
         if self.context_lengths is not None:
             yield "context_lengths", self.context_lengths
+        if self.sequence_counts is not None:
+            yield "sequence_counts", self.sequence_counts
         yield "rollout_logprobs", self.rollout_logprobs
         if self.loss_mask is not None:
             yield "loss_mask", self.loss_mask
         yield "rewards", self.rewards
         yield "advantages", self.advantages
+        if self.token_advantages is not None:
+            yield "token_advantages", self.token_advantages
         for name, array in self.extras.items():
-            yield f"extras/{name}", array
+            yield PREFIX + name, array
 
     def __eq__(self, other: object) -> bool:
         """Equal in every field, bit for bit. Two unknown log-probabilities (NaN) are therefore equal."""
         if not isinstance(other, RolloutGroup):
             return NotImplemented
         mine, theirs = dict(self._arrays()), dict(other._arrays())
-        small = ("policy_version", "policy_version_end", "prompt_id", "finish_reasons", "sampling", "meta")
+        small = ("policy_version", "policy_version_end", "prompt_id", "finish_reasons", "sampling", "axes", "meta")
         return (
             mine.keys() == theirs.keys()
             and all(_same(mine[name], theirs[name]) for name in mine)
@@ -351,17 +426,13 @@ class RolloutGroup:
         )
 
 
-def _split(array_T: npt.NDArray[S], lengths_G: Int32) -> list[npt.NDArray[S]]:
-    ends_G = np.cumsum(lengths_G)
-    return [array_T[end - length : end] for end, length in zip(ends_G, lengths_G, strict=True)]
+def _split(array_T: npt.NDArray[S], lengths_S: Int32) -> list[npt.NDArray[S]]:
+    ends_S = np.cumsum(lengths_S)
+    return [array_T[end - length : end] for end, length in zip(ends_S, lengths_S, strict=True)]
 
 
 def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
@@ -381,18 +452,6 @@ def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return array.astype(dtype)
 
 
-def _expect_size(name: str, array: npt.NDArray[Any], size: int, axis: str) -> None:
+def _expect_size(name: str, array: npt.NDArray[Any], size: int, axis: str, remedy: str = "") -> None:
     if array.size != size:
-        raise ValueError(f"{name} has {array.size} entries, not {axis} = {size}")
-
-
-def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> npt.NDArray[Any]:
-    dtype = _DTYPES.get(dtype_name)
-    if dtype is None:
-        raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(_DTYPES)}")
-    if not all(type(n) is int and n >= 0 for n in (offset, *shape)) or len(shape) > 32:
-        raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
-    size = math.prod(shape) * dtype.itemsize
-    if offset % ALIGNMENT or offset + size > len(body):
-        raise ValueError(f"array {name!r} lies at {offset} to {offset + size}, outside {len(body)} bytes or unaligned")
-    return np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset if size else 0).reshape(shape)
+        raise ValueError(f"{name} has {array.size} entries, not {axis} = {size}{remedy}")

@@ -376,13 +376,14 @@ class AsyncWriter:
         *,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
+        tags: Mapping[str, str | int] | None = None,
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all of them.
+        `refused` has all of them. `tags` as in `AsyncReplayClient.insert`.
         """
-        item = self.item(group, priorities, policy_version, permits)
+        item = self.item(group, priorities, policy_version, permits, tags)
         if not self.pipeline.offer(item):
             room = asyncio.Event()
             while not self.pipeline.offer(item, room.set):
@@ -396,8 +397,9 @@ class AsyncWriter:
         priorities: Mapping[str, float],
         policy_version: int | None,
         permits: PermitLease | None,
+        tags: Mapping[str, str | int] | None,
     ) -> Item:
-        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, permits)
+        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, permits, tags)
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""

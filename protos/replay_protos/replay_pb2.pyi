@@ -52,6 +52,8 @@ class InsertRequest(_message.Message):
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PERMITS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
@@ -76,6 +78,12 @@ class InsertRequest(_message.Message):
         """bytes"""
 
     @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
+        """what the payloads have beside the fields of each group"""
+
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """in a stream: instead of `payloads`"""
 
@@ -88,12 +96,14 @@ class InsertRequest(_message.Message):
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _builtins.float | None = ...,
         permits: _builtins.int = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "shared", b"shared", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "columns", b"columns", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -131,6 +141,74 @@ class InsertTarget(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InsertTarget: _TypeAlias = InsertTarget  # noqa: Y015
+
+@_typing.final
+class Columns(_message.Message):
+    """Names of columns that some rows have. The server does not open payloads, so it is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: all rows"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Columns: _TypeAlias = Columns  # noqa: Y015
+
+@_typing.final
+class Tags(_message.Message):
+    """One tag of some rows: a small value by which items are found, and draws are balanced."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """at most 64 bytes; an item has at most 8 tags"""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one for each of `rows`, of at most 256 bytes; or"""
+
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one for each of `rows`"""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: all rows"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "numbers", b"numbers", "rows", b"rows", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tags: _TypeAlias = Tags  # noqa: Y015
 
 @_typing.final
 class InsertResponse(_message.Message):
@@ -314,6 +392,7 @@ class SampleResponse(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
@@ -356,6 +435,8 @@ class SampleResponse(_message.Message):
         """of a draw that asked for it"""
 
     @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """instead of `payloads`"""
 
@@ -379,13 +460,14 @@ class SampleResponse(_message.Message):
         done: _abc.Iterable[_builtins.int] | None = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         weight: Global___Weight | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
         error: Global___RowError | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "shared", b"shared", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "done", b"done", "error", b"error", "keys", b"keys", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "shared", b"shared", "table_size", b"table_size", "times_sampled", b"times_sampled", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "batch", b"batch", "done", b"done", "error", b"error", "keys", b"keys", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "probabilities", b"probabilities", "shared", b"shared", "table_size", b"table_size", "tags", b"tags", "times_sampled", b"times_sampled", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,6 +732,8 @@ class GetResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
@@ -669,6 +753,10 @@ class GetResponse(_message.Message):
         """0 for all rows if asked without payloads"""
 
     @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """instead of `payloads`"""
 
@@ -682,12 +770,14 @@ class GetResponse(_message.Message):
         policy_version: _builtins.int = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "keys", b"keys", "memberships", b"memberships", "missing", b"missing", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "shared", b"shared", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,6 +895,8 @@ class ListItemsResponse(_message.Message):
     MATCHING_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_FIELD_NUMBER: _builtins.int
     EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     matching: _builtins.int
     """rows that match, on all pages"""
@@ -826,6 +918,10 @@ class ListItemsResponse(_message.Message):
     def effective_priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """as the table's sampler weighs them: after its exponent, and aged"""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
     def __init__(
         self,
         *,
@@ -839,10 +935,12 @@ class ListItemsResponse(_message.Message):
         matching: _builtins.int = ...,
         next_page: _builtins.str = ...,
         effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
+        columns: _abc.Iterable[Global___Columns] | None = ...,
+        tags: _abc.Iterable[Global___Tags] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

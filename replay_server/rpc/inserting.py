@@ -25,6 +25,8 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+from replay_protos.label_columns import labels_of_rows
+from replay_protos.labels import Labels
 from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
 from replay_server.rpc.backend import Backend, endless, unary
@@ -138,6 +140,7 @@ async def read_messages(
             sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
             payloads=[()] * rows if refusal else _payloads_of_rows(chunks, sizes),
             permits=request.permits,
+            labels=_labels(request),
         )
         yield InsertMessage(
             batches=list(_by_tables(request, columns)),
@@ -156,6 +159,13 @@ def _check_columns(request: pb.InsertRequest) -> None:
     for name, entries in (("policy_versions", request.policy_versions), ("payload_sizes", request.payload_sizes)):
         if len(entries) not in (0, rows):
             raise invalid(f"{name} has {len(entries)} entries for {rows} items")
+
+
+def _labels(request: pb.InsertRequest) -> list[Labels] | None:
+    try:
+        return labels_of_rows(request.columns, request.tags, len(request.keys))
+    except ValueError as error:
+        raise invalid(str(error)) from None
 
 
 async def _read_rest(

@@ -9,6 +9,7 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+from replay_protos.label_columns import columns_message, tags_message
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
 from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
@@ -90,8 +91,10 @@ class ItemMethods:
         start = int(request.page or 0)
         limit = min(request.limit or 100, MAX_ROWS)
         chosen = slots[start : start + limit]
+        keys: list[int] = columns.key[chosen].tolist()
+        labels = self.buffer.items.labels(keys) or ()
         return pb.ListItemsResponse(
-            keys=columns.key[chosen].tolist(),
+            keys=keys,
             priorities=columns.priority[chosen].tolist(),
             ages=(self.buffer.clock() - columns.inserted_at[chosen]).tolist(),
             policy_versions=columns.policy_version[chosen].tolist(),
@@ -101,6 +104,8 @@ class ItemMethods:
             matching=slots.size,
             next_page=str(start + limit) if start + limit < slots.size else "",
             effective_priorities=table.effective_priorities(chosen).tolist(),
+            columns=columns_message(labels),
+            tags=tags_message(labels),
         )
 
 
@@ -113,6 +118,7 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
     """Everything about the items of `keys` except their payloads."""
     there, now = set(keys), buffer.clock()
     items = [buffer.items[key] for key in keys]
+    labels = buffer.items.labels(keys) or ()
     response = pb.GetResponse(
         keys=keys,
         ages=[now - item.inserted_at for item in items],
@@ -120,6 +126,8 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
         policy_version=buffer.policy.version,
         missing=[key for key in dict.fromkeys(request.keys) if key not in there],
         payload_sizes=[0 if request.without_payloads else item.nbytes for item in items],
+        columns=columns_message(labels),
+        tags=tags_message(labels),
     )
     for table in buffer.tables.values():
         columns = table.columns

@@ -33,6 +33,7 @@ from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
+from replay_protos.label_columns import tags_message
 from replay_server.config import (
     MAX_BYTES_AHEAD,
     MAX_DRAWS,
@@ -303,6 +304,8 @@ class OpenDraws:
             table_size=batch.table_size,
             payload_sizes=batch.sizes.tolist(),
         )
+        if self._buffer.items.tagged:
+            first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
         self.tell_weight(draw.request, first)
         # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
         held = keys if draw.nbytes > BYTES_PER_MESSAGE else []

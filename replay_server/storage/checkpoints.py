@@ -44,7 +44,7 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
 HEAD, PAYLOADS, ITEM_COLUMNS, REMOVED, STATE_RECORD, FOOT = range(1, 7)
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 _MAGIC = b"replay checkpoint\0"
 _FRAME = struct.Struct("<QQQ")
 """Kind, bytes that follow, checksum of both and of these."""
@@ -215,7 +215,8 @@ class CheckpointWriter:
     def item_columns(self, records: ItemRecords) -> None:
         counts = np.array([len(records), records.rows.size], "<u8")
         self._frame(
-            ITEM_COLUMNS, [column.tobytes() for column in (counts, records.items, records.rows, records.owners)]
+            ITEM_COLUMNS,
+            [column.tobytes() for column in (counts, records.items, records.rows, records.owners, records.labels)],
         )
 
     def removed(self, keys: Sequence[int]) -> None:
@@ -405,5 +406,8 @@ def _item_columns(body: bytes) -> ItemRecords:
     rows_at = 16 + n * ITEM.itemsize
     owners_at = rows_at + m * ROW.itemsize
     return ItemRecords(
-        np.frombuffer(body, ITEM, n, 16), np.frombuffer(body, ROW, m, rows_at), np.frombuffer(body, "<i8", m, owners_at)
+        np.frombuffer(body, ITEM, n, 16),
+        np.frombuffer(body, ROW, m, rows_at),
+        np.frombuffer(body, "<i8", m, owners_at),
+        np.frombuffer(body, np.uint8, offset=owners_at + 8 * m),
     )

@@ -17,22 +17,24 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
-FORMAT = 2
+FORMAT = 3
 """Version of this layout. A server reads its own version only."""
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of all that follows, rows included
+        ("checksum", "<u8"),  # of all that follows, rows and labels included
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
         ("inserted_at", "<f8"),
-        ("unused_permit", "<u8"),
+        ("unused_permit", "<u4"),
+        ("labels", "<u4"),  # bytes
     ]
 )
-"""What all tables share of an item. Its rows follow."""
+"""What all tables share of an item. Its rows follow, and then its labels."""
 
 ROW = np.dtype(
     [
@@ -72,6 +74,8 @@ class ItemRecords:
     items: npt.NDArray[np.void]
     rows: npt.NDArray[np.void]
     owners: IntArray
+    labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """Packed labels of all items, one after the other."""
 
     def __len__(self) -> int:
         return int(self.items.size)
@@ -79,11 +83,31 @@ class ItemRecords:
     def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ItemRecords:
         """Some of the items, by a mask (n,) or their places."""
         counts = np.bincount(self.owners, minlength=len(self))
-        starts = (np.cumsum(counts) - counts)[chosen]
+        places = _places(counts, chosen)
+        labels = (
+            self.labels[_places(self.items["labels"].astype(np.int64), chosen)] if self.labels.size else self.labels
+        )
         counts = counts[chosen]
-        ends = np.cumsum(counts)
-        places = np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts)
-        return ItemRecords(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts))
+        return ItemRecords(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts), labels)
+
+    def labels_of_items(self) -> list[Labels] | None:
+        """The labels of each item; None: no item has any."""
+        if not self.labels.size:
+            return None
+        data, ends = self.labels.tobytes(), np.cumsum(self.items["labels"].astype(np.int64))
+        sizes: list[int] = self.items["labels"].tolist()
+        return [
+            unpack_labels(data[end - size : end]) if size else NO_LABELS
+            for end, size in zip(ends.tolist(), sizes, strict=True)
+        ]
+
+
+def _places(counts: IntArray, chosen: npt.NDArray[np.bool_] | IntArray) -> IntArray:
+    """Where the entries of the chosen items lie, of an array that has `counts` entries for each item in turn."""
+    starts = (np.cumsum(counts) - counts)[chosen]
+    counts = counts[chosen]
+    ends = np.cumsum(counts)
+    return np.asarray(np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts))
 
 
 class StateRecord(NamedTuple):
@@ -129,13 +153,19 @@ def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
     """(key, record) of each item, by ascending key."""
     counts = np.bincount(items.owners, minlength=len(items))
     starts = np.cumsum(counts) - counts
+    label_sizes = items.items["labels"].astype(np.int64)
+    label_starts = np.cumsum(label_sizes) - label_sizes
+    shapes = counts << 32 | label_sizes
     packed: list[tuple[int, bytes]] = []
-    for n in np.unique(counts).tolist():  # records with equally many rows are one array
-        chosen = np.flatnonzero(counts == n)
-        records = np.empty(chosen.size, dtype=_record(n))
+    for shape in np.unique(shapes).tolist():  # records of equal length, with equally many rows, are one array
+        n, label_size = shape >> 32, shape & 0xFFFFFFFF
+        chosen = np.flatnonzero(shapes == shape)
+        records = np.empty(chosen.size, dtype=_record(n, label_size))
         records["item"] = items.items[chosen]
         if n:
             records["rows"] = items.rows[starts[chosen, None] + np.arange(n)]
+        if label_size:
+            records["labels"] = items.labels[label_starts[chosen, None] + np.arange(label_size)]
         size = records.itemsize
         plain = memoryview(records.tobytes())
         records["item"]["checksum"] = [
@@ -156,18 +186,22 @@ def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> Item
     found: list[ItemRecords] = []
     for length in np.unique(lengths).tolist():
         places = np.flatnonzero(lengths == length)
-        n, rest = divmod(length - ITEM.itemsize, ROW.itemsize)
-        if rest or n < 0:
+        if length < ITEM.itemsize:
             continue
         chosen = records if places.size == len(records) else [records[place] for place in places.tolist()]
         checksums = [xxh3_64_intdigest(record[_CHECKSUM:]) for record in chosen]
-        block = np.frombuffer(b"".join(chosen), dtype=_record(n))
+        block = np.frombuffer(b"".join(chosen), dtype=[("item", ITEM), ("rest", "u1", (length - ITEM.itemsize,))])
         intact = (block["item"]["checksum"] == np.array(checksums, dtype=np.uint64)) & (
             block["item"]["key"] == keys[places]
         )
         block = block[intact]
-        rows = block["rows"].reshape(-1) if n else np.empty(0, dtype=ROW)
-        found.append(ItemRecords(block["item"], rows, np.repeat(np.arange(block.size), n)))
+        for label_size in np.unique(block["item"]["labels"]).tolist():
+            n = (length - ITEM.itemsize - label_size) // ROW.itemsize
+            alike = block[block["item"]["labels"] == label_size].view(_record(n, label_size))
+            rows = alike["rows"].reshape(-1) if n else np.empty(0, dtype=ROW)
+            found.append(
+                ItemRecords(alike["item"], rows, np.repeat(np.arange(alike.size), n), alike["labels"].reshape(-1))
+            )
     joined = join_items(found)
     return joined if len(found) == 1 else joined.select(np.argsort(joined.items["key"], kind="stable"))
 
@@ -182,11 +216,12 @@ def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
         np.concatenate(
             [np.empty(0, np.int64), *(part.owners + shift for part, shift in zip(parts, shifts, strict=True))]
         ),
+        np.concatenate([np.empty(0, np.uint8), *(part.labels for part in parts)]),
     )
 
 
-def _record(n: int) -> np.dtype[np.void]:
-    return np.dtype([("item", ITEM), ("rows", ROW, (n,))])
+def _record(n: int, label_size: int) -> np.dtype[np.void]:
+    return np.dtype([("item", ITEM), ("rows", ROW, (n,)), ("labels", "u1", (label_size,))])
 
 
 def pack(value: Any) -> bytes:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
+from replay_protos.labels import pack_labels
 from replay_server.errors import Refused
 from replay_server.storage import records
 from replay_server.storage.checkpoints import OpenCheckpoint
@@ -239,7 +240,12 @@ class ChangeCollector:
         if permits := buffer.items.unused_permits:
             items["unused_permit"] = [key in permits for key in keys.tolist()]
         items["inserted_at"] += offset
-        return ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
+        records = ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
+        if buffer.items.labelled:
+            packed = [pack_labels(item.labels) for item, there in zip(found, in_a_table.tolist(), strict=True) if there]
+            records.items["labels"] = [len(labels) for labels in packed]
+            records.labels = np.frombuffer(b"".join(packed), np.uint8)
+        return records
 
     def _state_records(self) -> Iterator[StateRecord]:
         """The state records that differ from what was last written."""
@@ -386,6 +392,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     now = buffer.clock()
     items, rows, owners = state.items.items, state.items.rows, state.items.owners
     keys, in_table = items["key"], rows["kind"] == IN_TABLE
+    labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)
     names = table_numbers(state)
     for number, name in names.items():
@@ -402,6 +409,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
                 mine["order"],
                 np.minimum(mine["inserted_at"] - offset, now),  # nothing comes from the future: the clock was set back
                 mine["times_sampled"],
+                None if labels is None else [labels[owner] for owner in own.tolist()],
             )
             continue
         if own.size:
@@ -424,6 +432,8 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
     buffer.items.update(loaded)
+    if labels is not None:
+        buffer.items.label(columns[0], labels)
     buffer.items.unused_permits.update(keys[items["unused_permit"] != 0].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())
     unheld = keys[holders == 0].tolist()  # they are in no table that is configured

@@ -260,7 +260,8 @@ class ReplayBuffer:
         if admission is not None:  # before anything is evicted, which may take a group off the accepted ones again
             admission.use(insert.permits, len(insert), accepted=admitted)
         for table in tables:
-            table.insert(insert.keys, insert.priorities[table.name], insert.policy_versions, insert.sizes)
+            priorities = insert.priorities[table.name]
+            table.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
             self.lines[table.name].inserts.moved()
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
@@ -521,7 +522,7 @@ class ReplayBuffer:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
-        tags = table.tags_for(config)
+        tags = table.tags_for(config, self.items.labels)
         if config.balance is not None and (count := len(tags[config.balance.tag])) > MAX_BALANCED:
             raise invalid(
                 f"table {table_name!r}: balance: its items have {count} values of the tag {config.balance.tag!r}, and "

@@ -25,11 +25,11 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from replay_protos.labels import Labels
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 KeyArray = npt.NDArray[np.uint64]
-TagValue = str | int | None
-"""None: the item does not have the tag."""
 
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
@@ -87,8 +87,9 @@ class TagColumn:
     So memory follows the values in use, and not those ever seen.
     """
 
-    def __init__(self) -> None:
-        self.codes = np.zeros(0, dtype=np.int32)
+    def __init__(self, name: str, slots: int = 0) -> None:
+        self.name = name
+        self.codes = np.zeros(slots, dtype=np.int32)
         """By slot; 0 for a slot that is free or leaving."""
         self.values: list[str] = [""]
         """By code."""
@@ -97,19 +98,19 @@ class TagColumn:
         """By code, from 1: how many slots have it."""
         self._unused: list[int] = []
 
-    def code(self, value: TagValue) -> int | None:
+    def code(self, value: str) -> int | None:
         """The code of `value`; None: no item has it."""
-        return self._codes.get(_text(value))
+        return self._codes.get(value)
 
     def __len__(self) -> int:
         """How many values there are, "" for no value included."""
         return len(self._codes)
 
-    def set(self, slots: IntArray, values: Sequence[TagValue]) -> None:
-        """Fills free slots (n,) with `values` (n,)."""
-        texts = [_text(value) for value in values]
+    def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
+        """Fills new slots (n,) from the labels (n,) of their items."""
+        texts = [of_item.text(self.name) for of_item in labels]
         if not any(texts):
-            return  # a free slot has code 0 already
+            return  # a new slot has code 0 already
         codes = [self._codes.get(text) or self._add(text) for text in texts]
         self.codes[slots] = codes
         np.add.at(self._rows, codes, 1)
@@ -149,10 +150,6 @@ class TagColumn:
         self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
 
 
-def _text(value: TagValue) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
-
-
 class Columns(Facts):
     """Slots are reused. `reserved` maps the key of each reserved item to its slot. Arrays double when they are full.
 
@@ -164,7 +161,7 @@ class Columns(Facts):
     def __init__(self, current_version: int = 0, indexed: Iterable[str] = ()) -> None:
         """`indexed`: the names of the tags that have a column."""
         super().__init__(current_version)
-        self.tags = {name: TagColumn() for name in indexed}
+        self.tags = {name: TagColumn(name) for name in indexed}
         self._slots: dict[int, int] = {}
         """The slot of each item that is here, and of some that are leaving."""
         self._leaving = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from replay_protos.labels import NO_LABELS, Labels
 from replay_server.errors import busy
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.leaving import ROWS_PER_SLICE, Leaving
@@ -32,13 +33,17 @@ class InsertBatch:
     payloads: Sequence[Payload]
     permits: int = 0
     """Id of the grant from which each row uses one permit; 0: none."""
+    labels: Sequence[Labels] | None = None
+    """None: no row has any."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def to(self, priorities: Mapping[str, FloatArray]) -> InsertBatch:
         """The same items for other tables."""
-        return InsertBatch(self.keys, priorities, self.policy_versions, self.sizes, self.payloads, self.permits)
+        return InsertBatch(
+            self.keys, priorities, self.policy_versions, self.sizes, self.payloads, self.permits, self.labels
+        )
 
     def __getitem__(self, rows: slice) -> InsertBatch:
         return InsertBatch(
@@ -48,6 +53,7 @@ class InsertBatch:
             self.sizes[rows],
             self.payloads[rows],
             self.permits,
+            None if self.labels is None else self.labels[rows],
         )
 
 
@@ -187,6 +193,7 @@ class Item:
     holders: int = 0
     forwarded: tuple[str, ...] = ()
     """Names of the tables that forwarded the item."""
+    labels: Labels = NO_LABELS
 
 
 class Items(dict[int, Item]):
@@ -208,6 +215,8 @@ class Items(dict[int, Item]):
         """Whether bytes became free since this was last set to False."""
         self.unused_permits: set[int] = set()
         """Keys of items that were inserted with a permit, and not sampled since."""
+        self.labelled = self.tagged = False
+        """Whether some item ever had labels, and tags: otherwise nobody has to look for them."""
         self._on_unused_permit = on_unused_permit
         self.leaving = Leaving(self.release, rows_per_slice)
 
@@ -216,10 +225,23 @@ class Items(dict[int, Item]):
         sizes, versions = batch.sizes.tolist(), batch.policy_versions.tolist()
         for key, nbytes, version in zip(batch.keys, sizes, versions, strict=True):
             self[key] = Item(nbytes, version, now, holders)
+        if batch.labels is not None:
+            self.label(batch.keys, batch.labels)
         if permits:
             self.unused_permits.update(batch.keys)
         self.bytes += sum(sizes)
         self.storage.put(batch.keys, batch.payloads)
+
+    def label(self, keys: Iterable[int], labels: Iterable[Labels]) -> None:
+        """Sets the labels of each of `keys`."""
+        self.labelled = True
+        for key, of_item in zip(keys, labels, strict=True):
+            self[key].labels = of_item
+            self.tagged = self.tagged or bool(of_item.pairs)
+
+    def labels(self, keys: Sequence[int]) -> list[Labels] | None:
+        """The labels of each of `keys`; None: no item has any."""
+        return [self[key].labels for key in keys] if self.labelled else None
 
     def gone(self, key: int) -> bool:
         """Whether nothing holds the item, or only rows that wait to be cleared away."""

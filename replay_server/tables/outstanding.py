@@ -168,7 +168,8 @@ class OutstandingBatches:
             return
         source.counters.forwarded += 1
         self._items.hold([key])
-        target.insert([key], np.array([priority]), np.array([item.policy_version]), np.array([item.nbytes]))
+        versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])
+        target.insert([key], np.array([priority]), versions, sizes, self._items.labels([key]))
         target.counters.evicted_on_arrival += key not in target
 
 

@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replay_protos.labels import Labels
 from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, TagColumn, TagValue, rows_at, total
+from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, TagColumn, rows_at, total
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.selectors import effective_priorities
@@ -96,10 +97,6 @@ _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
 
 
-def no_values(tag: str, keys: Sequence[int]) -> Sequence[TagValue]:
-    return [None] * len(keys)
-
-
 @dataclass
 class Table:
     config: TableConfig
@@ -108,8 +105,6 @@ class Table:
     on_leave: Callable[[Columns, IntArray], None]
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
     the rows in these columns: with `remove`, or with `leave` and later `free`."""
-    values_of: Callable[[str, Sequence[int]], Sequence[TagValue]] = no_values
-    """The values (n,) of the named tag of items (n,), by key. Asked for the tags that the table indexes."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -190,7 +185,14 @@ class Table:
             room = config.max_size  # the oldest go first, whatever is inserted; other removers choose anew each time
         return min(self.limiter.most_inserts(), room)
 
-    def insert(self, keys: Sequence[int], priorities: FloatArray, policy_versions: IntArray, sizes: IntArray) -> None:
+    def insert(
+        self,
+        keys: Sequence[int],
+        priorities: FloatArray,
+        policy_versions: IntArray,
+        sizes: IntArray,
+        labels: Sequence[Labels] | None = None,
+    ) -> None:
         """Inserts items, then evicts as many as there are too many. The caller has checked the insert rules.
 
         The remover chooses among the old items and the new ones, so a new item may leave at once.
@@ -198,7 +200,7 @@ class Table:
         n, now = len(keys), self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0)
+        self.add_rows(keys, priorities, policy_versions, sizes, orders, now, 0, labels)
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -229,8 +231,12 @@ class Table:
         orders: IntArray,
         inserted_at: FloatArray | float,
         times_sampled: IntArray | int,
+        labels: Sequence[Labels] | None = None,
     ) -> None:
-        """Adds items (n,), at least one, in the order of their insertion. The caller counts them."""
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts them.
+
+        `labels` None: no item has any.
+        """
         columns = self.columns
         slots = columns.add(keys)
         rows = rows_at(slots)
@@ -240,8 +246,9 @@ class Table:
         columns.inserted_at[rows] = inserted_at
         columns.size[rows] = sizes
         columns.times_sampled[rows] = times_sampled
-        for name, tag in columns.tags.items():
-            tag.set(slots, self.values_of(name, keys))
+        if labels is not None:
+            for tag in columns.tags.values():
+                tag.set(slots, labels)
         self._show(slots)
 
     def _show(self, slots: IntArray) -> None:
@@ -470,16 +477,21 @@ class Table:
         sampler = self.config.sampler
         return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
-    def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
-        """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
-        return {name: self.columns.tags.get(name) or self._index_of(name) for name in config.indexed}
+    def tags_for(
+        self, config: TableConfig, labels_of: Callable[[list[int]], Sequence[Labels] | None]
+    ) -> dict[str, TagColumn]:
+        """The tag columns for another configuration. A tag that is new in it costs one look at each item.
 
-    def _index_of(self, name: str) -> TagColumn:
-        columns, tag = self.columns, TagColumn()
-        tag.lengthen(columns.key.size)
-        slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
-        tag.set(slots, self.values_of(name, columns.key[slots].tolist()))
-        return tag
+        `labels_of` tells the labels (n,) of the items of keys (n,); None: no item has any.
+        """
+        columns, known = self.columns, self.columns.tags
+        tags = {name: known[name] if name in known else TagColumn(name, columns.key.size) for name in config.indexed}
+        if new := [tag for name, tag in tags.items() if name not in known]:
+            slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
+            if (labels := labels_of(columns.key[slots].tolist())) is not None:
+                for tag in new:
+                    tag.set(slots, labels)
+        return tags
 
     def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
         """Changes the configuration (not the name), and keeps items and counters. `tags` are what `tags_for` made."""

@@ -4,13 +4,15 @@ import hashlib
 import math
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup, group_from_completions, group_from_rows
-from replay_client.rollout import ALIGNMENT, MAGIC
+from replay_client.columns import ALIGNMENT, encode_columns
+from replay_client.rollout import MAGIC
 from tests.factories import make_group
 
 
@@ -262,3 +264,227 @@ def test_completions_and_their_logprobs_are_views_of_the_groups_arrays():
         assert all(np.shares_memory(view, array) for view in (views[0], views[2]))
     with pytest.raises(ValueError, match="read-only"):
         RolloutGroup.decode(group.encode()).completion_logprobs()[0][0] = 0.0
+
+
+def make_trajectories(**fields) -> RolloutGroup:
+    """Two rollouts: one of two sequences, the second after a context of its own, and one of one sequence."""
+    return RolloutGroup(
+        **{
+            "prompt_ids": [1, 2],
+            "completion_ids": [5, 6, 7, 8, 9, 10],
+            "completion_lengths": [2, 3, 1],
+            "sequence_counts": [2, 1],
+            "context_lengths": [0, 1, 0],
+            "rollout_logprobs": [-1, -1, math.nan, -1, -1, -1],
+            "rewards": [1.0, 0.0],
+            "advantages": [1.0, -1.0],
+        }
+        | fields
+    )
+
+
+def ragged(*sets) -> dict:
+    """Sets of values as the values of all, and offsets."""
+    offsets = np.cumsum([0, *map(len, sets)])
+    return {"kept": np.array([value for each in sets for value in each], np.int32), "kept/offsets": offsets}
+
+
+def test_a_rollout_of_several_sequences_is_one_rollout():
+    group = make_trajectories(finish_reasons=("stop", "length"), token_advantages=[1, 1, 0, 2, 2, -1])
+    assert (group.group_size, group.num_sequences, group.num_tokens) == (2, 3, 6)
+    assert group.sequence_rollouts.tolist() == [0, 0, 1]
+    assert [group.completion_ids[span].tolist() for span in group.sequence_spans()] == [[5, 6], [7, 8, 9], [10]]
+    assert [prompt.tolist() for prompt in group.prompts()] == [[1, 2], [1, 2, 7], [1, 2]]
+    assert RolloutGroup.decode(group.encode()) == group
+    assert make_group().sequence_rollouts.tolist() == [0, 1, 2]
+
+
+def test_each_extra_is_cut_by_its_axis_and_never_by_its_shape():
+    same = np.arange(6)  # of the shape (T,), whatever it means
+    group = make_trajectories(
+        prompt_ids=[1],
+        extras={
+            "token": same,
+            "whole": np.arange(7),
+            "sequence": np.array([[10], [11], [12]]),
+            "rollout": np.array([20, 21]),
+            "said": same,
+            "unsaid": same,
+            **ragged([1], [2, 3], [], [4], [5, 6], [7]),
+        },
+        axes={
+            **{axis: axis for axis in ("token", "whole", "sequence", "rollout")},
+            "said": "group",
+            "kept": "ragged:token",
+        },
+    )
+    again = RolloutGroup.decode(group.encode())
+    assert again == group
+    assert {name: again.extra_of(name, 1).tolist() for name in group.extras if name != "kept/offsets"} == {
+        "token": [2, 3, 4],
+        "whole": [0, 3, 4, 5],
+        "sequence": [11],
+        "rollout": 20,
+        "said": same.tolist(),
+        "unsaid": same.tolist(),
+        "kept": [4, 5, 6],
+    }
+    assert again.offsets_of("kept", 1).tolist() == [0, 0, 1, 3]
+    assert again.extra_of("rollout", 2) == 21
+    assert replace(again, axes=again.axes | {"said": "token"}) != again
+
+
+def test_bfloat16_is_a_dtype_of_extras():
+    image = np.linspace(-3, 3, 6).astype(ml_dtypes.bfloat16).reshape(2, 3)
+    group = make_group(extras={"image": image})
+    decoded = RolloutGroup.decode(group.encode())
+    assert decoded == group
+    assert decoded.extras["image"].dtype == ml_dtypes.bfloat16
+
+
+TRAJECTORY_MISTAKES = {
+    "counts that do not sum": ({"sequence_counts": [1, 1]}, r"sequence_counts \[1, 1\] must be .* sum to the 3 seq"),
+    "no sequence": ({"sequence_counts": [3, 0]}, r"sequence_counts \[3, 0\] must be positive"),
+    "negative count": ({"sequence_counts": [4, -1]}, r"sequence_counts \[4, -1\] must be positive"),
+    "a count too many": ({"sequence_counts": [1, 1, 1]}, "sequence_counts has 3 entries, not G = 2, the rewards"),
+    "no counts": ({"sequence_counts": None}, "rewards has 2 entries, not G = 3; sequence_counts says which sequences"),
+    "context longer than its sequence": (
+        {"context_lengths": [0, 4, 0]},
+        r"context_lengths\[1\] is 4, and must be from 0 to 3",
+    ),
+    "contexts of rollouts": ({"context_lengths": [0, 1]}, "context_lengths has 2 entries, not S = 3"),
+    "reasons of sequences": ({"finish_reasons": ("stop",) * 3}, "finish_reasons has 3 entries, not G = 2"),
+    "advantages of sequences": ({"advantages": [1.0, 1.0, -1.0]}, "advantages has 3 entries, not G = 2"),
+    "too few token advantages": ({"token_advantages": [1.0]}, "token_advantages has 1 entries, not T = 6"),
+    "unknown token advantage": (
+        {"token_advantages": [1, 1, math.nan, 1, 1, 1]},
+        "token_advantages holds nan at token 2, .* write 0 for tokens that are not trained on",
+    ),
+    "huge token advantage": (
+        {"token_advantages": [1, 1, 1, 1, 1, -1e10]},
+        r"token_advantages holds -1e\+10 at token 5",
+    ),
+    "a tool's token that is not masked": (
+        {"rollout_logprobs": [-1, -1, math.nan, -1, math.nan, -1]},
+        "rollout_logprobs is NaN at token 4, and other trained tokens of sequence 1 .* False into loss_mask",
+    ),
+    "axis of nothing": ({"axes": {"x": "token"}}, "axes names 'x', which extras does not have: add the array"),
+    "no such axis": (
+        {"extras": {"x": np.zeros(6)}, "axes": {"x": "tokens"}},
+        r"axes\['x'\] is 'tokens', not one of token, whole, sequence, rollout, group, ragged:token",
+    ),
+    "axes that are no dict": ({"axes": ["token"]}, r"axes must be a dict, not \['token'\]"),
+    "extras that are no dict": ({"extras": [np.zeros(6)]}, "extras must be a dict"),
+    **{
+        f"rows of {axis}": (
+            {"extras": {"x": np.zeros((5, 2))}, "axes": {"x": axis}},
+            rf"extras\['x'\] has the shape \(5, 2\), and its axis '{axis}' needs {rows} rows",
+        )
+        for axis, rows in {"token": 6, "whole": 8, "sequence": 3, "rollout": 2}.items()
+    },
+    "a number without rows": (
+        {"extras": {"x": np.float32(1)}, "axes": {"x": "rollout"}},
+        r"extras\['x'\] has the shape \(\), and its axis 'rollout' needs 2 rows",
+    ),
+    "no offsets": (
+        {"extras": {"x": np.zeros(6)}, "axes": {"x": "ragged:token"}},
+        r"extras\['x'\] has the axis 'ragged:token' and no offsets: put T \+ 1 of them into extras\['x/offsets'\]",
+    ),
+    "offsets of nothing": ({"extras": {"x/offsets": np.zeros(7)}}, r"extras\['x/offsets'\] is the name of offsets"),
+    "too few offsets": (
+        {"extras": {"x": np.zeros(6), "x/offsets": np.arange(6)}, "axes": {"x": "ragged:token"}},
+        r"extras\['x/offsets'\] is int64 of the shape \(6,\), and must be integers of the shape \(7,\)",
+    ),
+    "offsets that end too early": (
+        {"extras": {"x": np.zeros(7), "x/offsets": np.arange(7)}, "axes": {"x": "ragged:token"}},
+        r"extras\['x/offsets'\] goes from 0 to 6, and must rise from 0 to the 7 rows of extras\['x'\]",
+    ),
+    "offsets that fall": (
+        {"extras": {"x": np.zeros(6), "x/offsets": [0, 3, 2, 3, 4, 5, 6]}, "axes": {"x": "ragged:token"}},
+        "must rise from 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), TRAJECTORY_MISTAKES.values(), ids=TRAJECTORY_MISTAKES)
+def test_a_trajectory_that_is_misdescribed_is_refused_with_the_remedy(fields, words):
+    with pytest.raises(ValueError, match=words):
+        make_trajectories(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_logprobs": [-1, -1, math.nan, math.nan, math.nan, -1]},
+        {
+            "rollout_logprobs": [-1, -1, math.nan, -1, math.nan, -1],
+            "loss_mask": [True, True, False, True, False, True],
+        },
+        {
+            "rollout_logprobs": [-1, math.nan, -1, -1, -1, -1],
+            "sequence_counts": None,
+            "context_lengths": None,
+            "rewards": [1, 0, 0],
+            "advantages": [1, 0, 0],
+        },
+    ],
+    ids=["in all of a sequence", "where masked", "in a completion"],
+)
+def test_an_unknown_log_probability_is_allowed(fields):
+    make_trajectories(**fields)
+
+
+# ------------------------------------------------------------------------------------------------ segments
+
+
+def segment(extras, **axes) -> bytes:
+    return b"".join(encode_columns(extras, axes))
+
+
+def test_columns_that_were_appended_join_the_extras_and_the_first_of_a_name_counts():
+    group = make_trajectories(extras={"here": np.arange(6)}, axes={"here": "token"})
+    encoded = group.encode()
+    later = {"teacher": np.full((6, 2), -1, np.float16), "value": np.zeros(2, ml_dtypes.bfloat16)}
+    stored = encoded + segment(later, teacher="token", value="rollout")
+    stored += segment({"teacher": np.zeros(3), "here": np.zeros(1), "note": np.uint8(7)})
+    stored += segment(ragged([1], [], [2], [], [], []), kept="ragged:token") + segment(ragged([9]), kept="ragged:token")
+    assert all(len(each) % ALIGNMENT == 0 for each in (encoded, segment(later)))
+    decoded = RolloutGroup.decode(stored)
+    extras = {"here": np.arange(6), **later, "note": np.uint8(7), **ragged([1], [], [2], [], [], [])}
+    axes = {"here": "token", "teacher": "token", "value": "rollout", "kept": "ragged:token"}
+    assert decoded == replace(group, extras=extras, axes=axes)
+    assert RolloutGroup.decode(decoded.encode()) == decoded
+    assert not decoded.extras["teacher"].flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("appended", "words"),
+    [
+        (b"\0", r"damaged rollout group: not a segment: 1 bytes"),
+        (segment({"x": np.zeros(6)})[:-32], "damaged rollout group: array 'extras/x' lies at 0 to 48"),
+        (segment({"x": np.zeros(1)}) + bytes(64), "damaged rollout group: not a segment: "),
+        (b"RPLYSEG\x02" + bytes(56), "damaged rollout group: segment of format 2; this version reads 1"),
+        (segment({"x": np.zeros(5)}, x="token"), r"damaged rollout group: extras\['x'\] has the shape \(5,\)"),
+        (make_group().encode(), "damaged rollout group: not a segment: "),
+    ],
+    ids=["a byte", "cut off", "zeros after it", "another format", "rows that do not fit", "a group"],
+)
+def test_damage_behind_a_group_is_refused(appended, words):
+    with pytest.raises(ValueError, match=words):
+        RolloutGroup.decode(make_trajectories().encode() + appended)
+
+
+@pytest.mark.parametrize(
+    ("extras", "axes", "words"),
+    [
+        ({}, {}, "extras is empty: name at least one column"),
+        ({"x": np.array(["a"])}, {}, r"extras\['x'\] has dtype <U1"),
+        ({"x": np.zeros(3)}, {"y": "token"}, "axes names 'y', which extras does not have"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, {"x": "token", "y": "token"}, r"extras\['y'\] has the shape \(4,\)"),
+        ({"x": np.zeros(3), "x/offsets": np.zeros(0, int)}, {"x": "ragged:token"}, r"the shape \(1,\)"),
+    ],
+    ids=["none", "dtype", "axis of nothing", "axes that disagree", "no offset"],
+)
+def test_columns_that_cannot_be_right_are_refused_before_they_are_sent(extras, axes, words):
+    with pytest.raises(ValueError, match=words):
+        encode_columns(extras, axes)

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from replay_protos.labels import Labels, labels_of
 from replay_server import TableConfig
 from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.table import SampleRequest, Table
@@ -30,8 +31,10 @@ class Pool(Table):
             config,
             lambda: 0.0,
             lambda columns, slots: columns.remove(slots),
-            values_of=lambda tag, keys: [self.tags[key] if tag == "environment" else None for key in keys],
         )
+
+    def labels_of(self, keys: list[int]) -> list[Labels]:
+        return [labels_of([], {"environment": v, "x": 1} if (v := self.tags[key]) is not None else {}) for key in keys]
 
     def fill(self, **items: int) -> "Pool":
         for value, n in items.items():
@@ -42,7 +45,7 @@ class Pool(Table):
         keys = [len(self.tags) + 1 + row for row in range(len(values))]
         self.tags.update(zip(keys, values, strict=True))
         zeros = np.zeros(len(keys), dtype=np.int64)
-        self.insert(keys, np.asarray(priorities, dtype=np.float64), zeros, zeros + 1)
+        self.insert(keys, np.asarray(priorities, dtype=np.float64), zeros, zeros + 1, self.labels_of(keys))
         return keys
 
     def drawn(self, n: int, **request) -> list[int]:
@@ -213,7 +216,8 @@ def test_ages_count_within_a_value_and_after_the_version_moved():
         pool.set_policy_version(version)
         keys = [version + 1, version + 2]
         pool.tags |= {keys[0]: "math", keys[1]: "code"}
-        pool.insert(keys, np.ones(2), np.full(2, version), np.ones(2, dtype=np.int64))
+        sizes = np.ones(2, dtype=np.int64)
+        pool.insert(keys, np.ones(2), np.full(2, version), sizes, pool.labels_of(keys))
     pool.set_policy_version(2)  # a rollback: items of version 3 count as those of 2
     batch = pool.draw(SampleRequest(4, 4), 4)
     found = dict(zip(batch.keys.tolist(), batch.probabilities.tolist(), strict=True))
@@ -331,7 +335,7 @@ def test_balance_begins_changes_and_ends_while_the_server_runs():
 
     def configure(**changes) -> None:
         config = TableConfig.model_validate(pool.config.model_dump(exclude_unset=True) | changes)
-        pool.configure(config, pool.tags_for(config))
+        pool.configure(config, pool.tags_for(config, pool.labels_of))
 
     assert share_of_math() == pytest.approx(0.02)
     reserved = pool.draw(SampleRequest(1, 1, exclude=frozenset(pool.keys_of("code"))), 1)

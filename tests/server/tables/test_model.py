@@ -16,6 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from replay_protos.labels import NO_LABELS, Labels, labels_of
 from replay_server.errors import Code, Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -80,6 +81,19 @@ timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
 picks = st.integers(0, 2**16)
 
 
+LABELS = (
+    NO_LABELS,
+    labels_of(["teacher"], {"environment": "math", "level": 1}),
+    labels_of([], {"environment": "code"}),
+    labels_of(["teacher", "images"], None),
+)
+
+
+def labels_for(key: int) -> Labels:
+    """What the item of this key is inserted with."""
+    return LABELS[key % len(LABELS)]
+
+
 def columns_of(rows: list[Insert]) -> InsertBatch:
     return InsertBatch(
         [row.key for row in rows],
@@ -88,6 +102,7 @@ def columns_of(rows: list[Insert]) -> InsertBatch:
         np.array([row.nbytes for row in rows]),
         [(b"x" * row.nbytes,) for row in rows],
         rows[0].permits,
+        [labels_for(row.key) for row in rows],
     )
 
 
@@ -126,9 +141,9 @@ class ModelMachine(RuleBasedStateMachine):
         """Logs what the table does, in the order in which it does it."""
         insert, evict, draw = table.insert, table.evict, table.draw
 
-        def logged_insert(keys, priorities, versions, sizes):
+        def logged_insert(keys, priorities, versions, sizes, labels=None):
             self.log.append(("insert", table.name, list(keys), sizes.tolist()))
-            insert(keys, priorities, versions, sizes)
+            insert(keys, priorities, versions, sizes, labels)
 
         def logged_evict(n=1):
             columns, ranks = table.columns, {}
@@ -438,6 +453,7 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders - leaving[key] for key, item in buffer.items.items() if key not in gone} == {
             key: model.holders(key) for key in model.items
         }
+        assert (buffer.items.labels(list(model.items)) or []) == [labels_for(key) for key in model.items]
         payloads = list(buffer.payloads(list(model.items)))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)

@@ -1,0 +1,105 @@
+"""Labels: what is said of an item beside its payload.
+
+The server never opens a payload. What it has to know of one travels beside the bytes: the names of the columns that
+the payload has, so that a table can wait for one that it requires, and tags, by which people find items and tables
+balance their draws. Most items have neither. They share `NO_LABELS`, and cost no byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgpack
+
+MOST_TAGS = 8
+MOST_NAME_BYTES = 64
+"""Bytes of the name of a tag, in UTF-8."""
+MOST_VALUE_BYTES = 256
+"""Bytes of the value of a tag, in UTF-8."""
+MOST_COLUMNS = 1024
+MOST_COLUMN_BYTES = 256
+"""Bytes of the name of a column, in UTF-8."""
+
+TagValue = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    columns: frozenset[str] = frozenset()
+    """Names of the columns that the payload has beside the fields of each group: of its extras."""
+    pairs: tuple[tuple[str, TagValue], ...] = ()
+    """The tags, by name."""
+
+    @property
+    def tags(self) -> dict[str, TagValue]:
+        return dict(self.pairs)
+
+    def text(self, name: str) -> str:
+        """The value of a tag as text, by which values are compared; empty without the tag."""
+        for known, value in self.pairs:
+            if known == name:
+                return str(value)
+        return ""
+
+
+NO_LABELS = Labels()
+
+
+def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> Labels:
+    """Raises ValueError, in one sentence, for what an item cannot have."""
+    names = frozenset(columns)
+    if not names and not tags:
+        return NO_LABELS
+    pairs: list[tuple[str, TagValue]] = []
+    if tags is not None and not isinstance(tags, Mapping):
+        raise ValueError(f'tags must be values by name, such as {{"environment": "math"}}, not {tags!r:.80}')
+    for name, value in (tags or {}).items():
+        if isinstance(value, bool) or not isinstance(value, str | int):  # here: to the cache, 1, 1.0 and True are equal
+            raise ValueError(f"tag {name!r:.80} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
+        pairs.append((name, value))
+    return _checked(names, tuple(pairs))
+
+
+@lru_cache(1 << 12)  # most items of a run have the labels of many others: so they share one object
+def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -> Labels:
+    if len(columns) > MOST_COLUMNS:
+        raise ValueError(f"an item has at most {MOST_COLUMNS} columns, not {len(columns)}: join some of its extras")
+    for column in columns:
+        if not 0 < _size("the name of a column", column) <= MOST_COLUMN_BYTES:
+            raise ValueError(f"column {column!r:.80} has a name of {_size('', column)} bytes: 1 to {MOST_COLUMN_BYTES}")
+    if len(pairs) > MOST_TAGS:
+        raise ValueError(f"an item has at most {MOST_TAGS} tags, not {len(pairs)}: put the others into meta")
+    for name, value in pairs:
+        if not 0 < (size := _size("the name of a tag", name)) <= MOST_NAME_BYTES:
+            raise ValueError(f"tag {name!r:.80} has a name of {size} bytes: 1 to {MOST_NAME_BYTES}")
+        if isinstance(value, str):
+            if (size := _size(f"tag {name!r}", value)) > MOST_VALUE_BYTES:
+                raise ValueError(
+                    f"tag {name!r} has a value of {size} bytes, more than {MOST_VALUE_BYTES}: put it into meta"
+                )
+        elif not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"tag {name!r} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
+    return Labels(columns, tuple(sorted(pairs)))
+
+
+def _size(what: str, text: str) -> int:
+    """Bytes of a text in UTF-8. Raises ValueError if it is none."""
+    if not isinstance(text, str):
+        raise ValueError(f"{what} must be a string, not {text!r:.80}")
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is no text: {error}") from error
+
+
+@lru_cache(1 << 12)
+def pack_labels(labels: Labels) -> bytes:
+    """The labels as they are stored; nothing where there are none."""
+    return b"" if labels == NO_LABELS else msgpack.packb([sorted(labels.columns), labels.pairs])
+
+
+def unpack_labels(data: bytes) -> Labels:
+    columns, pairs = msgpack.unpackb(data)
+    return labels_of(columns, dict(pairs))
