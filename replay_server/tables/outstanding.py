@@ -161,8 +161,10 @@ class OutstandingBatches:
             target.counters.stale_refused += 1
             source.counters.forward_refused += 1
             return
-        if item.nbytes > (target.config.max_bytes or np.inf) or (
-            target.config.when_full != "evict" and target.why_full(1, item.nbytes)
+        if (
+            item.nbytes > (target.config.max_bytes or np.inf)
+            or (target.config.when_full != "evict" and target.why_full(1, item.nbytes))
+            or target.too_many_values([item.labels]) is not None
         ):
             source.counters.forward_refused += 1
             return

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from replay_protos.labels import Labels
 from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, TagColumn, rows_at, total
-from replay_server.tables.config import TableConfig
+from replay_server.tables.config import MAX_BALANCED, TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.selectors import effective_priorities
 
@@ -171,6 +171,16 @@ class Table:
         if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {config.max_bytes}"
         return None
+
+    def too_many_values(self, labels: Sequence[Labels] | None) -> str | None:
+        """Which value of these items is one more than the table can balance; None: they fit."""
+        if self.config.balance is None or labels is None:
+            return None
+        tag = self.columns.tags[self.config.balance.tag]
+        if len(tag) + len(labels) <= MAX_BALANCED:
+            return None
+        new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
+        return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
 
     def too_stale(self, policy_version: int, current: int) -> bool:
         return self.config.max_staleness is not None and current - policy_version > self.config.max_staleness

@@ -11,9 +11,18 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay_protos.labels import NO_LABELS, Labels, labels_of
 from replay_server.errors import Code
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.table import SampleBatch, SampleRequest
+
+_TAGGED = labels_of(["teacher"], {"environment": "math", "level": 1}), labels_of([], {"environment": "code"})
+LABELS = (NO_LABELS, *_TAGGED, labels_of(["teacher", "images"], None))
+
+
+def labels_for(key: int) -> Labels:
+    """What the item of this key is inserted with."""
+    return LABELS[key % len(LABELS)]
 
 
 @dataclass(eq=False)
@@ -136,6 +145,18 @@ class RefTable:
             return 1.0
         return row.priority**selector.exponent if row.priority > 0 else 0.0
 
+    def value(self, row: Row) -> str:
+        """The value of the tag that the table balances; the same of all rows if it does not."""
+        return "" if self.config.balance is None else labels_for(row.key).text(self.config.balance.tag)
+
+    def value_weight(self, row: Row) -> float:
+        return 1.0 if self.config.balance is None else self.config.balance.weights.get(self.value(row), 1.0)
+
+    def drawn_first(self, row: Row, rows: list[Row]) -> tuple[float, list[Row]]:
+        """The probability of its value among `rows`, and those of this value."""
+        total = sum({self.value(other): self.value_weight(other) for other in rows}.values())
+        return self.value_weight(row) / total, [other for other in rows if self.value(other) == self.value(row)]
+
     def ordered(self, rows: list[Row], selector: Any) -> list[Row] | None:
         """The order in which a selector that is not random names the rows."""
         rank = {
@@ -148,7 +169,8 @@ class RefTable:
 
     def candidates(self, request: SampleRequest) -> list[Row]:
         out = self.scopes.get(request.scope, set()) | request.exclude
-        return [row for row in self.rows if row.key not in out and self.weight(row, self.config.sampler) > 0]
+        weighs = [row for row in self.rows if self.weight(row, self.config.sampler) * self.value_weight(row) > 0]
+        return [row for row in weighs if row.key not in out]
 
     def drawable(self, request: SampleRequest, n: int) -> bool:
         there = len(self.candidates(request))
@@ -535,19 +557,19 @@ class Reference:
         timed_out = waiting.deadline <= self.now and n == table.most(request) >= request.min_samples
         assert (n == request.num_samples and table.drawable(request, n)) or timed_out
         candidates = table.candidates(request)
-        ordered = table.ordered(candidates, table.config.sampler)
         rows = [table.find(key) for key in batch.keys.tolist()]
         assert all(row in candidates for row in rows)
         if request.distinct:
             assert len(set(rows)) == n
-        if ordered is not None:
-            assert rows == (ordered[:n] if request.distinct else ordered[:1] * n)
-        total = sum(table.weight(row, table.config.sampler) for row in candidates)
         for index, row in enumerate(rows):
-            if ordered is None:
-                probability = table.weight(row, table.config.sampler) / total
+            probability, alike = table.drawn_first(row, candidates)
+            if (ordered := table.ordered(alike, table.config.sampler)) is None:
+                total = sum(table.weight(other, table.config.sampler) for other in alike)
+                probability *= table.weight(row, table.config.sampler) / total
             else:
-                probability = float(index == 0 or not request.distinct)
+                place = sum(other in alike for other in rows[:index]) if request.distinct else 0
+                assert row is ordered[place]
+                probability *= place == 0
             assert math.isclose(batch.probabilities[index], probability, rel_tol=1e-9), (
                 f"row {index} of {name}: probability {batch.probabilities[index]}, not {probability}"
             )

@@ -11,7 +11,11 @@ import pytest
 
 from replay_protos.labels import Labels, labels_of
 from replay_server import TableConfig
+from replay_server.errors import Code, Refused
 from replay_server.tables.balance import ValueRows, choose
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import MAX_BALANCED
+from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest, Table
 
 Z_LIMIT = 5.0
@@ -346,3 +350,52 @@ def test_balance_begins_changes_and_ends_while_the_server_runs():
     assert share_of_math() == pytest.approx(0.8)
     configure(index=["environment"], balance=None, sampler="uniform")
     assert share_of_math() == pytest.approx(0.02)
+
+
+def test_an_item_with_one_value_more_than_can_be_balanced_is_refused_alone_and_is_welcome_when_one_has_left():
+    balanced = TableConfig(name="pool", balance={"tag": "prompt"})
+    buffer = ReplayBuffer([balanced, TableConfig(name="other", forward_to="pool")], lambda: 0.0)
+
+    def insert(keys: range, table: str = "pool") -> int:
+        ones = np.ones(len(keys))
+        labels = [labels_of([], {"prompt": key}) for key in keys]
+        batch = InsertBatch(
+            list(keys),
+            {table: ones},
+            np.zeros(len(keys), int),
+            np.ones(len(keys), int),
+            [(b"x",)] * len(keys),
+            0,
+            labels,
+        )
+        return buffer.insert(batch)[0]
+
+    full = range(1, MAX_BALANCED)  # items without the tag are one value more
+    assert insert(full) == len(full)
+    line = f"tag 'prompt' of an item is '5000', and table 'pool' balances {MAX_BALANCED} values of it already: "
+    for batch in (range(5000, 5001), range(5000, 5003)):
+        with pytest.raises(Refused, match=f"^{line}balance a tag with fewer values$") as refused:
+            insert(batch)
+        assert refused.value.code is Code.INVALID_ARGUMENT
+    assert buffer.tables["pool"].size == len(full)
+    insert(range(6000, 6001), "other")
+    batch_id, _ = buffer.sample("other", SampleRequest(1, 1)).result()
+    buffer.take(batch_id)
+    assert buffer.tables["other"].counters.forward_refused == 1
+    buffer.delete("pool", [17])
+    assert insert(range(5000, 5001)) == 1
+
+
+def test_a_table_with_too_many_values_cannot_begin_to_balance_them():
+    buffer = ReplayBuffer([TableConfig(name="pool")], lambda: 0.0)
+    n = MAX_BALANCED
+    labels = [labels_of([], {"prompt": key}) for key in range(n)]
+    batch = InsertBatch(
+        list(range(1, n + 1)), {"pool": np.ones(n)}, np.zeros(n, int), np.ones(n, int), [(b"x",)] * n, 0, labels
+    )
+    buffer.insert(batch)
+    with pytest.raises(Refused, match=f"its items have {n + 1} values of the tag 'prompt', and at most {n} can be"):
+        buffer.update_table("pool", {"balance": {"tag": "prompt"}})
+    assert buffer.tables["pool"].config.balance is None
+    buffer.delete("pool", [1])
+    assert buffer.update_table("pool", {"balance": {"tag": "prompt"}}).available(SampleRequest(1, 1)) == n - 1
