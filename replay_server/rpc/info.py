@@ -96,6 +96,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         limiter=_limiter(table.limiter),
         inserted=_rhythm(table.inserted, now),
         sampled=_rhythm(table.sampled, now),
+        values=[pb.ValueInfo(**vars(value)) for value in table.values()],
         **table.counts(),
     )
 

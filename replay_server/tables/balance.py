@@ -122,7 +122,7 @@ class Balanced(Selector):
 
     def _by_value(self, slots: IntArray) -> Iterator[tuple[int, IntArray]]:
         """Each code among `slots` (n,), with its slots in the same order."""
-        for code, rows in _groups(self._tag.codes[slots]):
+        for code, rows in _groups(self._tag.codes[slots].astype(np.int64)):
             yield code, slots[rows]
 
     def selectable(self) -> int:
@@ -275,7 +275,7 @@ def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
     ends = np.cumsum(weights[possible])
     # By rounding a target can reach the end of the last stretch.
     found = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
-    return possible[np.minimum(found, possible.size - 1)]
+    return np.asarray(possible[np.minimum(found, possible.size - 1)])
 
 
 def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:

@@ -201,7 +201,11 @@ def check_sample(table: Table, request: SampleRequest) -> None:
     if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
         raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
     if request.values:
-        if sum(each.rows for each in request.values) != request.num_samples:
-            raise invalid(f"the rows of all values must be num_samples = {request.num_samples} together")
+        rows = [each.rows for each in request.values]
+        if min(rows) < 1 or sum(rows) != request.num_samples:
+            raise invalid(
+                f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
+                f"not {sum(rows)}"
+            )
         if table.balanced is None:  # it did when its weights were asked for
             raise try_again(f"table {table.name!r} does not balance its draws any more: ask without values")

@@ -93,6 +93,15 @@ class Weight:
     """Of a table that balances: each value that can be drawn."""
 
 
+@dataclass(frozen=True)
+class ValueItems:
+    """One value of the tag that a table balances: the message ValueInfo of replay.proto, field by field."""
+
+    name: str
+    items: int
+    weight: float
+
+
 _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
 
@@ -129,8 +138,10 @@ class Table:
 
     def _build_selectors(self) -> None:
         config = self.config
-        self.balanced = config.balance and Balanced(self.columns, config.balance, config.sampler.build)
+        self.balanced: Balanced | None = None
         """The sampler, where the table balances."""
+        if config.balance is not None:
+            self.balanced = Balanced(self.columns, config.balance, config.sampler.build)
         self.sampler = self.remover = self.balanced or config.sampler.build(self.columns)
         self._selectors = [self.sampler]
         # A queue removes in the order in which it samples: then one selector does both.
@@ -325,6 +336,15 @@ class Table:
             reason=self.why_no_sample(request, 1) or "",
             values=[] if self.balanced is None else self.balanced.weigh_values(excluded),
         )
+
+    def values(self) -> list[ValueItems]:
+        """The values of the tag that the table balances, by name; nothing if it does not."""
+        if self.config.balance is None:
+            return []
+        tag, weight = self.columns.tags[self.config.balance.tag], self.config.balance.weight
+        counts = np.bincount(tag.codes[self.columns.occupied()])
+        codes = sorted(np.flatnonzero(counts).tolist(), key=tag.values.__getitem__)
+        return [ValueItems(tag.values[code], int(counts[code]), weight(tag.values[code])) for code in codes]
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""

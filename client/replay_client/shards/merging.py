@@ -86,7 +86,10 @@ def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
     """One message of those of all shards, of which there is at least one."""
     if len(parts) == 1:
         return parts[0]
-    return type(parts[0])(**_merged(parts[0].DESCRIPTOR, parts, weights=weights))
+    merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)
+    return type(parts[0])(
+        **{name: list(value.values()) if isinstance(value, dict) else value for name, value in merged.items()}
+    )
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:

@@ -16,6 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from replay_protos.labels import NO_LABELS
 from replay_server.errors import Code, Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -460,7 +461,8 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders - leaving[key] for key, item in buffer.items.items() if key not in gone} == {
             key: model.holders(key) for key in model.items
         }
-        assert (buffer.items.labels(list(model.items)) or []) == [labels_for(key) for key in model.items]
+        labels = buffer.items.labels(list(model.items)) or [NO_LABELS] * len(model.items)
+        assert labels == [labels_for(key) for key in model.items]
         payloads = list(buffer.payloads(list(model.items)))
         assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)
