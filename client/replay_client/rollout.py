@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
+from itertools import pairwise, starmap
 from typing import Any, TypeVar
 
 import msgpack
@@ -297,8 +298,14 @@ class RolloutGroup:
 
     def sequence_spans(self) -> list[slice]:
         """For each of the S sequences, where its tokens stand in the arrays of length T, its context included."""
-        ends_S = np.cumsum(self.completion_lengths).tolist()
-        return [slice(end - n, end) for end, n in zip(ends_S, self.completion_lengths.tolist(), strict=True)]
+        return list(starmap(slice, pairwise([0, *np.cumsum(self.completion_lengths).tolist()])))
+
+    def rollout_spans(self) -> list[slice]:
+        """For each of the G rollouts, where the tokens of all its sequences stand in the arrays of length T."""
+        if self.sequence_counts is None:
+            return self.sequence_spans()
+        ends_S, stops_G = np.cumsum(self.completion_lengths), np.cumsum(self.sequence_counts)
+        return list(starmap(slice, pairwise([0, *ends_S[stops_G - 1].tolist()])))
 
     def sampled_spans(self) -> list[slice]:
         """For each of the S sequences, where its tokens after the context stand in the arrays of length T."""
@@ -324,7 +331,7 @@ class RolloutGroup:
         if axis == "group":
             return array
         if axis in ("sequence", "rollout"):
-            return array[sequence if axis == "sequence" else self.sequence_rollouts[sequence]]
+            return np.asarray(array[sequence if axis == "sequence" else self.sequence_rollouts[sequence]])
         span = self.sequence_spans()[sequence]
         if axis == RAGGED:
             offsets = self.extras[name + OFFSETS]
@@ -339,7 +346,7 @@ class RolloutGroup:
         for an array with the axis "ragged:token"."""
         span = self.sequence_spans()[sequence]
         offsets = self.extras[name + OFFSETS][span.start : span.stop + 1]
-        return offsets - offsets[0]
+        return np.asarray(offsets - offsets[0])
 
     def encode(self) -> bytes:
         """The group in the byte format of `replay_client.columns`."""

@@ -80,9 +80,10 @@ def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) ->
 
 
 def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
-    """Whether some completion that is trained on has an advantage, so that a step with this group teaches something.
+    """Whether some rollout that is trained on has an advantage, so that a step with this group teaches something.
 
-    `scale=None`: the advantages in the group count, as for a trainer that uses them. So a group of one with an
+    `token_advantages` decide where they are there: whether one of a trained token is not 0. Otherwise the advantages of
+    the rollouts do. `scale=None`: those in the group count, as for a trainer that uses them. So a group of one with an
     advantage carries a gradient, and so does one whose rewards are equal if its advantages come from elsewhere, such as
     a baseline. With a `scale` the trainer computes them anew: (r - mean of the group) / divisor, which is 0 for equal
     rewards and for a group of one, whatever the divisor.
@@ -92,6 +93,8 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
     if scale not in (None, "group", "batch", "none"):
         raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
     equal = is_zero_variance(group.rewards)
+    if group.token_advantages is not None:
+        return bool(group.token_advantages[group.trained_mask].any())
     if scale is not None:
         return not equal and bool(_of_trained(group, group_advantages(group.rewards, "none")).any())
     # Rounding alone, divided by an std of 0 + eps, makes advantages up to this one.
@@ -100,15 +103,36 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
 
 
 def trained_advantages(group: RolloutGroup) -> FloatArray:
-    """Advantages (G,), 0 for completions without a token that is trained on."""
-    return _of_trained(group, group.advantages)
+    """Advantages (G,), 0 for rollouts without a token that is trained on.
+
+    With `token_advantages`: the mean |advantage| of the tokens of each rollout that are trained on.
+    """
+    advantages_T = group.token_advantages
+    if advantages_T is None:
+        return _of_trained(group, group.advantages)
+    trained_T = group.trained_mask
+    trained_G = [np.abs(advantages_T[span][trained_T[span]]) for span in group.rollout_spans()]
+    return np.array([each.mean(dtype=np.float64) if each.size else 0.0 for each in trained_G], np.float32)
+
+
+def trained_priority(group: RolloutGroup) -> float:
+    """Replay priority of what is trained on in a group; 0 if it carries no gradient.
+
+    `group_priority` of the rewards and `trained_advantages`. With `token_advantages`, which need not come from rewards,
+    the sum over the rollouts of their mean |advantage|: equal rewards do not say that there is nothing to learn.
+
+    Raises ValueError for rewards that are not finite.
+    """
+    if not carries_gradient(group):
+        return 0.0
+    advantages_G = trained_advantages(group)
+    if group.token_advantages is not None:
+        return float(advantages_G.sum(dtype=np.float64))
+    return group_priority(group.rewards, advantages_G)
 
 
 def _of_trained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
-    ends_G = np.cumsum(group.completion_lengths)
+    """(G,) the advantages, 0 for rollouts without a token that is trained on in any of their sequences."""
     trained_T = group.trained_mask
-    trained_G = [
-        bool(trained_T[end - length : end].any())
-        for end, length in zip(ends_G.tolist(), group.completion_lengths.tolist(), strict=True)
-    ]
+    trained_G = [bool(trained_T[span].any()) for span in group.rollout_spans()]
     return np.where(trained_G, advantages_G, np.float32(0)).astype(np.float32)

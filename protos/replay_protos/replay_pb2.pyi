@@ -54,12 +54,18 @@ class InsertRequest(_message.Message):
     PERMITS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    EXTEND_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
     """how long each row may wait for its tables"""
     permits: _builtins.int
     """grant of AcquirePermits; every inserted row uses up one permit of it"""
+    extend: _builtins.bool
+    """Each row is a segment: its bytes are appended to the payload of the item that is there with its key. `columns`
+    names what each segment has. It goes to no table, has no version, permit or tag, and never waits.
+    """
     payloads: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -84,6 +90,10 @@ class InsertRequest(_message.Message):
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
     @_builtins.property
+    def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each segment, as in DeleteRequest"""
+
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """in a stream: instead of `payloads`"""
 
@@ -98,12 +108,14 @@ class InsertRequest(_message.Message):
         permits: _builtins.int = ...,
         columns: _abc.Iterable[Global___Columns] | None = ...,
         tags: _abc.Iterable[Global___Tags] | None = ...,
+        extend: _builtins.bool = ...,
+        requests: _abc.Iterable[_builtins.int] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "columns", b"columns", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "columns", b"columns", "extend", b"extend", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -217,6 +229,7 @@ class InsertResponse(_message.Message):
     DECIDED_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """rows decided: of the request, or in a stream since the response before"""
     @_builtins.property
@@ -227,20 +240,56 @@ class InsertResponse(_message.Message):
     def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvictedRow]:
         """rows that left a full table at once; a retry is not told"""
 
+    @_builtins.property
+    def unchanged(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnchangedRow]:
+        """segments that were not appended, and not refused either"""
+
     def __init__(
         self,
         *,
         decided: _builtins.int = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
         evicted: _abc.Iterable[Global___EvictedRow] | None = ...,
+        unchanged: _abc.Iterable[Global___UnchangedRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors", "evicted", b"evicted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "errors", b"errors", "evicted", b"evicted", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InsertResponse: _TypeAlias = InsertResponse  # noqa: Y015
+
+@_typing.final
+class UnchangedRow(_message.Message):
+    """Nothing was appended to this item."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    missing: _builtins.bool
+    """the item is gone"""
+    @_builtins.property
+    def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the names in the segment that the item has already"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        present: _abc.Iterable[_builtins.str] | None = ...,
+        missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "missing", b"missing", "present", b"present"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnchangedRow: _TypeAlias = UnchangedRow  # noqa: Y015
 
 @_typing.final
 class EvictedRow(_message.Message):
@@ -1001,6 +1050,7 @@ class ListItemsResponse(_message.Message):
     EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     matching: _builtins.int
     """rows that match, on all pages"""
@@ -1026,6 +1076,10 @@ class ListItemsResponse(_message.Message):
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
+        """of rows that wait: what they lack of the columns that the table requires"""
+
     def __init__(
         self,
         *,
@@ -1041,10 +1095,11 @@ class ListItemsResponse(_message.Message):
         effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
         columns: _abc.Iterable[Global___Columns] | None = ...,
         tags: _abc.Iterable[Global___Tags] | None = ...,
+        lacking: _abc.Iterable[Global___Columns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "lacking", b"lacking", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1495,6 +1550,10 @@ class TableInfo(_message.Message):
     EVICTED_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
     INSERTED_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
+    WAITING_ROWS_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
+    EXTENSIONS_FIELD_NUMBER: _builtins.int
+    EXTENDED_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
@@ -1521,6 +1580,9 @@ class TableInfo(_message.Message):
     """Share of the last minute in which an insert waited."""
     sample_blocked_share: _builtins.float
     evicted_on_arrival: _builtins.int
+    waiting_rows: _builtins.int
+    """Items that are in the table and cannot be drawn yet: they wait for columns that it requires."""
+    extensions: _builtins.int
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1543,6 +1605,10 @@ class TableInfo(_message.Message):
     def inserted(self) -> Global___Rhythm: ...
     @_builtins.property
     def sampled(self) -> Global___Rhythm: ...
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]: ...
+    @_builtins.property
+    def extended(self) -> Global___Rhythm: ...
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
         """Of a table that balances: the values that its items have, by name."""
@@ -1580,15 +1646,43 @@ class TableInfo(_message.Message):
         evicted_on_arrival: _builtins.int = ...,
         inserted: Global___Rhythm | None = ...,
         sampled: Global___Rhythm | None = ...,
+        waiting_rows: _builtins.int = ...,
+        lacking: _abc.Iterable[Global___Lacking] | None = ...,
+        extensions: _builtins.int = ...,
+        extended: Global___Rhythm | None = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "extended", b"extended", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extended", b"extended", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
+
+@_typing.final
+class Lacking(_message.Message):
+    """A column that a table requires, and that items wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    items: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        items: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lacking: _TypeAlias = Lacking  # noqa: Y015
 
 @_typing.final
 class ValueInfo(_message.Message):

@@ -10,13 +10,15 @@ import numpy as np
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.label_columns import columns_message, tags_message
+from replay_protos.labels import Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
 from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.columns import ITEM_ORDERS, list_slots
+from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
 from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.table import Table
 
 
 class ItemMethods:
@@ -51,7 +53,7 @@ class ItemMethods:
         payloads: Iterable[Payload] = ()
         while not request.without_payloads:
             try:
-                payloads = buffer.payloads(keys)
+                payloads = buffer.payloads(keys, [buffer.items[key].nbytes for key in keys])
                 break
             except DamagedPayloads as damage:
                 buffer.discard(damage.keys)
@@ -106,7 +108,15 @@ class ItemMethods:
             effective_priorities=table.effective_priorities(chosen).tolist(),
             columns=columns_message(labels),
             tags=tags_message(labels),
+            lacking=_lacking(table, chosen),
         )
+
+
+def _lacking(table: Table, slots: IntArray) -> list[pb.Columns]:
+    """What each of `slots` (n,) waits for."""
+    if not table.waiting.count:
+        return []
+    return columns_message([Labels(frozenset(names)) for names in table.waiting.lacking_of(slots)])
 
 
 def _check_keys(n: int) -> None:

@@ -263,7 +263,7 @@ class OpenDraws:
             draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
         keys: list[int] = batch.keys.tolist()
         try:
-            payloads = self._buffer.payloads(keys)
+            payloads = self._buffer.payloads(keys, batch.sizes.tolist())  # without what was appended since the draw
         except DamagedPayloads as damage:
             draw.share.close()
             self._buffer.give_back(draw.wanted.id)

@@ -1,7 +1,8 @@
 """Checkpointer: writes a checkpoint while the server goes on.
 
 * It copies all items, some at a time, and yields to the event loop in between.
-* A ChangeCollector records meanwhile what changes. These changes are written next, in rounds, until few are left.
+* A ChangeCollector records meanwhile what changes. These changes are written next, in rounds, until few are left. An
+  item whose payload became longer is written again as a whole.
 * The last round is collected at one moment. The checkpoint describes the server at that moment.
 """
 
@@ -210,9 +211,12 @@ class _Copy:
         """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
         for key in delta.removed:
             self.bytes -= self._sizes.pop(key, 0)
-        keys = [key for key in delta.items.items["key"].tolist() if key not in self._sizes]
-        sizes = [self._buffer.items[key].nbytes for key in keys]
-        self._sizes.update(zip(keys, sizes, strict=True))
+        # New, or longer than before: of a key that comes again the last payload counts.
+        changed = zip(delta.items.items["key"].tolist(), delta.items.items["nbytes"].tolist(), strict=True)
+        written = [(key, nbytes) for key, nbytes in changed if self._sizes.get(key) != nbytes]
+        keys, sizes = [key for key, _ in written], [nbytes for _, nbytes in written]
+        self.bytes -= sum(self._sizes.get(key, 0) for key in keys)
+        self._sizes.update(written)
         return await self._write(keys, sizes, lambda: self._write_records(delta))
 
     async def _write(self, keys: list[int], sizes: list[int], write_records: Callable[[], None]) -> bool:

@@ -188,9 +188,9 @@ class Journal:
             delta = self._collector.collect()
             if not delta and not slices and not storage.changed:
                 break
-            new, gone = storage.begin_commit()
+            payloads = storage.begin_commit()
             try:
-                await loop.run_in_executor(self._thread, storage.commit, delta, new, gone, slices)
+                await loop.run_in_executor(self._thread, storage.commit, delta, payloads, slices)
             except lmdb.Error as error:
                 if not storage.error:
                     log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)

@@ -1,6 +1,8 @@
 """LmdbStorage: payloads and records in one LMDB file under `data_dir`.
 
 * A payload stays in memory until a commit has written it, together with all records that changed.
+* A payload that is extended keeps its chunks. Only the last one, if it is not full, is written again, with more bytes.
+  So a chunk may have more bytes than the payload of a reader, or of an older commit. These bytes do not belong to it.
 * Each transaction leads from one consistent state of the server to the next.
 * LMDB syncs the pages of a transaction before it writes the root that names them, and then the root. So the file is
   whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
@@ -22,9 +24,11 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
@@ -56,7 +60,7 @@ from replay_server.storage.records import (
     unpack_items,
     unseal,
 )
-from replay_server.tables.items import DamagedPayloads, Payload, Reader, StorageFacts
+from replay_server.tables.items import DamagedPayloads, Payload, Reader, StorageFacts, first_bytes
 
 log = logging.getLogger("replay_server")
 
@@ -74,6 +78,31 @@ CHUNK_BYTES = 256 * 1024 - 16 - 8
 """Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
 chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
 CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
+
+
+class Growth(NamedTuple):
+    """Bytes that were appended to a payload."""
+
+    size: int
+    """Bytes of the payload before."""
+    pieces: Payload
+
+
+@dataclass
+class Unwritten:
+    """What belongs to one commit of payloads."""
+
+    fresh: dict[int, Payload] = field(default_factory=dict)
+    """Payloads that no commit has written yet, by key."""
+    grown: dict[int, Growth] = field(default_factory=dict)
+    """What was appended to payloads since the commit before, by key. A payload may be fresh and grown."""
+    gone: list[tuple[int, int]] = field(default_factory=list)
+    """(key, bytes) of payloads to delete from the file."""
+
+    def bytes_of(self, keys: Iterable[int]) -> int:
+        """Bytes of the payloads of these keys that belong to this commit."""
+        empty = Growth(0, ())
+        return sum(_length(self.fresh.get(key, ())) + _length(self.grown.get(key, empty).pieces) for key in keys)
 
 
 class LmdbStorage:
@@ -103,16 +132,16 @@ class LmdbStorage:
             raise
         self.fell_back = ""
         """How the server started in spite of a damaged directory, in words; "": it was whole."""
-        self._fresh: dict[int, Payload] = {}
-        """Payloads that no commit has written yet."""
-        self._gone: list[tuple[int, int]] = []
-        """(key, bytes) of payloads to delete from the file."""
+        self._next = Unwritten()
+        """What the next commit writes."""
+        self._taken = Unwritten()
+        """What the running commit writes."""
+        self._writing: lmdb.Transaction
+        """The transaction in which the running commit writes; of its thread."""
         self._half_written: set[int] = set()
         """Fresh payloads of a failed commit. Some of their chunks may be in the file."""
-        self._taken: tuple[dict[int, Payload], list[tuple[int, int]]] = ({}, [])
-        """The fresh and the deleted payloads that belong to the running commit."""
         self.unwritten = 0
-        """Bytes of fresh payloads."""
+        """Payload bytes that no commit has written yet."""
         self._strays: list[bytes] = []
         """Names of chunks that no item needs."""
         self.commits = 0
@@ -163,8 +192,13 @@ class LmdbStorage:
     # ------------------------------------------------------------------------------------------------ payloads
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        self._fresh.update(zip(keys, payloads, strict=True))
+        self._next.fresh.update(zip(keys, payloads, strict=True))
         self.unwritten += sum(len(piece) for payload in payloads for piece in payload)
+
+    def extend(self, key: int, size: int, segment: Payload) -> None:
+        before = self._next.grown.get(key, Growth(size, ()))
+        self._next.grown[key] = Growth(before.size, (*before.pieces, *segment))
+        self.unwritten += _length(segment)
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
         reader = self.reader(keys, sizes)
@@ -175,19 +209,38 @@ class LmdbStorage:
         return [payload for payload in found if payload is not None]
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
-        under_way = self._taken[0]
-        unwritten = [self._fresh.get(key, under_way.get(key)) for key in keys]
-        return ChunkReader(
-            self._env.begin(db=self._payloads, buffers=True), list(zip(keys, sizes, unwritten, strict=True))
-        )
+        fresh, under_way = self._next.fresh, self._taken.fresh
+        if self._next.grown or self._taken.grown:
+            entries = [self._entry(key, size) for key, size in zip(keys, sizes, strict=True)]
+        else:
+            entries = [
+                (key, size, ()) if (payload := fresh.get(key, under_way.get(key))) is None else (key, 0, payload)
+                for key, size in zip(keys, sizes, strict=True)
+            ]
+        return ChunkReader(self._env.begin(db=self._payloads, buffers=True), entries)
+
+    def _entry(self, key: int, size: int) -> Entry:
+        """Where the first `size` bytes of a payload are, some of which may be in memory only."""
+        written, pieces = size, ()
+        for part in (self._taken, self._next):
+            if key in part.fresh:  # also where an older item with this key is in the file, or on its way there
+                written, pieces = 0, part.fresh[key]
+            if (growth := part.grown.get(key)) is not None:
+                written, pieces = min(written, growth.size), (*pieces, *growth.pieces)
+        written = min(written, size)
+        return key, written, first_bytes(pieces, size - written)
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+        following = self._next
         for key, size in zip(keys, sizes, strict=True):
-            fresh = self._fresh.pop(key, None) is not None
+            fresh = following.fresh.pop(key, None) is not None
+            growth = following.grown.pop(key, None) if following.grown else None
             if fresh:
                 self.unwritten -= size
+            elif growth is not None:
+                self.unwritten -= _length(growth.pieces)
             if not fresh or key in self._half_written:
-                self._gone.append((key, size))
+                following.gone.append((key, size))
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
@@ -233,46 +286,62 @@ class LmdbStorage:
 
     # ------------------------------------------------------------------------------------------------ commits
 
-    def begin_commit(self) -> tuple[dict[int, Payload], list[tuple[int, int]]]:
+    def begin_commit(self) -> Unwritten:
         """The payloads to write and to delete in the next commit. They can be read until it has ended."""
-        self._taken = self._fresh, self._gone
-        self._fresh, self._gone = {}, []
+        self._taken, self._next = self._next, Unwritten()
         return self._taken
 
-    def commit(
-        self, delta: Delta, new: dict[int, Payload], gone: list[tuple[int, int]], slices: Sequence[Delta] = ()
-    ) -> None:
+    def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
         """Writes everything: the slices, and `delta` over them. If it raises lmdb.Error, nothing has an effect.
 
         The only method for another thread.
         """
-        portion = BYTES_PER_TRANSACTION if new.keys().isdisjoint(key for key, _ in gone) else math.inf
-        chunks = chunks_of(new)
+        again = payloads.fresh.keys().isdisjoint(key for key, _ in payloads.gone)
+        portion = BYTES_PER_TRANSACTION if again else math.inf
+        chunks = self._chunks(payloads)
         changes = [(some, pack_items(some.items)) for some in (*slices, delta)]
         whole = False
         while not whole:
             written = 0
-            with self._env.begin(write=True) as txn:
-                payloads = txn.cursor(self._payloads)
+            with self._env.begin(write=True) as self._writing:
+                cursor = self._writing.cursor(self._payloads)
                 for name, value in chunks:
-                    payloads.put(name, value)
+                    cursor.put(name, value)
                     written += len(value)
                     if written >= portion:
                         break
                 else:  # records go with the last payloads: without them the payloads have no effect
-                    self._delete_payloads(txn, new, gone)
+                    self._delete_payloads(self._writing, payloads)
                     for some, records in changes:
-                        self._write_records(txn, some, records)
+                        self._write_records(self._writing, some, records)
                     whole = True
-                txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
+                self._writing.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, self._writing.id())))
         self._strays = []
 
-    def _delete_payloads(self, txn: lmdb.Transaction, new: dict[int, Payload], gone: list[tuple[int, int]]) -> None:
-        for key, size in gone:
-            for number in range(0 if key in new else chunk_count(size)):
+    def _chunks(self, payloads: Unwritten) -> Iterator[tuple[bytes, bytes]]:
+        """(name, value) of each chunk to write, for the transaction that is open when it is asked for."""
+        for key, payload in payloads.fresh.items():
+            growth = payloads.grown.get(key)
+            yield from chunks_of(key, payload if growth is None else (*payload, *growth.pieces))
+        for key, growth in payloads.grown.items():
+            if key in payloads.fresh:
+                continue
+            first, inside = divmod(growth.size, CHUNK_BYTES)
+            tail = b""
+            if inside:
+                value = self._writing.get(CHUNK_KEY.pack(key, first), db=self._payloads)
+                # A damaged chunk stays as it is. With a new checksum nobody would find out.
+                if (found := unsealed_chunk(key, first, value, inside)) is None:
+                    continue
+                tail = found
+            yield from chunks_of(key, (tail, *growth.pieces), first)
+
+    def _delete_payloads(self, txn: lmdb.Transaction, payloads: Unwritten) -> None:
+        for key, size in payloads.gone:
+            for number in range(0 if key in payloads.fresh else chunk_count(size)):
                 txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
         for stray in self._strays:
-            if CHUNK_KEY.unpack(stray)[0] not in new:
+            if (key := CHUNK_KEY.unpack(stray)[0]) not in payloads.fresh and key not in payloads.grown:
                 txn.delete(stray, db=self._payloads)
 
     def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
@@ -288,18 +357,22 @@ class LmdbStorage:
     def write_payloads(self) -> None:
         """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
         if self.unwritten:
-            self.commit(Delta(), *self.begin_commit())
+            self.commit(Delta(), self.begin_commit())
             self.end_commit(None)
 
     @property
     def changed(self) -> bool:
         """Whether payloads have to be written or deleted."""
-        return bool(self._fresh or self._gone or self._strays)
+        following = self._next
+        return bool(following.fresh or following.grown or following.gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
-        """The commit has ended. Returns the keys of payloads that it could not write; the next commit writes them."""
-        new, gone = self._taken
-        self._taken = {}, []
+        """The commit has ended. Returns the keys of new payloads that it could not write.
+
+        The next commit writes them, and what was appended to others.
+        """
+        taken, following = self._taken, self._next
+        self._taken = Unwritten()
         self._looked_at = -_LOOK_EVERY
         if error is None:
             if not self.was_written:
@@ -307,15 +380,19 @@ class LmdbStorage:
             self.error = ""
             self.commits += 1
             self._half_written.clear()
-            self.unwritten -= sum(map(_length, new.values()))
+            self.unwritten -= taken.bytes_of(taken.fresh.keys() | taken.grown.keys())
             return []
         self.error = f"the last commit failed ({error})"
-        deleted = {key for key, _ in self._gone if key in new}
-        self.unwritten -= sum(_length(new[key]) for key in deleted)
-        self._gone = gone + [entry for entry in self._gone if entry[0] not in deleted]
-        kept = {key: payload for key, payload in new.items() if key not in deleted}
-        self._fresh = kept | self._fresh
-        self._half_written |= new.keys()
+        deleted = {key for key, _ in following.gone if key in taken.fresh or key in taken.grown}
+        self.unwritten -= taken.bytes_of(deleted)
+        following.gone = taken.gone + [entry for entry in following.gone if entry[0] not in deleted]
+        kept = {key: payload for key, payload in taken.fresh.items() if key not in deleted}
+        following.fresh = kept | following.fresh
+        for key, growth in taken.grown.items():
+            if key not in deleted:
+                later = following.grown.get(key, Growth(0, ()))
+                following.grown[key] = Growth(growth.size, (*growth.pieces, *later.pieces))
+        self._half_written |= taken.fresh.keys()
         return list(kept)
 
     def sync(self) -> None:
@@ -377,45 +454,56 @@ def _check_format(commit: bytes, directory: Path) -> None:
         )
 
 
+Entry = tuple[int, int, Payload]
+"""Where a payload is: its key, how many of its first bytes are in the file, and the bytes after them, in memory."""
+
+
 class ChunkReader:
     """Reads the payloads of one moment: a transaction sees no later change."""
 
-    def __init__(self, txn: lmdb.Transaction, entries: Sequence[tuple[int, int, Payload | None]]) -> None:
+    def __init__(self, txn: lmdb.Transaction, entries: Sequence[Entry]) -> None:
         self._txn = txn
         self._entries = entries
-        """(key, bytes, payload if it is in memory)"""
 
     def read(self, part: slice) -> list[Payload | None]:
         return [
-            _read(self._txn, key, size) if payload is None else payload for key, size, payload in self._entries[part]
+            _read(self._txn, key, written, pieces) if written else pieces
+            for key, written, pieces in self._entries[part]
         ]
 
     def close(self) -> None:
         self._txn.abort()
 
 
-def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
-    """The payload in its chunks; None if it is damaged."""
+def _read(txn: lmdb.Transaction, key: int, size: int, more: Payload) -> Payload | None:
+    """The first `size` bytes of the payload in its chunks, and then `more`; None if it is damaged."""
     pieces = []
     for number in range(chunk_count(size)):
         value = txn.get(CHUNK_KEY.pack(key, number))
-        if value is None or len(value) != 8 + min(CHUNK_BYTES, size - number * CHUNK_BYTES):
-            return None
-        piece = bytes(value[8:])  # the view ends with the transaction
-        if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
+        piece = unsealed_chunk(key, number, value, min(CHUNK_BYTES, size - number * CHUNK_BYTES))
+        if piece is None:
             return None
         pieces.append(piece)
-    return tuple(pieces)
+    return (*pieces, *more)
 
 
-def chunks_of(payloads: dict[int, Payload]) -> Iterator[tuple[bytes, bytes]]:
-    """(name, value) of each chunk of `payloads`."""
-    for key, payload in payloads.items():
-        for number, parts in enumerate(cut(payload, CHUNK_BYTES)):
-            checksum = xxh3_64(seed=_seed(key, number))
-            for part in parts:
-                checksum.update(part)
-            yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+def unsealed_chunk(key: int, number: int, value: bytes | memoryview | None, size: int) -> bytes | None:
+    """The first `size` bytes of a chunk, of the value under its name; None if it is damaged, shorter, or not there."""
+    if value is None or len(value) < 8 + size:
+        return None
+    piece = bytes(value[8:])  # the view ends with the transaction
+    if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
+        return None
+    return piece if len(piece) == size else piece[:size]
+
+
+def chunks_of(key: int, payload: Payload, first: int = 0) -> Iterator[tuple[bytes, bytes]]:
+    """(name, value) of each chunk of a payload, or of its rest from the chunk with the number `first` on."""
+    for number, parts in enumerate(cut(payload, CHUNK_BYTES), first):
+        checksum = xxh3_64(seed=_seed(key, number))
+        for part in parts:
+            checksum.update(part)
+        yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
 
 
 def _seed(key: int, number: int) -> int:

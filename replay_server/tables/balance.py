@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
+from replay_protos.labels import Labels
 from replay_server.tables.columns import FREE, SELECTABLE, Columns, Facts, FloatArray, IntArray
-from replay_server.tables.config import BalanceConfig
+from replay_server.tables.config import MAX_BALANCED, BalanceConfig
 from replay_server.tables.selectors import NONE, Selector
 
 
@@ -52,6 +54,15 @@ class ValueRows:
     rows: int
     share: float
     """The probability of each of these rows is multiplied by it."""
+
+
+@dataclass(frozen=True)
+class ValueItems:
+    """One value that items of a balanced table have: the message ValueInfo of replay.proto."""
+
+    name: str
+    items: int
+    weight: float
 
 
 class Balanced(Selector):
@@ -180,6 +191,22 @@ class Balanced(Selector):
             slots[rows] = part.slots[positions]
             probabilities[rows] = shares[code] / total * within
         return slots, probabilities
+
+    def values(self) -> list[ValueItems]:
+        """The values by name, with all their items but those that wait for columns."""
+        found = [
+            ValueItems(self._tag.values[code], part.size, float(self._weights[code]))
+            for code, part in self._parts.items()
+        ]
+        return sorted(found, key=attrgetter("name"))
+
+    def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
+        """Which value of new items (n,) is one more than can be balanced; None: they fit."""
+        tag = self._tag
+        if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
+            return None
+        new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
+        return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
 
     def left_of(self, value: str, excluded: IntArray = NONE) -> int:
         """How many distinct items of `value` can be drawn, without the excluded slots, which the selector holds."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
@@ -142,6 +143,16 @@ _set_of = lru_cache(1 << 10)(frozenset[str])
 """One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
 
 
+@dataclass(frozen=True)
+class Extension:
+    """What became of a segment that was not refused. Where it says nothing, the segment was appended."""
+
+    present: tuple[str, ...] = ()
+    """Those of its names that the item had already. Then nothing was appended."""
+    missing: bool = False
+    """The item is gone."""
+
+
 @dataclass
 class Policy:
     version: int = 0
@@ -169,7 +180,7 @@ class ReplayBuffer:
         self.max_payload_bytes = max_payload_bytes
         unused_permit = (lambda: None) if self.admission is None else self.admission.forget
         self.items = Items(self.storage, max_bytes, unused_permit, rows_per_slice)
-        self.tables = {config.name: Table(config, clock, self.left) for config in configs}
+        self.tables = {config.name: Table(config, clock, self.left, self.items.labels) for config in configs}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
@@ -275,6 +286,34 @@ class ReplayBuffer:
         if admission is not None and not admitted:
             admission.progress()
 
+    def extend(self, key: int, names: Collection[str], segment: Payload) -> Extension:
+        """Appends a segment, which has columns with these names, to the payload of an item.
+
+        The item's rows that waited for these columns can be drawn now. Raises Refused; then nothing has changed.
+        """
+        self.check_open()
+        if not names:
+            raise invalid(f"a segment of item {key} names no column: name those that it has")
+        tables = [table for table in self.tables.values() if table.has_or_may_return(key)]
+        if not tables:
+            return Extension(missing=True)
+        before = self.items[key].labels
+        if present := before.columns.intersection(names):
+            return Extension(present=tuple(sorted(present)))
+        try:
+            labels = labels_of(before.columns.union(names), before.tags)
+        except ValueError as error:
+            raise invalid(f"item {key}: {error}") from None
+        nbytes = sum(map(len, segment))
+        if (refusal := self._rules.why_cannot_grow(key, nbytes, tables)) is not None:
+            raise refusal
+        self.items.extend(key, labels, segment, nbytes)
+        completed = [table for table in tables if table.extend(key, nbytes, labels)]
+        for watcher in self.watchers:
+            watcher.changed([key])
+        self._progress(completed)
+        return Extension()
+
     # ------------------------------------------------------------------------------------------------ sample
 
     def sample(self, table_name: str, request: SampleRequest, deadline_at: float = math.inf) -> PendingSample:
@@ -304,9 +343,9 @@ class ReplayBuffer:
         """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
         self._progress([self.outstanding.give_back(batch_id, self.policy.version, by_reader=by_reader)])
 
-    def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
-        """As `payloads.read`. The items must be held until all is read."""
-        return self.items.payloads(keys)
+    def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
+        """As `items.read`. The items must be held until all is read."""
+        return self.items.payloads(keys, sizes)
 
     def discard(self, keys: Iterable[int]) -> None:
         """Removes items whose payload is damaged from all tables."""
@@ -522,7 +561,7 @@ class ReplayBuffer:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
-        tags = table.tags_for(config, self.items.labels)
+        tags = table.tags_for(config)
         if config.balance is not None and (count := len(tags[config.balance.tag])) > MAX_BALANCED:
             raise invalid(
                 f"table {table_name!r}: balance: its items have {count} values of the tag {config.balance.tag!r}, and "

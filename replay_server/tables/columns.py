@@ -1,8 +1,8 @@
 """Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact.
 
-A slot is in one state: FREE, LEAVING, RESERVED or SELECTABLE.
+A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
 
-    add ──▶ SELECTABLE ◀──return_rows── RESERVED
+    add ──▶ SELECTABLE ◀──return_rows── RESERVED        SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
              │   │ └────────reserve────────▲ │
              │   └──────────▶ FREE ◀─────────┘ remove
              └─leave─▶ LEAVING ─▲ free
@@ -10,6 +10,9 @@ A slot is in one state: FREE, LEAVING, RESERVED or SELECTABLE.
 A row is reserved while a batch that may still be given back has used it up. A reserved row counts as gone for whoever
 looks: for size, lookup, listing and removal. It keeps its slot and its facts. So giving it back changes its state
 alone, and nobody has to carry a copy of the row.
+
+A row waits while its item lacks a column that the table requires. It is here for whoever looks, and can leave, but no
+sampler holds it. `lacks` has a bit for each required column that it lacks.
 
 A row is leaving when so many rows left at once that freeing all their slots would take long. It is gone for whoever
 looks. `leave` says so of a million rows in one pass over an array; `free` does the rest later, some slots at a time.
@@ -25,7 +28,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from replay_protos.labels import Labels
+from replay_protos.labels import NO_LABELS, Labels
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -34,8 +37,8 @@ KeyArray = npt.NDArray[np.uint64]
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 
-FREE, LEAVING, RESERVED, SELECTABLE = range(4)
-"""The state of a slot. Rows from SELECTABLE on are here for whoever looks."""
+FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
+"""The state of a slot. Rows from WAITING on are here for whoever looks."""
 
 _HASH, _BITS = 0x9E3779B97F4A7C15, 64
 """Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
@@ -68,7 +71,7 @@ class Facts:
 
     def occupied(self) -> IntArray:
         """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop."""
-        return np.flatnonzero(self.state >= SELECTABLE)
+        return np.flatnonzero(self.state >= WAITING)
 
     def _lengthen(self, length: int) -> None:
         """Gives each array `length` entries; the new ones are 0."""
@@ -175,6 +178,8 @@ class Columns(Facts):
         self.size = np.zeros(0, dtype=np.int64)
         """Bytes of the payload."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
+        self.lacks = np.zeros(0, dtype=np.uint16)
+        """Of a row that waits: a bit for each column that it lacks, in the order in which the table requires them."""
         self._row = np.zeros(0, dtype=np.int64)
         """Working memory of `last_rows`."""
         self._guess = np.zeros(0, dtype=np.int32)
@@ -190,7 +195,7 @@ class Columns(Facts):
     def slot(self, key: int) -> int | None:
         """The slot of `key`; None if it is not here."""
         slot = self._slots.get(key)
-        return None if self._leaving and slot is not None and self.state[slot] < SELECTABLE else slot
+        return None if self._leaving and slot is not None and self.state[slot] < WAITING else slot
 
     def leaving(self, key: int) -> int | None:
         """The slot of `key` if it is leaving."""
@@ -202,7 +207,7 @@ class Columns(Facts):
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.state[slots] < SELECTABLE)))
+        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.state[slots] < WAITING)))
         slots[wrong] = self._look_up(keys[wrong])
         return slots
 
@@ -219,7 +224,7 @@ class Columns(Facts):
         names: list[int] = keys.tolist()
         slots = np.fromiter(map(self._slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
         if self._leaving:
-            slots[self.state[slots] < SELECTABLE] = -1
+            slots[self.state[slots] < WAITING] = -1
         return slots
 
     def _hashes(self, keys: KeyArray) -> KeyArray:
@@ -305,6 +310,10 @@ class Columns(Facts):
         self._free.extend(slots.tolist())
         return keys
 
+    def selectable(self) -> IntArray:
+        """The slots of all items that do not wait, ascending."""
+        return np.flatnonzero(self.state == SELECTABLE)
+
     def used(self) -> IntArray:
         """The slots of all items, oldest first."""
         slots = self.occupied()
@@ -323,6 +332,86 @@ class Columns(Facts):
         self._guess = np.full(4 * new, -1, dtype=np.int32)
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots
+
+
+class WaitingRows:
+    """The rows of a table that wait for columns which it requires.
+
+    The names of an item's columns come beside its payload, which the server does not open.
+    """
+
+    def __init__(self, columns: Columns, requires: Sequence[str]) -> None:
+        self._columns = columns
+        self._requires = requires
+        self._places = np.arange(len(requires), dtype=np.uint16)
+        self.count = 0
+        self._lacking = np.zeros(len(requires), dtype=np.int64)
+        """For each required column, how many rows wait for it."""
+
+    def add(self, slots: IntArray, labels: Sequence[Labels] | None) -> IntArray:
+        """Lets those rows (n,) wait whose items lack a required column. Returns the slots of the others.
+
+        `labels` (n,) are those of the items; None: no item has any.
+        """
+        if labels is None:
+            labels = [NO_LABELS] * slots.size
+        bits = {of_item.columns: self._lacks(of_item) for of_item in labels}  # most items have the columns of others
+        lacks = np.array([bits[of_item.columns] for of_item in labels], dtype=np.uint16)
+        waits = lacks > 0
+        waiting = slots[waits]
+        self._columns.state[waiting] = WAITING
+        self._columns.lacks[waiting] = lacks[waits]
+        self._add(waiting, 1)
+        return slots[~waits]
+
+    def remove(self, slots: IntArray) -> IntArray:
+        """These rows (n,) leave. Returns the slots of those that did not wait."""
+        waits = self._columns.state[slots] == WAITING
+        self._add(slots[waits], -1)
+        return slots[~waits]
+
+    def complete(self, slot: int, labels: Labels) -> bool:
+        """The item of a row that waits has these labels now. Returns whether it waits no more."""
+        columns, slots = self._columns, np.array([slot])
+        self._add(slots, -1)
+        if lacks := self._lacks(labels):
+            columns.lacks[slot] = lacks
+            self._add(slots, 1)
+            return False
+        columns.state[slot] = SELECTABLE
+        return True
+
+    def clear(self) -> None:
+        """No row waits any more, whatever it lacks."""
+        columns = self._columns
+        columns.state[columns.state == WAITING] = SELECTABLE
+
+    def lacking(self) -> dict[str, int]:
+        """The columns that rows wait for, and how many rows wait for each."""
+        counts = zip(self._requires, self._lacking.tolist(), strict=True)
+        return {name: count for name, count in counts if count}
+
+    def lacking_of(self, slots: IntArray) -> list[list[str]]:
+        """The columns that each of `slots` (n,) waits for; of a row that does not wait, none."""
+        lacks = np.where(self._columns.state[slots] == WAITING, self._columns.lacks[slots], 0)
+        names = np.array(self._requires, dtype=object)
+        return [names[row].tolist() for row in self._bits(lacks)]
+
+    def words(self) -> str:
+        """For example "14 wait for teacher_logprobs"; "" if no row waits."""
+        return f"{self.count} wait for {', '.join(self.lacking())}" if self.count else ""
+
+    def _lacks(self, labels: Labels) -> int:
+        """What an item with these labels lacks, as in `Columns.lacks`."""
+        return sum(1 << place for place, name in enumerate(self._requires) if name not in labels.columns)
+
+    def _add(self, slots: IntArray, sign: int) -> None:
+        self.count += sign * slots.size
+        self._lacking += sign * self._bits(self._columns.lacks[slots]).sum(axis=0)
+
+    def _bits(self, lacks: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+        """The bits of each number (n,), as (n, required columns)."""
+        return np.asarray((lacks[:, None] >> self._places) & 1 > 0)
 
 
 def list_slots(

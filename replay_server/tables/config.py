@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_server.tables import rate_limiters, selectors
-from replay_server.tables.columns import Facts
+from replay_server.tables.columns import Facts, IntArray
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.selectors import Selector
 
@@ -29,6 +29,8 @@ MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
 """Bytes of the name and of the value of a tag."""
 MAX_BALANCED = 1024
 """Values of a tag that one table may balance: each has a selector of its own."""
+MOST_REQUIRED = 16
+"""Columns that one table may require: Columns.lacks has a bit for each."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -104,17 +106,17 @@ class SelectorConfig(_Tagged):
             raise ValueError(f"half_life belongs to 'prioritized', 'min_heap' or 'max_heap', not to {self.type!r}")
         return self
 
-    def build(self, columns: Facts) -> Selector:
-        """A selector over the items of `columns`."""
+    def build(self, columns: Facts, rows: Callable[[], IntArray] | None = None) -> Selector:
+        """A selector over the items of `columns`. `rows`: the slots of all items that it may hold; None: of all."""
         match self.type:
             case "fifo" | "lifo":
                 return selectors.Fifo(columns, newest_first=self.type == "lifo")
             case "min_heap" | "max_heap":
-                return selectors.Heap(columns, self.type == "max_heap", self.half_life)
+                return selectors.Heap(columns, self.type == "max_heap", self.half_life, rows)
             case "uniform":
                 return selectors.Uniform(columns)
             case "prioritized":
-                return selectors.Prioritized(columns, self.exponent, self.half_life)
+                return selectors.Prioritized(columns, self.exponent, self.half_life, rows)
 
 
 class RateLimiterConfig(_Tagged):
@@ -220,6 +222,9 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
+    requires: tuple[str, ...] = Field((), max_length=MOST_REQUIRED)
+    """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
+    and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """Of the random selectors; absent: from the operating system."""
     index: tuple[str, ...] = Field((), max_length=MAX_INDEXED)
@@ -243,6 +248,8 @@ class TableConfig(Model):
     def _checked(self) -> Self:
         if not TABLE_NAME.match(self.name):
             raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
+        if len(set(self.requires)) < len(self.requires) or not all(self.requires):
+            raise ValueError(f"table {self.name!r} requires {list(self.requires)}: name each column once")
         if self.forward_to == self.name:
             raise ValueError(f"table {self.name!r} cannot forward to itself")
         for name in self.index:

@@ -1,4 +1,4 @@
-"""Insert rules: which items may enter their tables, which have to wait, and which are refused.
+"""Insert rules: which items may enter their tables, which have to wait, and which are refused; and which may grow.
 
 * Each rule is stated once, for some rows together. It looks at their sums and extremes; one row is its own extreme.
 * Rows that together break no rule break none one by one. If they break one, the caller decides the first row alone.
@@ -81,7 +81,7 @@ class InsertRules:
         if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
             return refusal
         for table in tables:
-            if (value := table.too_many_values(batch.labels)) is not None:
+            if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
                 return _too_many_values(table, value)
         why = self.why_blocked(rows, tables)
         return None if why is None else Blocked(why)
@@ -130,6 +130,27 @@ class InsertRules:
                 return f"{table.name}: inserting blocked: {why}"
             if table.config.when_full == "block" and (why := self._items.why_full(rows.nbytes)):
                 return f"{table.name}: inserting blocked: server: {why}"
+        return None
+
+    def why_cannot_grow(self, key: int, nbytes: int, tables: Sequence[Table]) -> Refused | None:
+        """Why a segment of so many bytes cannot be appended to an item, which is in these tables; None: it can.
+
+        Nothing is evicted for a segment: that could cost items which others wait for.
+        """
+        before = self._items[key].nbytes
+        what, after = f"item {key} of {before} bytes with a segment of {nbytes}", before + nbytes
+        if after > self._max_bytes:
+            return too_large(f"{what}; this server takes items of at most {self._max_bytes} bytes")
+        for table in tables:
+            if after > (table.config.max_bytes or math.inf):
+                bound = table.config.max_bytes
+                return too_large(f"{what}; table {table.name!r} holds at most {bound} bytes (max_bytes)")
+            if why := table.why_cannot_grow(key, nbytes):
+                return full(f"{what}: table {table.name!r} is full: {why}; raise max_bytes, or bound it by max_size")
+        if why := self._items.why_full(nbytes):
+            return full(f"{what}: the server is full: {why}; raise max_bytes, or let tables hold less")
+        if why := self._items.storage.why_full(nbytes):
+            return storage_failed(why)
         return None
 
 

@@ -100,8 +100,14 @@ class Storage(Protocol):
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Stores payloads under keys that are not in use."""
 
+    def extend(self, key: int, size: int, segment: Payload) -> None:
+        """Appends bytes to the payload of a key in use; `size` are its bytes until now."""
+
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        """The payloads of keys in use; `sizes` are their bytes. Raises DamagedPayloads."""
+        """The first bytes of the payloads of keys in use: as many as `sizes` says. Raises DamagedPayloads.
+
+        A payload has more bytes than that if it was extended since the caller learned its size.
+        """
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         """Reads as `get`, but later and on another thread. Payloads that are deleted meanwhile can still be read."""
@@ -123,12 +129,22 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
+        self._extended: set[int] = set()
+        """Keys of payloads that may have more bytes than somebody asks for."""
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         self._payloads.update(zip(keys, payloads, strict=True))
 
+    def extend(self, key: int, size: int, segment: Payload) -> None:
+        # Whoever has the chunks of before keeps them: a payload is never changed in place.
+        self._payloads[key] = (*self._payloads[key], *segment)
+        self._extended.add(key)
+
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        return list(map(self._payloads.__getitem__, keys))
+        found = list(map(self._payloads.__getitem__, keys))
+        if self._extended.isdisjoint(keys):
+            return found
+        return [first_bytes(payload, size) for payload, size in zip(found, sizes, strict=True)]
 
     def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
         return _MemoryReader(self.get(keys, sizes))
@@ -136,6 +152,8 @@ class MemoryStorage:
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key in keys:
             del self._payloads[key]
+        if self._extended:
+            self._extended.difference_update(keys)
 
     def why_full(self, nbytes: int) -> str | None:
         return None
@@ -156,6 +174,19 @@ class _MemoryReader:
 
     def close(self) -> None:
         self._payloads = []
+
+
+def first_bytes(payload: Payload, size: int) -> Payload:
+    """The first `size` bytes of a payload that has at least so many, without a copy."""
+    kept: list[bytes | memoryview] = []
+    for chunk in payload:
+        if size < len(chunk):
+            if size:
+                kept.append(memoryview(chunk)[:size])
+            break
+        kept.append(chunk)
+        size -= len(chunk)
+    return tuple(kept)
 
 
 def read(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
@@ -243,6 +274,14 @@ class Items(dict[int, Item]):
         """The labels of each of `keys`; None: no item has any."""
         return [self[key].labels for key in keys] if self.labelled else None
 
+    def extend(self, key: int, labels: Labels, segment: Payload, nbytes: int) -> None:
+        """Appends a segment of so many bytes to the payload of an item, which has these labels from now on."""
+        item = self[key]
+        self.storage.extend(key, item.nbytes, segment)
+        item.nbytes += nbytes
+        self.bytes += nbytes
+        self.label([key], [labels])
+
     def gone(self, key: int) -> bool:
         """Whether nothing holds the item, or only rows that wait to be cleared away."""
         item = self.get(key)
@@ -270,9 +309,9 @@ class Items(dict[int, Item]):
                 sizes.append(item.nbytes)
         self.storage.delete(gone, sizes)
 
-    def payloads(self, keys: Sequence[int]) -> Iterator[Payload]:
-        """As `payloads.read`. The items must be held until all is read."""
-        return read(self.storage, keys, [self[key].nbytes for key in keys])
+    def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
+        """As `read`. The items must be held until all is read."""
+        return read(self.storage, keys, sizes)
 
     def why_full(self, nbytes: int) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has, perhaps after clearing away what has left."""

@@ -36,6 +36,7 @@ class Counters:
     duplicates: int = 0
     forwarded: int = 0
     forward_refused: int = 0
+    extensions: int = 0
 
 
 class Meter:

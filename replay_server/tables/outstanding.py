@@ -164,7 +164,7 @@ class OutstandingBatches:
         if (
             item.nbytes > (target.config.max_bytes or np.inf)
             or (target.config.when_full != "evict" and target.why_full(1, item.nbytes))
-            or target.too_many_values([item.labels]) is not None
+            or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
         ):
             source.counters.forward_refused += 1
             return

@@ -5,6 +5,8 @@
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
 reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples.
+
+Items that wait for a column count for everything but the first inequality: they fill a queue, and cannot be sampled.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class RateLimiter:
     samples: float = 0
     """Samples taken, and those that dropped items could still have given. It may be a fraction."""
     deletes: int = 0
+    waiting: int = 0
+    """Items in the table that cannot be sampled yet, because they wait for a column."""
 
     @property
     def size(self) -> int:
@@ -41,11 +45,14 @@ class RateLimiter:
 
     def can_sample(self, n: int) -> bool:
         """Whether `n` items may be sampled at once, now."""
-        return self.size >= self.min_size and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
+        return (
+            self.inserts - self.deletes - self.waiting >= self.min_size
+            and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
+        )
 
     def most_samples(self) -> float:
         """How many items may be sampled now, one after the other."""
-        if self.size < self.min_size:
+        if self.size - self.waiting < self.min_size:
             return 0
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
         return max(0, math.floor(most)) if math.isfinite(most) else most
@@ -77,10 +84,14 @@ class RateLimiter:
             f"> max_diff {self.max_diff:.12g})"
         )
 
-    def why_no_sample(self, n: int) -> str:
-        """Why `n` items may not be sampled: in words, then the inequality. Call it if `can_sample(n)` is false."""
-        if self.size < self.min_size:
-            return f"items there: {self.size}, wanted: {self.min_size} (size {self.size} < min_size {self.min_size})"
+    def why_no_sample(self, n: int, waiting: str = "") -> str:
+        """Why `n` items may not be sampled: in words, then the inequality. Call it if `can_sample(n)` is false.
+
+        `waiting` says how many items wait, and for what.
+        """
+        if (ready := self.size - self.waiting) < self.min_size:
+            size = f"size {self.size} - {waiting}, which leaves {ready}" if waiting else f"size {ready}"
+            return f"items there: {ready}, wanted: {self.min_size} ({size} < min_size {self.min_size})"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
         return (
             f"items that may be sampled now: {self.most_samples():.12g}, wanted: {n} "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -198,9 +199,15 @@ class Heap(Selector):
     do at any current version.
     """
 
-    def __init__(self, columns: Facts, highest_first: bool = False, half_life: float | None = None) -> None:
+    def __init__(
+        self,
+        columns: Facts,
+        highest_first: bool = False,
+        half_life: float | None = None,
+        rows: Callable[[], IntArray] | None = None,
+    ) -> None:
         self._columns = columns
-        self._freshness = None if half_life is None else Freshness(columns, half_life)
+        self._freshness = None if half_life is None else Freshness(columns, half_life, rows or columns.occupied)
         self._sign = -1.0 if highest_first else 1.0
         self._tree = MinTree()
         self._count = 0
@@ -279,8 +286,9 @@ class Freshness:
     O(1) for an item. A move of the version is O(size) if such newer items exist, else O(1).
     """
 
-    def __init__(self, columns: Facts, half_life: float) -> None:
+    def __init__(self, columns: Facts, half_life: float, rows: Callable[[], IntArray]) -> None:
         self._columns = columns
+        self._rows = rows
         self._half_life = half_life
         self._newest = 0
         """No item has a higher version."""
@@ -300,7 +308,7 @@ class Freshness:
         lower = min(before, self._columns.current_version)
         if self._newest <= lower:
             return NONE
-        slots = self._columns.occupied()
+        slots = self._rows()
         versions = self._columns.policy_version[slots]
         self._newest = int(versions.max(initial=0))
         return slots[versions > lower]
@@ -315,10 +323,17 @@ class Prioritized(Selector):
     follows the newest item in large strides. Each stride costs one pass over all items.
     """
 
-    def __init__(self, columns: Facts, exponent: float = 1.0, half_life: float | None = None) -> None:
+    def __init__(
+        self,
+        columns: Facts,
+        exponent: float = 1.0,
+        half_life: float | None = None,
+        rows: Callable[[], IntArray] | None = None,
+    ) -> None:
         self._columns = columns
+        self._rows = rows or columns.occupied
         self._exponent = exponent
-        self._freshness = None if half_life is None else Freshness(columns, half_life)
+        self._freshness = None if half_life is None else Freshness(columns, half_life, self._rows)
         self._reference = 0.0
         """The version that weights are relative to, in half-lives."""
         self._tree = SumTree()
@@ -355,7 +370,7 @@ class Prioritized(Selector):
     def _rebase(self, reference: float) -> None:
         """Computes the weights of all items anew, relative to `reference`; O(size)."""
         self._reference = reference
-        self.update(self._columns.occupied())
+        self.update(self._rows())
 
     def selectable(self) -> int:
         return self._tree.positive
@@ -369,7 +384,7 @@ class Prioritized(Selector):
         The weights of tables on several servers can therefore be compared.
         """
         self._lift()
-        slots = self._columns.occupied()
+        slots = self._rows()
         if excluded.size:  # a difference of sums would lose all light items beside a heavy one
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
@@ -414,7 +429,7 @@ class Prioritized(Selector):
         """
         if self._freshness is None or not 0 < self._tree.total < _LOW_TOTAL:
             return
-        slots = self._columns.occupied()
+        slots = self._rows()
         newest = float(self._freshness.half_lives(slots[self._columns.priority[slots] > 0]).max())
         if newest < self._reference:
             self._rebase(newest)

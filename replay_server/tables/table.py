@@ -8,7 +8,8 @@ A table divides its work among four parts, and keeps them in step. Columns hold 
 each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
 the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
 counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
-always passes `_show` or `_hide`, which tell all selectors of it.
+always passes `_show` or `_hide`, which tell all selectors of it. Rows of items that lack a column which the table
+requires wait: the remover holds them, and the sampler does not.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it.
@@ -31,8 +32,19 @@ import numpy.typing as npt
 
 from replay_protos.labels import Labels
 from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray, TagColumn, rows_at, total
-from replay_server.tables.config import MAX_BALANCED, TableConfig
+from replay_server.tables.columns import (
+    SELECTABLE,
+    WAITING,
+    Columns,
+    FloatArray,
+    IntArray,
+    KeyArray,
+    TagColumn,
+    WaitingRows,
+    rows_at,
+    total,
+)
+from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters
 from replay_server.tables.selectors import effective_priorities
 
@@ -93,17 +105,12 @@ class Weight:
     """Of a table that balances: each value that can be drawn."""
 
 
-@dataclass(frozen=True)
-class ValueItems:
-    """One value of the tag that a table balances: the message ValueInfo of replay.proto, field by field."""
-
-    name: str
-    items: int
-    weight: float
-
-
 _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
+
+
+def no_labels(keys: Sequence[int]) -> None:
+    """No item has labels."""
 
 
 @dataclass
@@ -114,12 +121,15 @@ class Table:
     on_leave: Callable[[Columns, IntArray], None]
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
     the rows in these columns: with `remove`, or with `leave` and later `free`."""
+    labels_of: Callable[[Sequence[int]], Sequence[Labels] | None] = no_labels
+    """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.config.seed)
         self.inserted = Activity(self.clock())
         self.sampled = Activity(self.clock())
+        self.extended = Activity(self.clock())
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
@@ -137,17 +147,18 @@ class Table:
         self.epoch += 1
 
     def _build_selectors(self) -> None:
-        config = self.config
+        config, columns = self.config, self.columns
+        self.waiting = WaitingRows(columns, config.requires)
         self.balanced: Balanced | None = None
         """The sampler, where the table balances."""
         if config.balance is not None:
-            self.balanced = Balanced(self.columns, config.balance, config.sampler.build)
-        self.sampler = self.remover = self.balanced or config.sampler.build(self.columns)
-        self._selectors = [self.sampler]
-        # A queue removes in the order in which it samples: then one selector does both.
-        if config.remover != config.sampler or config.balance is not None:
-            self.remover = config.remover.build(self.columns)
-            self._selectors.append(self.remover)
+            self.balanced = Balanced(columns, config.balance, config.sampler.build)
+        ready = columns.selectable if config.requires else None
+        self.sampler = self.remover = self.balanced or config.sampler.build(columns, ready)
+        # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
+        # that wait, and only the sampler balances.
+        if config.remover != config.sampler or config.requires or self.balanced is not None:
+            self.remover = config.remover.build(columns)
 
     @property
     def name(self) -> str:
@@ -182,16 +193,6 @@ class Table:
         if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {config.max_bytes}"
         return None
-
-    def too_many_values(self, labels: Sequence[Labels] | None) -> str | None:
-        """Which value of these items is one more than the table can balance; None: they fit."""
-        if self.config.balance is None or labels is None:
-            return None
-        tag = self.columns.tags[self.config.balance.tag]
-        if len(tag) + len(labels) <= MAX_BALANCED:
-            return None
-        new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
-        return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
 
     def too_stale(self, policy_version: int, current: int) -> bool:
         return self.config.max_staleness is not None and current - policy_version > self.config.max_staleness
@@ -270,19 +271,64 @@ class Table:
         if labels is not None:
             for tag in columns.tags.values():
                 tag.set(slots, labels)
-        self._show(slots)
+        self._show(slots, labels)
 
-    def _show(self, slots: IntArray) -> None:
-        """From now on the rows count, and selectors may choose them."""
+    def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
+        """From now on the rows (n,), at least one, count. Selectors may choose them, unless they wait for columns."""
         self.bytes += total(self.columns.size[rows_at(slots)])
-        for selector in self._selectors:
-            selector.insert(slots)
+        self._offer(slots, labels)
+
+    def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
+        """Adds rows to the selectors."""
+        ready = slots
+        if self.config.requires:
+            ready = self.waiting.add(slots, labels)
+            self.limiter.waiting = self.waiting.count
+        if ready.size:
+            self.sampler.insert(ready)
+        if self.remover is not self.sampler:
+            self.remover.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
-        for selector in self._selectors:
-            selector.delete(slots)
+        ready = slots
+        if self.limiter.waiting:
+            ready = self.waiting.remove(slots)
+            self.limiter.waiting = self.waiting.count
+        if ready.size:
+            self.sampler.delete(ready)
+        if self.remover is not self.sampler:
+            self.remover.delete(slots)
         self.bytes -= total(self.columns.size[rows_at(slots)])
+
+    # ------------------------------------------------------------------------------------------------ extend
+
+    def why_cannot_grow(self, key: int, nbytes: int) -> str | None:
+        """Why the payload of an item cannot get so many more bytes; None: it can. Nothing is evicted for them."""
+        bound = self.config.max_bytes
+        if bound is None or key not in self.columns or self.bytes + nbytes <= bound:
+            return None
+        return f"{self.bytes} bytes + {nbytes} > max_bytes {bound}"
+
+    def extend(self, key: int, nbytes: int, labels: Labels) -> bool:
+        """The payload of an item got so many more bytes, and has these labels now. Returns whether it waits no more.
+
+        Its place in the order stays.
+        """
+        columns = self.columns
+        if (reserved := columns.reserved.get(key)) is not None:
+            columns.size[reserved] += nbytes
+        if (slot := columns.slot(key)) is None:
+            return False
+        columns.size[slot] += nbytes
+        self.bytes += nbytes
+        self.counters.extensions += 1
+        self.extended.add(1, self.clock())
+        if columns.state[slot] != WAITING or not self.waiting.complete(slot, labels):
+            return False
+        self.limiter.waiting = self.waiting.count
+        self.sampler.insert(np.array([slot]))
+        return True
 
     def _remove(self, slots: IntArray) -> None:
         if slots.size:
@@ -307,14 +353,18 @@ class Table:
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
-        if not self.limiter.can_sample(n):
+        waiting = self.limiter.waiting
+        if not waiting and not self.limiter.can_sample(n):
             return self.limiter.why_no_sample(n)
         if (available := self.available(request)) < n:
             excluded = len(self.excluded(request))
-            left_out = f", {excluded} excluded" if excluded else ""
-            if unselectable := self.size - self.sampler.selectable():
+            left_out = f", {self.waiting.words()}" if waiting else ""
+            left_out += f", {excluded} excluded" if excluded else ""
+            if unselectable := self.size - waiting - self.sampler.selectable():
                 left_out += f", {unselectable} of priority 0" + (" or of a value of weight 0" if self.balanced else "")
             return f"{available} of {n} samples available (size {self.size}{left_out})"
+        if waiting and not self.limiter.can_sample(n):  # last: that the rows wait for columns says more, if it is so
+            return self.limiter.why_no_sample(n, self.waiting.words())
         return None
 
     def most_available(self, request: SampleRequest) -> int:
@@ -336,15 +386,6 @@ class Table:
             reason=self.why_no_sample(request, 1) or "",
             values=[] if self.balanced is None else self.balanced.weigh_values(excluded),
         )
-
-    def values(self) -> list[ValueItems]:
-        """The values of the tag that the table balances, by name; nothing if it does not."""
-        if self.config.balance is None:
-            return []
-        tag, weight = self.columns.tags[self.config.balance.tag], self.config.balance.weight
-        counts = np.bincount(tag.codes[self.columns.occupied()])
-        codes = sorted(np.flatnonzero(counts).tolist(), key=tag.values.__getitem__)
-        return [ValueItems(tag.values[code], int(counts[code]), weight(tag.values[code])) for code in codes]
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
@@ -416,7 +457,7 @@ class Table:
         if batch.scope:
             self.scopes.give_back(batch.scope, batch.keys.tolist())
         if back:
-            self._show(columns.return_rows(back))
+            self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         return back
@@ -446,8 +487,10 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        for selector in self._selectors:
-            selector.update(slots)
+        waiting = self.limiter.waiting
+        self.sampler.update(slots[self.columns.state[slots] == SELECTABLE] if waiting else slots)
+        if self.remover is not self.sampler:
+            self.remover.update(slots)
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
@@ -474,8 +517,9 @@ class Table:
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
         before, self.columns.current_version = self.columns.current_version, current
-        for selector in self._selectors:
-            selector.version_moved(before)
+        self.sampler.version_moved(before)
+        if self.remover is not self.sampler:
+            self.remover.version_moved(before)
 
     def drop_stale(self, current: int) -> int:
         """Drops every item that lags by more than `max_staleness`. Returns how many."""
@@ -507,18 +551,13 @@ class Table:
         sampler = self.config.sampler
         return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
-    def tags_for(
-        self, config: TableConfig, labels_of: Callable[[list[int]], Sequence[Labels] | None]
-    ) -> dict[str, TagColumn]:
-        """The tag columns for another configuration. A tag that is new in it costs one look at each item.
-
-        `labels_of` tells the labels (n,) of the items of keys (n,); None: no item has any.
-        """
+    def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
+        """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
         columns, known = self.columns, self.columns.tags
         tags = {name: known[name] if name in known else TagColumn(name, columns.key.size) for name in config.indexed}
         if new := [tag for name, tag in tags.items() if name not in known]:
             slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
-            if (labels := labels_of(columns.key[slots].tolist())) is not None:
+            if (labels := self.labels_of(columns.key[slots].tolist())) is not None:
                 for tag in new:
                     tag.set(slots, labels)
         return tags
@@ -529,14 +568,17 @@ class Table:
         old, self.config = self.config, config
         limiter = config.rate_limiter.build()
         limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
-        limiter.deletes = self.limiter.deletes
+        limiter.deletes, limiter.waiting = self.limiter.deletes, self.limiter.waiting
         self.limiter = limiter
         self.columns.tags = tags
-        if (config.sampler, config.remover, config.balance) != (old.sampler, old.remover, old.balance):
+        names = ("sampler", "remover", "requires", "balance")
+        if any(getattr(config, name) != getattr(old, name) for name in names):
+            limiter.waiting = 0
+            self.waiting.clear()
             self._build_selectors()
             if (slots := self.columns.used()).size:
-                for selector in self._selectors:
-                    selector.insert(slots)
+                keys: list[int] = self.columns.key[slots].tolist() if config.requires else []
+                self._offer(slots, self.labels_of(keys) if config.requires else None)
         self._fit()
 
     def _fit(self) -> None:

@@ -1,6 +1,7 @@
 """Scores by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from replay_client.scoring import (
     group_learnability,
     group_priority,
     is_zero_variance,
+    trained_advantages,
+    trained_priority,
 )
 from tests.factories import make_group
 
@@ -73,6 +76,23 @@ def group_of(rewards, advantages=None, **fields):
     return group
 
 
+def trajectories(loss_mask=None, token_advantages=None, **fields):
+    """Two rollouts: one of two sequences with two tokens each, and one of one sequence with one token."""
+    fields = {"completions": [[5, 6], [7, 8], [9]], "rewards": [1.0, 0.0, 0.0]} | fields
+    group = make_group(**fields)
+    return replace(
+        group,
+        sequence_counts=[2, 1],
+        rewards=group.rewards[:2],
+        advantages=group_advantages(group.rewards[:2]),
+        loss_mask=loss_mask,
+        token_advantages=token_advantages,
+    )
+
+
+LATE = [False, False, False, True, False]
+EVERYWHERE = {None: True, "group": True, "batch": True, "none": True}
+NOWHERE = dict.fromkeys(EVERYWHERE, False)
 NO_MASK = {"completions": [[5], [6]], "loss_mask": [False, False]}
 AVERAGE = {"completions": [[5], [6], [7]], "loss_mask": [False, True, False]}
 CONTEXTS = {"completions": [[5], [6]], "logprobs": math.nan, "context_lengths": [1, 1]}
@@ -89,6 +109,14 @@ CARRIES = {
     "every token masked": (group_of([1.0, 0.0], **NO_MASK), NEITHER),
     "the only completion that is trained on is average": (group_of([1.0, 0.5, 0.0], **AVERAGE), NEITHER),
     "the only completion with tokens is average": (group_of([1.0, 0.5, 0.0], completions=[[], [6], []]), NEITHER),
+    "a rollout whose second sequence alone is trained on": (trajectories(LATE), EVERYWHERE),
+    "several sequences and equal rewards": (trajectories(rewards=[1.0, 1.0, 1.0]), NOWHERE),
+    "advantages of tokens behind equal rewards": (
+        trajectories(rewards=[1.0, 1.0, 1.0], token_advantages=[0, 0, 0, 1e-4, 0]),
+        EVERYWHERE,
+    ),
+    "advantages of tokens that are all 0": (trajectories(token_advantages=np.zeros(5)), NOWHERE),
+    "advantages of tokens that are masked": (trajectories(LATE, token_advantages=[1, 1, 1, 0, 1]), NOWHERE),
     "nothing but contexts": (group_of([1.0, 0.0], **CONTEXTS), NEITHER),
 }
 
@@ -105,3 +133,19 @@ def test_a_gradient_of_an_unknown_scale_is_refused():
 
 def test_the_priority_of_a_group_of_one_is_its_advantage():
     assert group_priority([0.3], [-0.7]) == pytest.approx(0.7)
+
+
+def test_what_is_not_trained_on_counts_for_nothing_and_a_rollout_once_whatever_its_sequences():
+    one_each = make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7, 8], [9]])
+    assert trained_advantages(trajectories()).tolist() == trained_advantages(one_each).tolist()
+    assert trained_priority(trajectories()) == trained_priority(one_each)
+    assert trained_priority(one_each) == group_priority(one_each.rewards, one_each.advantages) > 0
+    assert trained_advantages(trajectories(LATE)).tolist() == [one_each.advantages[0], 0.0]
+    assert trained_priority(trajectories([False] * 5)) == 0.0
+
+
+def test_the_priority_of_advantages_of_tokens_is_their_mean_size_over_each_rollout():
+    equal = {"rewards": [1.0, 1.0, 1.0], "loss_mask": [True, True, False, True, True]}
+    group = trajectories(**equal, token_advantages=[1.0, -2.0, 9.0, 0.0, -0.5])
+    assert trained_advantages(group).tolist() == [1.0, 0.5]
+    assert trained_priority(group) == 1.5

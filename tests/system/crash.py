@@ -1,10 +1,11 @@
 """Pull the plug: kills a real server under a real workload again and again, and checks after each restart.
 
-    python -m tests.system.crash --kills 100 [--seed N]
+    python -m tests.system.crash --kills 100 [--shards 3] [--seed N]
 
 Writers (one by one, pipelined, with permits), samplers (plain, prefetching, leased), an updater, a deleter and a
 trainer that publishes versions work at once. After SIGKILL at a random moment either all clients go, or the server is
-back at once and they go on by themselves. Exit status 1 if any promise was broken.
+back at once and they go on by themselves. With `--shards` the clients have several servers, one of which is killed each
+time. Exit status 1 if any promise was broken.
 """
 
 from __future__ import annotations
@@ -175,8 +176,8 @@ class Workload:
         # The server may get to hear of it, and the answer be lost.
         with self.ledger.lock:
             self.ledger.tables["work"].maybe_gone.update(keys)
-        if client.acknowledge(samples).applied:
-            self.ledger.consumed("work", keys)
+        missing = set(client.acknowledge(samples).missing)
+        self.ledger.consumed("work", [sample.info.key for sample in samples if sample.info.lease not in missing])
 
     def sample_pool(self, client: ReplayClient) -> None:
         client.sample("pool", 4, min_samples=1, timeout=0.5, scope=f"step-{self.rng.randrange(5)}")
@@ -186,8 +187,8 @@ class Workload:
         if (key := self._some_kept()) is not None:
             priority, sure = self.rng.random(), False
             try:
-                client.update_priorities("keep", {key: priority})
-                sure = True
+                # Missing: its shard is away, and may have got to hear of it.
+                sure = not client.update_priorities("keep", {key: priority}).missing
             finally:
                 self.ledger.updated(key, priority, sure)
 
@@ -198,8 +199,7 @@ class Workload:
             with self.ledger.lock:
                 self.ledger.maybe_deleted.add(key)
             try:
-                client.delete("keep", [key])
-                sure = True
+                sure = not client.delete("keep", [key]).missing
             finally:
                 self.ledger.removed(key, sure)
 
@@ -222,12 +222,15 @@ class Workload:
         return self.rng.choice(there) if there else None
 
 
-def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
-    rng, ledger, keys = random.Random(seed), Ledger(), itertools.count(1)
+def run(kills: int, seed: int, folder: Path, fsync: str, shards: int = 1) -> Ledger:
+    rng, ledger, keys = random.Random(seed), Ledger(shards), itertools.count(1)
     ledger.totals["kills"] = 0
-    config, address = folder / "replay.toml", f"127.0.0.1:{free_port()}"
-    config.write_text(CONFIG.format(data_dir=folder / "data", fsync=fsync))
-    server = start_server(config, address=address)
+    configs, addresses = [], [f"127.0.0.1:{free_port()}" for _ in range(shards)]
+    for number in range(shards):
+        configs.append(folder / f"replay-{number}.toml")
+        configs[-1].write_text(CONFIG.format(data_dir=folder / f"data-{number}", fsync=fsync))
+    servers = [start_server(config, address=address) for config, address in zip(configs, addresses, strict=True)]
+    address = ",".join(addresses)
     try:
         with ReplayClient(address) as client:
             client.set_policy_version(0, weights="step-0")
@@ -237,27 +240,34 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> Ledger:
             time.sleep(0.1 + rng.random())
             # On a loaded machine the clients may not have begun by then.
             until(lambda inserts=inserts: ledger.totals["inserts"] >= inserts + 10, "nobody inserts", 60.0)
-            server.kill()
+            killed = 0 if shards == 1 else rng.randrange(shards)
+            servers[killed].kill()
             ledger.totals["kills"] += 1
             # Taken, and the answer that says so was under way: no more than one batch of each reader.
             ledger.tables["work"].may_be_lost, ledger.tables["queue"].may_be_lost = PLAIN_BATCH, AHEAD_BATCH
             # Granted, and the answer was under way: the lease ends with its time, and the client has another.
             ledger.running[1] += PERMITS
+            if shards > 1:
+                time.sleep(rng.random())  # the others go on without it
             clients_go = rng.random() < 0.5
             if clients_go:
                 workload.stop(at_once=True)
             began = time.monotonic()
-            server = start_server(config, address=address)
+            servers[killed] = start_server(configs[killed], address=addresses[killed])
             ledger.totals["milliseconds of restarts"] += int(1000 * (time.monotonic() - began))
             if not clients_go:
                 time.sleep(0.3 + rng.random())
                 workload.stop(at_once=False)
             with ReplayClient(address) as client:
+                if shards > 1:
+                    until(lambda client=client: not client.server_info().gone, "a shard does not come back", 60.0)
+                    workload.publish(client)  # as a trainer does that goes on
                 ledger.check(client)
             if ledger.violations:
                 break
     finally:
-        server.kill()
+        for server in servers:
+            server.kill()
     return ledger
 
 
@@ -265,11 +275,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--shards", type=int, default=1, help="servers, of which one is killed each time")
     parser.add_argument("--fsync", default="always", help="as in the configuration")
     arguments = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with tempfile.TemporaryDirectory() as folder:
-        ledger = run(arguments.kills, arguments.seed, Path(folder), arguments.fsync)
+        ledger = run(arguments.kills, arguments.seed, Path(folder), arguments.fsync, arguments.shards)
     print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(ledger.totals.items())))
     print(f"{len(ledger.violations)} violations")
     for violation in ledger.violations:

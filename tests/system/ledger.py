@@ -40,7 +40,9 @@ class Consumed:
 
 
 class Ledger:
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 1) -> None:
+        """Of several shards it does not count permits: a group goes elsewhere without one if its shard is away."""
+        self.counts_permits = shards == 1
         self.lock = threading.Lock()
         self.totals: Counter[str] = Counter()
         self.violations: list[str] = []
@@ -149,7 +151,7 @@ class Ledger:
             ("running", info.admission.running, self.running),
             ("accepted", info.admission.accepted, self.accepted),
         ):
-            if not bounds[0] <= seen <= bounds[1]:
+            if self.counts_permits and not bounds[0] <= seen <= bounds[1]:
                 self.violated(f"{seen} permits {what}, not {bounds[0]} to {bounds[1]}")
             bounds[:] = [seen, seen]
         if info.damaged or info.commit_error:

@@ -13,3 +13,11 @@ def test_kills_break_no_promise(tmp_path, transport, kills):
     assert ledger.totals["kills"] == kills
     assert ledger.totals["inserts"] >= 10 * kills
     assert (ledger.totals["clients over rings"] > 0) == (transport == "shared memory")
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.long)])
+def test_kills_of_one_of_three_shards_break_no_promise(tmp_path, kills):
+    ledger = run(kills=kills, seed=8, folder=tmp_path, fsync="always", shards=3)
+    assert ledger.violations == []
+    assert ledger.totals["kills"] == kills
+    assert ledger.totals["inserts"] >= 10 * kills

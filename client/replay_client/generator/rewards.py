@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from replay_client.errors import ReplayError
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import carries_gradient, group_learnability, group_priority, trained_advantages
+from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
@@ -227,8 +227,8 @@ Priority = Callable[[RolloutGroup], float]
 
 
 def advantage(group: RolloutGroup) -> float:
-    """`scoring.group_priority` of the completions that are trained on; the others have no gradient."""
-    return group_priority(group.rewards, trained_advantages(group)) if carries_gradient(group) else 0.0
+    """`scoring.trained_priority`: what is not trained on has no gradient."""
+    return trained_priority(group)
 
 
 def learnability(group: RolloutGroup) -> float:

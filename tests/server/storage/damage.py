@@ -55,7 +55,7 @@ def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, Lmdb
 
 def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
     delta = collector.collect()
-    storage.commit(delta, *storage.begin_commit())
+    storage.commit(delta, storage.begin_commit())
     storage.end_commit(None)
     collector.written(delta)
 
@@ -117,7 +117,9 @@ def examine(directory: Path, expected: dict[int, object]) -> str:
     assert lost == buffer.damaged <= 1, "items are missing"
     for key in list(found):
         try:
-            assert b"".join(next(buffer.payloads([key]))) == payload_of(key), "a wrong payload"
+            assert b"".join(next(buffer.payloads([key], [buffer.items[key].nbytes]))) == payload_of(key), (
+                "a wrong payload"
+            )
         except DamagedPayloads:
             buffer.discard([key])
             lost += 1

@@ -39,7 +39,7 @@ def churn(directory: Path, order: str, live: int, turnovers: int, least: int, mo
                     gone = max(sizes, key=sizes.__getitem__)
             storage.delete([gone], [sizes[gone]])
             total -= sizes.pop(gone)
-        storage.commit(Delta(), *storage.begin_commit())
+        storage.commit(Delta(), storage.begin_commit())
         storage.end_commit(None)
         if written >= (len(ratios) + 1) * turnovers * live / 10:
             ratios.append(storage.facts().disk_bytes / highest)

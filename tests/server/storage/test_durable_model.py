@@ -64,7 +64,7 @@ class DurableMachine(test_model.ModelMachine):
     @rule()
     def commit(self):
         delta = self.collector.collect()
-        self.storage.commit(delta, *self.storage.begin_commit(), self.slices)
+        self.storage.commit(delta, self.storage.begin_commit(), self.slices)
         self.slices = []
         self.storage.end_commit(None)
         self.collector.written(delta)

@@ -141,7 +141,7 @@ def test_a_kill_in_the_middle_of_a_large_commit_costs_nothing_but_that_commit(tm
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_write_records", die)
         with pytest.raises(KeyboardInterrupt):
-            storage.commit(Delta(), *storage.begin_commit())
+            storage.commit(Delta(), storage.begin_commit())
     storage.close()
     with serving(tmp_path) as client:
         assert keys_in(client, "pool") == [first]
@@ -271,8 +271,8 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
     commit = LmdbStorage.commit
 
     def failing(self, *changes):
-        _, new, *_ = changes
-        if new and failures:
+        _, payloads, *_ = changes
+        if payloads.fresh and failures:
             begun.set()
             assert go_on.wait(60)
             raise failures.pop()

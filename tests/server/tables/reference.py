@@ -26,23 +26,32 @@ def labels_for(key: int) -> Labels:
 
 
 @dataclass(eq=False)
+class Item:
+    payload: bytes
+    version: int
+    unused_permit: bool
+    columns: frozenset[str] = frozenset()
+    forwarded: set[str] = field(default_factory=set)
+    """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload)
+
+
+@dataclass(eq=False)
 class Row:
     key: int
     priority: float
     version: int
-    nbytes: int
+    item: Item
     inserted_at: float
     order: int
     sampled: int = 0
 
-
-@dataclass(eq=False)
-class Item:
-    nbytes: int
-    version: int
-    unused_permit: bool
-    forwarded: set[str] = field(default_factory=set)
-    """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
+    @property
+    def nbytes(self) -> int:
+        return self.item.nbytes
 
 
 @dataclass(eq=False)
@@ -66,6 +75,10 @@ class Insert:
     policy_version: int
     nbytes: int
     permits: int
+    columns: frozenset[str] = frozenset()
+
+    def item(self) -> Item:
+        return Item(b"x" * self.nbytes, self.policy_version, False, self.columns)
 
 
 @dataclass(eq=False)
@@ -121,7 +134,15 @@ class RefTable:
 
     def allows(self, n: int) -> bool:
         spi, min_size, low, _ = self.limits()
-        return self.inserts - self.deletes >= min_size and self.inserts * spi - self.samples - n >= low
+        ready = self.inserts - self.deletes - len(self.waiting())
+        return ready >= min_size and self.inserts * spi - self.samples - n >= low
+
+    def lacks(self, row: Row) -> list[str]:
+        """The required columns that the row waits for."""
+        return [name for name in self.config.requires if name not in row.item.columns]
+
+    def waiting(self) -> list[Row]:
+        return [row for row in self.rows if self.lacks(row)]
 
     def never(self, request: SampleRequest) -> bool:
         """Whether no batch can ever be drawn for `request`, as the table is configured."""
@@ -170,7 +191,7 @@ class RefTable:
     def candidates(self, request: SampleRequest) -> list[Row]:
         out = self.scopes.get(request.scope, set()) | request.exclude
         weighs = [row for row in self.rows if self.weight(row, self.config.sampler) * self.value_weight(row) > 0]
-        return [row for row in weighs if row.key not in out]
+        return [row for row in weighs if row.key not in out and not self.lacks(row)]
 
     def drawable(self, request: SampleRequest, n: int) -> bool:
         there = len(self.candidates(request))
@@ -322,7 +343,7 @@ class Reference:
             return False
         assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
         self._check_evicted()
-        self._add(target, row.key, priority, row.version, row.nbytes)
+        self._add(target, row.key, priority, row.version, row.item)
         while events and events[0][0] == "evict":
             self._evict(events.popleft())
         self._check_evicted()
@@ -372,6 +393,30 @@ class Reference:
             table.inserting.clear()
             table.sampling.clear()
         self._sweep()
+
+    def extend(self, key: int, names: set[str], segment: bytes) -> Code | str | list[str]:
+        """ "" where the segment was appended, "missing", the names that are there already, or why it was refused."""
+        there = [table for table in self.tables.values() if table.find(key) or self._lent_out(table, key)]
+        if not there:
+            return "missing"
+        item = self.items[key]
+        if present := item.columns & names:
+            return sorted(present)
+        if item.nbytes + len(segment) > self.max_bytes:
+            return Code.OUT_OF_RANGE
+        for table in there:
+            bound = table.config.max_bytes or math.inf
+            if item.nbytes + len(segment) > bound:
+                return Code.OUT_OF_RANGE
+            if table.find(key) and table.bytes + len(segment) > bound:
+                return Code.RESOURCE_EXHAUSTED
+        if self.bytes + len(segment) > self.max_bytes:
+            return Code.RESOURCE_EXHAUSTED
+        item.payload += segment
+        item.columns |= names
+        for table in there:
+            table.counts["extensions"] += table.find(key) is not None
+        return ""
 
     def delete(self, name: str, keys: list[int]) -> list[int]:
         table = self.tables[name]
@@ -463,16 +508,17 @@ class Reference:
         assert self.bytes <= self.max_bytes or not self.arrived or self.entering
         self.arrived = {}
 
-    def _could_serve(self, table: RefTable, sizes: list[int]) -> bool:
+    def _could_serve(self, table: RefTable, inserts: list[Insert]) -> bool:
         """Whether the first sample in line could be drawn once those of the new items are in that fit."""
-        kept, inserts = list(table.rows), table.inserts
-        while sizes and not table.full(sizes[0]):
-            table.rows.append(Row(-len(sizes), 1.0, self.version, sizes[0], self.now, table.orders + 1))
+        kept, count = list(table.rows), table.inserts
+        while inserts and not table.full(inserts[0].nbytes):
+            item = inserts[0].item()
+            table.rows.append(Row(-len(inserts), 1.0, self.version, item, self.now, table.orders + 1))
             table.inserts += 1
-            sizes = sizes[1:]
+            inserts = inserts[1:]
         request = table.sampling[0].what
         could = table.drawable(request, request.num_samples)
-        table.rows, table.inserts = kept, inserts
+        table.rows, table.inserts = kept, count
         return could
 
     def _evict(self, event: Any) -> None:
@@ -504,7 +550,8 @@ class Reference:
         if keys[0] not in self.items:
             insert = rows[0].what
             assert self.bytes + sum(sizes) <= self.max_bytes or not self.hopeless(insert, tables)
-            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, sizes)), (
+            inserts = [waiting.what for waiting in rows]
+            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, inserts)), (
                 f"{name} evicts what a sample that waits would have got"
             )
             for other in tables:
@@ -514,14 +561,14 @@ class Reference:
                 assert insert.key not in self.seen, f"{insert.key} came in twice"
                 assert not self.blocked(waiting, place), f"{keys} came in in spite of {self.blocked(waiting, place)}"
                 assert self.refusal(insert, tables) is None
-                self.items[insert.key] = Item(insert.nbytes, insert.policy_version, False)
+                self.items[insert.key] = insert.item()
                 self.seen[insert.key] = set(insert.priorities)
                 self.entering.add(insert.key)
             for waiting in rows:
                 self._use_permit(waiting.what)
         for waiting in rows:
             insert = waiting.what
-            self._add(table, insert.key, insert.priorities[name], insert.policy_version, insert.nbytes)
+            self._add(table, insert.key, insert.priorities[name], insert.policy_version, self.items[insert.key])
             if table is tables[-1]:
                 waiting.served = True
                 self.entering.remove(insert.key)
@@ -541,10 +588,12 @@ class Reference:
         sizes = [waiting.what.nbytes for waiting in rows]
         return len(rows) > 1 and any(table.full(*sizes) for table in rows[0].tables)
 
-    def _add(self, table: RefTable, key: int, priority: float, version: int, nbytes: int) -> None:
-        assert not table.full(nbytes) or table.config.when_full == "evict", f"{table.config.name} took more than fits"
+    def _add(self, table: RefTable, key: int, priority: float, version: int, item: Item) -> None:
+        assert not table.full(item.nbytes) or table.config.when_full == "evict", (
+            f"{table.config.name} took more than fits"
+        )
         table.orders += 1
-        table.rows.append(Row(key, priority, version, nbytes, self.now, table.orders))
+        table.rows.append(Row(key, priority, version, item, self.now, table.orders))
         table.inserts += 1
         table.counts["inserts"] += 1
         self.arrived.setdefault(table.config.name, []).append(key)

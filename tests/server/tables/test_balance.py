@@ -35,9 +35,10 @@ class Pool(Table):
             config,
             lambda: 0.0,
             lambda columns, slots: columns.remove(slots),
+            self.labels_of_keys,
         )
 
-    def labels_of(self, keys: list[int]) -> list[Labels]:
+    def labels_of_keys(self, keys: list[int]) -> list[Labels]:
         return [labels_of([], {"environment": v, "x": 1} if (v := self.tags[key]) is not None else {}) for key in keys]
 
     def fill(self, **items: int) -> "Pool":
@@ -49,7 +50,7 @@ class Pool(Table):
         keys = [len(self.tags) + 1 + row for row in range(len(values))]
         self.tags.update(zip(keys, values, strict=True))
         zeros = np.zeros(len(keys), dtype=np.int64)
-        self.insert(keys, np.asarray(priorities, dtype=np.float64), zeros, zeros + 1, self.labels_of(keys))
+        self.insert(keys, np.asarray(priorities, dtype=np.float64), zeros, zeros + 1, self.labels_of_keys(keys))
         return keys
 
     def drawn(self, n: int, **request) -> list[int]:
@@ -221,7 +222,7 @@ def test_ages_count_within_a_value_and_after_the_version_moved():
         keys = [version + 1, version + 2]
         pool.tags |= {keys[0]: "math", keys[1]: "code"}
         sizes = np.ones(2, dtype=np.int64)
-        pool.insert(keys, np.ones(2), np.full(2, version), sizes, pool.labels_of(keys))
+        pool.insert(keys, np.ones(2), np.full(2, version), sizes, pool.labels_of_keys(keys))
     pool.set_policy_version(2)  # a rollback: items of version 3 count as those of 2
     batch = pool.draw(SampleRequest(4, 4), 4)
     found = dict(zip(batch.keys.tolist(), batch.probabilities.tolist(), strict=True))
@@ -339,7 +340,7 @@ def test_balance_begins_changes_and_ends_while_the_server_runs():
 
     def configure(**changes) -> None:
         config = TableConfig.model_validate(pool.config.model_dump(exclude_unset=True) | changes)
-        pool.configure(config, pool.tags_for(config, pool.labels_of))
+        pool.configure(config, pool.tags_for(config))
 
     assert share_of_math() == pytest.approx(0.02)
     reserved = pool.draw(SampleRequest(1, 1, exclude=frozenset(pool.keys_of("code"))), 1)

@@ -164,7 +164,7 @@ def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_pa
 
     def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
         delta = collector.collect()
-        storage.commit(delta, *storage.begin_commit())
+        storage.commit(delta, storage.begin_commit())
         storage.end_commit(None)
         collector.written(delta)
 

@@ -6,7 +6,7 @@ REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 import math
 import os
 import warnings
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay_protos.labels import NO_LABELS
 from replay_server.errors import Code, Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -72,6 +71,7 @@ limits = {
             {"tag": "level", "weights": {"1": 2.5, "": 0.5}},
         ]
     ),
+    "requires": st.sampled_from([[], ["teacher"], ["images", "teacher"]]),
 }
 
 
@@ -88,7 +88,7 @@ ageing_queue = st.fixed_dictionaries(
         "rate_limiter": st.integers(2, 5).map(lambda n: {"type": "queue", "max_size": n}),
         "max_staleness": st.sampled_from([0, 1, 2]),
     },
-    optional={name: limits[name] for name in ("max_bytes", "when_full")},
+    optional={name: limits[name] for name in ("max_bytes", "when_full", "requires")},
 )
 tables = anything | ageing_queue
 forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b": "c"}])
@@ -131,7 +131,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.pendings: dict[Waiting, object] = {}
         self.hands: list[int] = []
         self.leases: list[int] = [77]  # an unknown one
-        self.next_key = 0
+        self.next_key = self.segments = 0
         for table in self.buffer.tables.values():
             self.listen(table)
 
@@ -216,7 +216,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.next_key += 1
             key = max(1, self.next_key - (0 if index else retry))
             each = {name: priority + place + index for place, name in enumerate(sorted(tables))}
-            rows.append(Insert(key, each, max(0, self.model.version - lag), nbytes, lease))
+            rows.append(Insert(key, each, max(0, self.model.version - lag), nbytes, lease, labels_for(key).columns))
         deadline = self.now + wait
         while rows:  # as the service does it: those that may, enter at once; the first that may not waits
             result, code = self.refused(self.buffer.insert, columns_of(rows), deadline)
@@ -234,6 +234,28 @@ class ModelMachine(RuleBasedStateMachine):
                     assert code == (None if offer == "duplicate" else offer)
             self.follow()
             rows = rows[taken:]
+
+    @rule(
+        key=st.integers(1, 30),
+        names=st.sets(st.sampled_from(["teacher", "images", "values"]), min_size=1, max_size=2),
+        nbytes=st.sampled_from([0, 3, 7, 20]),
+    )
+    def extend(self, key, names, nbytes):
+        self.segments += 1
+        segment = bytes([65 + self.segments % 26]) * nbytes
+        expected = self.model.extend(key, names, segment)
+        result, code = self.refused(self.buffer.extend, key, names, (segment[:2], segment[2:]))
+        if code is None:
+            assert expected == ("missing" if result.missing else list(result.present) or "")
+        else:
+            assert code is expected
+        self.follow()
+
+    @rule(table=names, n=st.integers(1, 3))
+    def extend_the_first(self, table, n):
+        """Without it few rows that wait get all columns."""
+        for row in self.model.tables[table].waiting()[:n]:
+            self.extend(row.key, set(self.model.tables[table].lacks(row)), 3)
 
     # Without the next three few sequences have a batch in hand when something happens to its rows.
 
@@ -447,9 +469,15 @@ class ModelMachine(RuleBasedStateMachine):
                 reference.deletes,
             )
             assert table.sampler.selectable() == sum(
-                reference.weight(row, table.config.sampler) > 0 and reference.value_weight(row) > 0
+                reference.weight(row, table.config.sampler) * reference.value_weight(row) > 0
+                and not reference.lacks(row)
                 for row in reference.rows
             )
+            lacking = [reference.lacks(row) for row in reference.rows]
+            assert table.waiting.lacking_of(slots) == lacking
+            assert (table.waiting.count, limiter.waiting) == (len(reference.waiting()),) * 2
+            counts = Counter(column for columns_of_row in lacking for column in columns_of_row)
+            assert table.waiting.lacking() == counts
 
     @invariant()
     def payloads_agree(self):
@@ -461,10 +489,11 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders - leaving[key] for key, item in buffer.items.items() if key not in gone} == {
             key: model.holders(key) for key in model.items
         }
-        labels = buffer.items.labels(list(model.items)) or [NO_LABELS] * len(model.items)
-        assert labels == [labels_for(key) for key in model.items]
-        payloads = list(buffer.payloads(list(model.items)))
-        assert [b"".join(payload) for payload in payloads] == [b"x" * item.nbytes for item in model.items.values()]
+        labels = buffer.items.labels(list(model.items)) or []
+        assert [of_item.pairs for of_item in labels] == [labels_for(key).pairs for key in model.items]
+        assert [of_item.columns for of_item in labels] == [item.columns for item in model.items.values()]
+        payloads = list(buffer.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
+        assert [b"".join(payload) for payload in payloads] == [item.payload for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)
         assert buffer.bytes <= buffer.items.max_bytes
         assert set(self.hands) == set(model.hands) == set(buffer.outstanding.by_id)
@@ -491,14 +520,19 @@ class ModelMachine(RuleBasedStateMachine):
                 why = self.buffer.why_waiting(self.pendings[waiting])
                 assert why.startswith(f"{name}: sampling blocked: ")
                 _, min_size, _, _ = reference.limits()
-                if reference.inserts - reference.deletes < min_size:
+                ready = reference.inserts - reference.deletes - len(reference.waiting())
+                wanted, there = waiting.what.num_samples, len(reference.candidates(waiting.what))
+                lacking = there < wanted if waiting.what.distinct else there == 0
+                if lacking and reference.waiting():
+                    assert f"{there} of {wanted} samples available" in why
+                    assert f"{len(reference.waiting())} wait for " in why
+                elif ready < min_size:
                     assert f"< min_size {min_size}" in why
-                elif not reference.allows(waiting.what.num_samples):
+                    assert (f"{len(reference.waiting())} wait for " in why) == bool(reference.waiting())
+                elif not reference.allows(wanted):
                     assert "min_diff" in why
-                elif not reference.drawable(waiting.what, waiting.what.num_samples):
-                    there = len(reference.candidates(waiting.what))
-                    there = there if waiting.what.distinct else 0
-                    assert f"{there} of {waiting.what.num_samples} samples available" in why
+                elif lacking:
+                    assert f"{there} of {wanted} samples available" in why
                 else:
                     assert "requests came first" in why
 

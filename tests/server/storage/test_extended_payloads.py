@@ -1,0 +1,243 @@
+"""Payloads that are extended, in every storage: put, extended, deleted and read in any order, over commits that
+succeed, fail half-way or are killed.
+
+REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb as lmdb_library
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replay_server.storage import lmdb
+from replay_server.storage.lmdb import LmdbStorage, Unwritten
+from replay_server.storage.records import ITEM, ROW, Delta, ItemRecords
+from replay_server.tables.items import DamagedPayloads, MemoryStorage, Reader, first_bytes
+from tests.server.tables.test_model import case_of
+
+CHUNK = 7
+keys = st.integers(1, 4)
+sizes = st.sampled_from([0, 1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 20])
+picks = st.integers(0, 1 << 16)
+
+
+@pytest.fixture(autouse=True)
+def many_small_pieces(monkeypatch):
+    monkeypatch.setattr(lmdb, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(lmdb, "BYTES_PER_TRANSACTION", 40)
+    monkeypatch.setattr(lmdb, "RESERVE", 0)
+
+
+def records_of(payloads: dict[int, bytes]) -> ItemRecords:
+    items = np.zeros(len(payloads), dtype=ITEM)
+    items["key"] = sorted(payloads)
+    items["nbytes"] = [len(payloads[key]) for key in sorted(payloads)]
+    return ItemRecords(items, np.empty(0, dtype=ROW), np.empty(0, dtype=np.int64))
+
+
+@dataclass
+class OpenReader:
+    reader: Reader
+    expected: list[bytes]
+
+
+class InMemory(RuleBasedStateMachine):
+    """Any operations on payloads in the memory of the process."""
+
+    @initialize()
+    def start(self):
+        self.storage = self.make_storage()
+        self.now: dict[int, bytes] = {}
+        self.sizes: dict[int, list[int]] = {}
+        """Those that each payload has had."""
+        self.readers: list[OpenReader] = []
+        self.count = 0
+
+    def make_storage(self):
+        return MemoryStorage()
+
+    def some_bytes(self, size: int) -> tuple[bytes, ...]:
+        """No two of them are equal. In several chunks, as they come from the wire."""
+        self.count += 1
+        whole = (self.count.to_bytes(3) * size)[:size]
+        return tuple(part for part in (whole[: size // 2], whole[size // 2 :]) if part)
+
+    @rule(key=keys, size=sizes)
+    def put(self, key, size):
+        if key not in self.now:
+            payload = self.some_bytes(size)
+            self.storage.put([key], [payload])
+            self.now[key] = b"".join(payload)
+            self.sizes[key] = [size]
+
+    @rule(key=keys, size=sizes)
+    def extend(self, key, size):
+        if key in self.now:
+            segment = self.some_bytes(size)
+            self.storage.extend(key, len(self.now[key]), segment)
+            self.now[key] += b"".join(segment)
+            self.sizes[key].append(len(self.now[key]))
+
+    @rule(key=keys)
+    def delete(self, key):
+        if key in self.now:
+            self.storage.delete([key], [len(self.now.pop(key))])
+
+    @rule(asked=st.lists(st.tuples(keys, picks), max_size=4, unique_by=lambda pair: pair[0]))
+    def open_reader(self, asked):
+        """For the payloads as they are, or as they were before they were extended."""
+        there = [(key, self.sizes[key][pick % len(self.sizes[key])]) for key, pick in asked if key in self.now]
+        reader = self.storage.reader([key for key, _ in there], [size for _, size in there])
+        self.readers.append(OpenReader(reader, [self.now[key][:size] for key, size in there]))
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=picks)
+    def read(self, pick):
+        """Whatever has happened since."""
+        opened = self.readers.pop(pick % len(self.readers))
+        found = opened.reader.read(slice(None))
+        assert [b"".join(payload) for payload in found] == opened.expected
+        opened.reader.close()
+
+    @invariant()
+    def all_is_there(self):
+        there = getattr(self, "now", {})
+        if there:
+            found = self.storage.get(list(there), [len(payload) for payload in there.values()])
+            assert [b"".join(payload) for payload in found] == list(there.values())
+
+    def teardown(self):
+        for opened in getattr(self, "readers", ()):
+            opened.reader.close()
+        if hasattr(self, "storage"):
+            self.storage.close()
+
+
+class OnDisk(InMemory):
+    """The same with commits, which may be under way while anything else happens."""
+
+    def make_storage(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.kept: dict[int, bytes] = {}
+        self.kept_sizes: dict[int, list[int]] = {}
+        self.ever: set[int] = set()
+        """Keys that a commit may have written."""
+        self.taken: Unwritten | None = None
+        return self.open()
+
+    def open(self):
+        storage = LmdbStorage(Path(self.folder.name))
+        state = storage.load()
+        assert state.items.items["key"].tolist() == sorted(self.kept)
+        return storage
+
+    def write(self, fails: bool) -> None:
+        """`fails`: in its last transaction, after others that wrote a part of the payloads."""
+        delta = Delta(records_of(self.then), sorted(self.ever - self.then.keys()))
+        write_records = self.storage._write_records
+
+        def fail(*_):
+            raise lmdb_library.DiskError("full")
+
+        if fails:
+            self.storage._write_records = fail
+        try:
+            self.storage.commit(delta, self.taken)
+        finally:
+            self.storage._write_records = write_records
+
+    @precondition(lambda self: self.taken is None)
+    @rule()
+    def begin_commit(self):
+        self.taken, self.then = self.storage.begin_commit(), dict(self.now)
+        self.then_sizes = {key: list(self.sizes[key]) for key in self.now}
+        self.ever |= self.then.keys()
+
+    @precondition(lambda self: self.taken is not None)
+    @rule()
+    def end_commit(self):
+        self.write(fails=False)
+        self.storage.end_commit(None)
+        self.taken, self.kept, self.kept_sizes = None, self.then, self.then_sizes
+
+    @precondition(lambda self: self.taken is not None)
+    @rule(rolled_back=st.booleans())
+    def fail_commit(self, rolled_back):
+        with pytest.raises(lmdb_library.DiskError) as failure:
+            self.write(fails=True)
+        unwritten = self.storage.end_commit(failure.value)
+        self.taken = None
+        for key in unwritten if rolled_back else ():
+            self.delete(key)
+
+    @rule(commit_first=st.booleans(), in_the_middle=st.booleans())
+    def kill(self, commit_first, in_the_middle):
+        if commit_first:
+            if self.taken is None:
+                self.begin_commit()
+            self.end_commit()
+        if in_the_middle and self.taken is not None:
+            with pytest.raises(lmdb_library.DiskError):
+                self.write(fails=True)
+        for opened in self.readers:
+            opened.reader.close()
+        self.readers.clear()
+        self.storage.close()
+        self.now, self.taken = dict(self.kept), None
+        self.sizes = {key: list(had) for key, had in self.kept_sizes.items()}
+        self.storage = self.open()
+
+    @invariant()
+    def unwritten_bytes_are_counted(self):
+        if hasattr(self, "storage") and self.taken is None:
+            following = self.storage._next
+            assert self.storage.unwritten == following.bytes_of(following.fresh.keys() | following.grown.keys())
+
+    def teardown(self):
+        """When everything is deleted, the file has no chunk."""
+        if hasattr(self, "storage") and hasattr(self, "now"):
+            if self.taken is not None:
+                self.end_commit()
+            for key in list(self.now):
+                self.delete(key)
+            for _ in range(2):  # the second start finds what no item needs
+                self.kill(commit_first=True, in_the_middle=False)
+            self.begin_commit()
+            self.end_commit()
+            assert self.storage.unwritten == 0
+            with self.storage._env.begin() as txn:
+                assert txn.stat(self.storage._payloads)["entries"] == 0
+        super().teardown()
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+TestInMemory = case_of(InMemory, 50)
+TestOnDisk = case_of(OnDisk, 100)
+
+
+def test_the_first_bytes_of_a_payload_share_its_chunks():
+    payload = (b"abc", memoryview(b"defg"))
+    assert [b"".join(first_bytes(payload, size)) for size in range(8)] == [b"abcdefg"[:size] for size in range(8)]
+    assert first_bytes(payload, 3)[0] is payload[0]
+
+
+def test_a_damaged_last_chunk_stays_damaged_when_its_payload_is_extended(tmp_path):
+    storage = LmdbStorage(tmp_path)
+    storage.put([1], [(b"0123456789",)])
+    storage.commit(Delta(records_of({1: b"0123456789"})), storage.begin_commit())
+    storage.end_commit(None)
+    with storage._env.begin(write=True) as txn:
+        name = lmdb.CHUNK_KEY.pack(1, 1)
+        txn.put(name, txn.get(name, db=storage._payloads)[:-1] + b"X", db=storage._payloads)
+    storage.extend(1, 10, (b"more",))
+    storage.commit(Delta(records_of({1: b"0123456789more"})), storage.begin_commit())
+    storage.end_commit(None)
+    with pytest.raises(DamagedPayloads):
+        storage.get([1], [14])
+    storage.close()

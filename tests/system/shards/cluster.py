@@ -1,0 +1,89 @@
+"""A Ray cluster with shards, in a process of its own: Ray ends the processes that have joined a cluster with its head.
+
+`python -m tests.system.shards.cluster CONFIG FOLDER PORT SHARDS` starts a head without shards and a node with all of
+them. It prints what runs where. The shards keep their items in FOLDER and their ports from PORT on. It ends with its
+standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.factories import until
+
+MEMORY = 80 << 20
+RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
+"""After so many seconds without a head Ray ends the others; by default it is a minute."""
+
+
+@dataclass
+class RayCluster:
+    """The cluster as its process describes it."""
+
+    process: subprocess.Popen[str]
+    address: str
+    head: list[int]
+    """Ids of the processes of the head."""
+    others: list[int]
+    """Ids of the shards and of the node on which they run."""
+    shards: str
+    """The address of the shards for a client without Ray."""
+
+    @classmethod
+    def start(cls, config: Path, folder: Path, port: int, shards: int) -> RayCluster:
+        command = [sys.executable, "-m", cls.__module__, *map(str, (config, folder, port, shards))]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | RECONNECT
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the cluster did not start"
+        return cls(process, **json.loads(line))
+
+    def kill_head(self) -> None:
+        """Kills all processes of the head, and waits until Ray has ended the others."""
+        for pid in self.head:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(psutil.pid_exists, self.others)), "Ray ends nothing", seconds=120.0)
+        self.process.kill()
+        self.process.communicate()
+
+    def stop(self) -> None:
+        self.process.communicate()
+
+
+def main() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from replay_server import shards
+    from replay_server.config import Config
+
+    config, folder, port, count = Config.load(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
+    node = cluster.add_node(num_cpus=count, object_store_memory=MEMORY)
+    ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+    running = shards.up(count, config, data_dir=folder, port=port)
+    pids = {
+        name: [each.process.pid for kind in of.all_processes.values() for each in kind]
+        for name, of in (("head", cluster.head_node), ("others", node))
+    }
+    pids["others"] += [shard.pid for shard in running]
+    address = ",".join(f"{shard.name}={shard.address}" for shard in running)
+    print(json.dumps({"address": cluster.address, "shards": address, **pids}), flush=True)
+    sys.stdin.read()
+    shards.down()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
