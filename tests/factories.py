@@ -15,7 +15,7 @@ import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +69,22 @@ def make_group(
         loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
         policy_version=version,
         **fields,
+    )
+
+
+def make_sequences(**fields: Any) -> RolloutGroup:
+    """A group of two rollouts: one of two sequences of 1 and 2 tokens, and one of one sequence, of 2 tokens behind a
+    context of one."""
+    group = make_group(lengths=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0, np.nan, -1.0, -1.0), context_lengths=(0, 0, 1))
+    return replace(
+        group,
+        **{
+            "sequence_counts": [2, 1],
+            "rewards": [1.0, 0.0],
+            "advantages": group_advantages([1.0, 0.0]),
+            "finish_reasons": ("stop", "length"),
+            **fields,
+        },
     )
 
 

@@ -20,21 +20,22 @@ def group_from_completions(
     advantages: npt.ArrayLike,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group of G completions, each given as one array of tokens and one of log-probabilities.
+    """A group of S completions, each given as one array of tokens and one of log-probabilities.
 
     `prompt_ids` (P,), `rewards` (G,) and `advantages` (G,) are arrays; `fields` are the other fields of RolloutGroup.
-    Raises ValueError that names the field or completion.
+    Each completion is a rollout, G = S, unless `sequence_counts` says how many make one. Raises ValueError that names
+    the field or completion.
     """
-    tokens_G = [vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
-    logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
-    for index, (tokens, lps) in enumerate(zip(tokens_G, logprobs_G, strict=True)):
+    tokens_S = [vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
+    logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
+    for index, (tokens, lps) in enumerate(zip(tokens_S, logprobs_S, strict=True)):
         if tokens.size != lps.size:
             raise ValueError(f"completion {index} has {tokens.size} tokens and {lps.size} log-probabilities")
     return RolloutGroup(
         prompt_ids=np.asarray(prompt_ids),
-        completion_ids=np.concatenate(tokens_G) if tokens_G else np.zeros(0, np.int32),
-        completion_lengths=np.array([tokens.size for tokens in tokens_G], dtype=np.int32),
-        rollout_logprobs=np.concatenate(logprobs_G) if logprobs_G else np.zeros(0, np.float32),
+        completion_ids=np.concatenate(tokens_S) if tokens_S else np.zeros(0, np.int32),
+        completion_lengths=np.array([tokens.size for tokens in tokens_S], dtype=np.int32),
+        rollout_logprobs=np.concatenate(logprobs_S) if logprobs_S else np.zeros(0, np.float32),
         rewards=np.asarray(rewards, dtype=np.float32),
         advantages=np.asarray(advantages, dtype=np.float32),
         **fields,
@@ -49,33 +50,42 @@ def group_from_rows(
     rewards: npt.ArrayLike,
     advantages: npt.ArrayLike,
     loss_masks: Iterable[npt.ArrayLike] | None = None,
+    token_advantages: Iterable[npt.ArrayLike] | None = None,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group of G rows that each have their own prompt, completion, log-probabilities and, if given, loss mask.
+    """A group of S rows that each have their own prompt, completion, log-probabilities and, if given, loss mask and
+    advantages of tokens: one value for each token of the completion.
 
     The common beginning of the prompts becomes `prompt_ids`, and the rest of each prompt the context of its row.
-    `RolloutGroup.prompts` and `sampled_spans` give the rows back. Other arguments and errors: `group_from_completions`.
+    `RolloutGroup.prompts` and `sampled_spans` give the rows back. An extra with the axis "token" or "whole" must have
+    rows for the contexts too. Other arguments and errors: `group_from_completions`.
     """
-    prompts_G = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
-    shared = _common_beginning(prompts_G)
-    contexts_G = [ids[shared:] for ids in prompts_G]
-    completions_G = [np.asarray(ids).reshape(-1) for ids in completions]
-    logprobs_G = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
-    masks_G = None if loss_masks is None else [np.asarray(mask, dtype=np.bool_).reshape(-1) for mask in loss_masks]
-    if any(ids.size for ids in contexts_G):
-        fields["context_lengths"] = np.array([ids.size for ids in contexts_G], np.int32)
-        completions_G = [_joined(*pair) for pair in zip(contexts_G, completions_G, strict=True)]
-        logprobs_G = [_joined(np.full(c.size, np.nan), x) for c, x in zip(contexts_G, logprobs_G, strict=True)]
-        if masks_G is not None:
-            masks_G = [_joined(np.zeros(c.size, np.bool_), x) for c, x in zip(contexts_G, masks_G, strict=True)]
+    prompts_S = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
+    shared = _common_beginning(prompts_S)
+    contexts_S = [ids[shared:] for ids in prompts_S]
+    completions_S = [np.asarray(ids).reshape(-1) for ids in completions]
+    logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
+    if any(ids.size for ids in contexts_S):
+        fields["context_lengths"] = np.array([ids.size for ids in contexts_S], np.int32)
+    if loss_masks is not None:
+        fields["loss_mask"] = _behind(contexts_S, loss_masks, np.bool_)
+    if token_advantages is not None:
+        fields["token_advantages"] = _behind(contexts_S, token_advantages, np.float32)
     return group_from_completions(
-        prompt_ids=prompts_G[0][:shared] if prompts_G else (),
-        completions=completions_G,
-        logprobs=logprobs_G,
+        prompt_ids=prompts_S[0][:shared] if prompts_S else (),
+        completions=[_joined(*pair) for pair in zip(contexts_S, completions_S, strict=True)],
+        logprobs=[_joined(np.full(c.size, np.nan), x) for c, x in zip(contexts_S, logprobs_S, strict=True)],
         rewards=rewards,
         advantages=advantages,
-        loss_mask=None if masks_G is None else _joined(*masks_G),
         **fields,
+    )
+
+
+def _behind(contexts_S: list[Int32], rows: Iterable[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """(T,) the values of all rows, with 0 for the tokens of their contexts."""
+    rows_S = [np.asarray(row, dtype=dtype).reshape(-1) for row in rows]
+    return _joined(
+        *(part for c, row in zip(contexts_S, rows_S, strict=True) for part in (np.zeros(c.size, dtype), row))
     )
 
 

@@ -279,6 +279,13 @@ class RolloutGroup:
         return self.completion_lengths - self._contexts()
 
     @property
+    def rollout_lengths(self) -> Int32:
+        """(G,) tokens of each rollout in all its sequences, without their contexts."""
+        if self.sequence_counts is None:
+            return self.sampled_lengths
+        return np.add.reduceat(self.sampled_lengths, np.cumsum(self.sequence_counts) - self.sequence_counts)
+
+    @property
     def trained_mask(self) -> Bool:
         """(T,) True for tokens to train on: those after the contexts that `loss_mask` does not exclude."""
         mask_T = self._sampled_mask()

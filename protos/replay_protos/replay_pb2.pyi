@@ -1788,7 +1788,7 @@ class ClientInfo(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
-    """what it did: generator (insert), trainer (sample, publish), or both"""
+    """what it did: generator (insert), trainer (sample, publish), teacher (extend)"""
     age: _builtins.float
     """Seconds since its last request."""
     open: _builtins.int

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HEAD = 64
 """Bytes that are shown of a payload that is not a rollout group."""
-_ARRAYS = {"ids", "logprobs", "loss_mask"}
+_ARRAYS = {"ids", "logprobs", "loss_mask", "token_advantages"}
 """What the document of a group has for each token."""
 _FEW = 16
 """Tokens that are shown of a text without a tokenizer."""
@@ -200,18 +200,21 @@ def load_tokenizer(path: Path) -> Decoder:
 
 
 def group_document(group: RolloutGroup, decoder: Decoder | None) -> Document:
-    """The group with the ids of all texts, and with the texts if there is a decoder."""
+    """The group with the ids of all texts, and with the texts if there is a decoder. A completion is one sequence."""
+    from replay_client.dashboard.group import completion_facts, extra_facts
+
     return {
         "prompt_id": group.prompt_id,
         "policy_version": int(group.policy_version),
         "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
         "sampling": plain(group.sampling),
         "meta": plain(group.meta),
-        "extras": {
-            name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in group.extras.items()
-        },
+        "extras": {name: extra_facts(group, name) for name in group.extras},
         "prompt": _part(group.prompt_ids.tolist(), decoder),
-        "completions": [_completion(group, row, span, decoder) for row, span in enumerate(group.sampled_spans())],
+        "completions": [
+            _completion(group, facts, span, decoder)
+            for facts, span in zip(completion_facts(group), group.sampled_spans(), strict=True)
+        ],
     }
 
 
@@ -221,17 +224,17 @@ def _part(ids: list[int], decoder: Decoder | None) -> Document:
     return part | ({} if decoder is None else {"text": decoder.decode(ids)}) | {"ids": ids}
 
 
-def _completion(group: RolloutGroup, row: int, span: slice, decoder: Decoder | None) -> Document:
-    from replay_client.dashboard.group import completion_facts
-
-    completion = completion_facts(group, row)
+def _completion(group: RolloutGroup, completion: Document, span: slice, decoder: Decoder | None) -> Document:
+    """The facts of a sequence with its tokens, which stand in `span`."""
     if group.context_lengths is not None:
-        before = slice(span.start - int(group.context_lengths[row]), span.start)
+        before = slice(span.start - int(completion["context_tokens"]), span.start)
         completion["context"] = _part(group.completion_ids[before].tolist(), decoder)
     completion |= _part(group.completion_ids[span].tolist(), decoder)
     completion["logprobs"] = group.rollout_logprobs[span].tolist()
     if group.loss_mask is not None:
         completion["loss_mask"] = group.loss_mask[span].tolist()
+    if group.token_advantages is not None:
+        completion["token_advantages"] = group.token_advantages[span].tolist()
     return completion
 
 
@@ -267,13 +270,16 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     document = group_document(group, decoder)
     named = f" {group.prompt_id!r}" if group.prompt_id else ""
     ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
-    lines = [Text(f"group of {group.group_size} completions, {_tokens(group.num_tokens)}{ended}")]
+    several = group.sequence_counts is not None
+    rollouts = f"rollouts in {group.num_sequences} sequences" if several else "completions"
+    lines = [Text(f"group of {group.group_size} {rollouts}, {_tokens(group.num_tokens)}{ended}")]
     for name in ("sampling", "meta"):
         if document[name]:
             facts = ", ".join(f"{field} {value}" for field, value in document[name].items())
             lines.append(Text(f"{name}: {facts}"))
     for name, facts in document["extras"].items():
-        lines.append(Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}"))
+        axis = "" if facts["axis"] == "group" else f", axis {facts['axis']}"
+        lines.append(Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}{axis}"))
     lines += [
         Text(),
         Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
@@ -281,10 +287,13 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     ]
     if tokens:
         lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for row, completion in enumerate(document["completions"]):
+    for completion in document["completions"]:
         mean = completion["mean_logprob"]
+        place = f"completion {completion['index']}"
+        if several:
+            place = f"rollout {completion['rollout']}, sequence {completion['part'] + 1} of {completion['parts']}"
         parts = [
-            f"completion {row}: {_tokens(completion['tokens'])}",
+            f"{place}: {_tokens(completion['tokens'])}",
             f"reward {completion['reward']:g}",
             f"advantage {completion['advantage']:+.3g}",
             "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",

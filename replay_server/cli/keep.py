@@ -10,6 +10,7 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -158,6 +159,7 @@ _PAYLOADS_PER_CALL = 32
 _GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
     "prompt_id": ("str", lambda group: group.prompt_id),
     "group_size": ("int", lambda group: group.group_size),
+    "sequence_counts": ("list of int", lambda group: _counts(group)),
     "prompt_tokens": ("int", lambda group: int(group.prompt_ids.size)),
     "context_tokens": ("list of int", lambda group: (group.prompt_lengths - group.prompt_ids.size).tolist()),
     "completion_tokens": ("list of int", lambda group: group.sampled_lengths.tolist()),
@@ -170,7 +172,8 @@ _GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
 }
 """What a group says of itself: by column its type (int, float, str, or list of one of them) and its value.
 
-A list has one value for each completion. Null where an item is not a group."""
+A list has one value for each rollout; `context_tokens`, `completion_tokens` and `mean_logprobs` have one for each of
+its sequences. Null where an item is not a group."""
 _ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -180,8 +183,10 @@ _ITEM_COLUMNS = {
     "staleness": "int",
     "times_sampled": "int",
     "bytes": "int",
+    "tags": "json",
 }
-"""The columns that the server keeps of an item. Keys are strings: they have 64 bits, and many readers keep only 53."""
+"""The columns that the server keeps of an item; of type json is an object, in parquet as text. Keys are strings: they
+have 64 bits, and many readers keep only 53."""
 _TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
 """With a tokenizer."""
 _PAYLOAD = "payload"
@@ -216,7 +221,7 @@ def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payload
         if (item := stored.get(info.key)) is None:
             continue
         group = _group_of(item)
-        facts = item_document(info) | {"table": table}
+        facts = item_document(info) | {"table": table, "tags": item.labels.tags}
         row = {name: facts[name] for name in _ITEM_COLUMNS}
         row |= {name: None if group is None else of(group) for name, (_, of) in _GROUP_COLUMNS.items()}
         if decoder is not None:
@@ -245,25 +250,38 @@ def _texts(group: RolloutGroup | None, decoder: Any) -> Row:
     }
 
 
+def _counts(group: RolloutGroup) -> list[int]:
+    """The number of sequences of each rollout."""
+    return [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+
+
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
-    """The mean of the known log-probabilities of each completion; null where none is known."""
+    """The mean of the known log-probabilities of each sequence; null where none is known."""
     from replay_client.dashboard.group import completion_facts
 
-    return [completion_facts(group, row)["mean_logprob"] for row in range(group.group_size)]
+    return [facts["mean_logprob"] for facts in completion_facts(group)]
 
 
 def _insert(client: ReplayClient, row: Row, table: str | None) -> None:
     """Inserts the item of a row, under its own key. Raises ValueError for a row that `export` did not write."""
+    from replay_client import RolloutGroup
+
     missing = [name for name in ("key", "table", "priority", "policy_version", _PAYLOAD) if row.get(name) is None]
     if missing:
         remedy = "; export it with payloads" if missing == [_PAYLOAD] else ""
         raise ValueError(f"there is no {', '.join(missing)}{remedy}")
-    payload = row[_PAYLOAD]
+    payload, tags = row[_PAYLOAD], row.get("tags")
+    payload = base64.b64decode(payload) if isinstance(payload, str) else payload
+    item: RolloutGroup | bytes = payload
+    # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
+    with suppress(ValueError):
+        item = RolloutGroup.decode(payload)
     client.insert(
-        base64.b64decode(payload) if isinstance(payload, str) else payload,
+        item,
         {table or row["table"]: float(row["priority"])},
         key=int(row["key"]),
         policy_version=int(row["policy_version"]),
+        tags=json.loads(tags) if isinstance(tags, str) else tags,
     )
 
 
@@ -320,6 +338,7 @@ def _schema(columns: Mapping[str, str]) -> Any:
 
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
     kinds |= {f"list of {name}": pyarrow.list_(kind) for name, kind in kinds.items()}
+    kinds["json"] = pyarrow.string()
     return pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 
@@ -328,8 +347,10 @@ def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) 
     from pyarrow import parquet
 
     schema, count = _schema(columns), 0
+    texts = [name for name, kind in columns.items() if kind == "json"]
     with parquet.ParquetWriter(path, schema) as writer:
         while batch := list(islice(rows, _ROWS_PER_BATCH)):
+            batch = [row | {name: json.dumps(row[name]) for name in texts} for row in batch]
             writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
             count += len(batch)
     return count

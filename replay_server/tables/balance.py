@@ -29,8 +29,7 @@ from operator import attrgetter
 import numpy as np
 
 from replay_protos.labels import Labels
-from replay_server.tables.columns import FREE, SELECTABLE, Columns, Facts, FloatArray, IntArray
-from replay_server.tables.config import MAX_BALANCED, BalanceConfig
+from replay_server.tables.columns import FREE, MAX_BALANCED, SELECTABLE, Columns, FloatArray, IntArray, RowFacts
 from replay_server.tables.selectors import NONE, Selector
 
 
@@ -68,11 +67,13 @@ class ValueItems:
 class Balanced(Selector):
     """Chooses a value, then a slot by one selector for each value. O(values) for a draw, beside those selectors."""
 
-    def __init__(self, columns: Columns, config: BalanceConfig, build: Callable[[Facts], Selector]) -> None:
-        """`build` makes the selector of one value over the facts of its items."""
+    def __init__(
+        self, columns: Columns, tag: str, weight: Callable[[str], float], build: Callable[[RowFacts], Selector]
+    ) -> None:
+        """`weight` says that of a value, and `build` makes its selector over the facts of its items."""
         self._columns = columns
-        self._tag = columns.tags[config.tag]
-        self._config = config
+        self._tag = columns.tags[tag]
+        self._weight = weight
         self._build = build
         self._parts: dict[int, _Part] = {}
         """By code: the values that have an item here."""
@@ -100,7 +101,7 @@ class Balanced(Selector):
         while code >= self._left.size:
             self._left = np.concatenate([self._left, np.zeros_like(self._left)])
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
-        self._weights[code] = self._config.weight(self._tag.values[code])
+        self._weights[code] = self._weight(self._tag.values[code])
         part = self._parts[code] = _Part(self._columns.current_version, self._build)
         return part
 
@@ -238,11 +239,11 @@ class Balanced(Selector):
         return np.concatenate(slots), np.concatenate(probabilities)
 
 
-class _Part(Facts):
+class _Part(RowFacts):
     """The facts of the items of one value, by position. Positions are used again, so they stay below twice the items
-    that the value once had at most. Facts but the priority never change, so these copies hold."""
+    that the value once had at most. What is there but the priority never changes, so these copies hold."""
 
-    def __init__(self, current_version: int, build: Callable[[Facts], Selector]) -> None:
+    def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
         """By position: the slot in the table."""

@@ -33,8 +33,8 @@ from pydantic import ValidationError
 from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
-from replay_server.tables.config import MAX_BALANCED, AdmissionConfig, TableConfig, admitted_table, explain
+from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
+from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
     MAX_VERSION,
     Blocked,
@@ -396,6 +396,7 @@ class ReplayBuffer:
             slots = slots[~np.isin(slots, permitted)]
             items.release(columns.free(np.array(permitted)))
         items.leaving.add(columns, slots)
+        items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
 
     # ------------------------------------------------------------------------------------------------ waiting
 

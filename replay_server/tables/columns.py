@@ -57,7 +57,7 @@ def rows_at(slots: IntArray) -> IntArray | slice:
     return slice(slot := slots.item(), slot + 1) if slots.size == 1 else slots
 
 
-class Facts:
+class RowFacts:
     """What selectors read of items: an array for each fact, by slot."""
 
     def __init__(self, current_version: int = 0) -> None:
@@ -80,6 +80,10 @@ class Facts:
                 grown = np.zeros(length, dtype=column.dtype)
                 grown[: column.size] = column
                 setattr(self, name, grown)
+
+
+MAX_BALANCED = 1024
+"""Values of a tag that one table may balance, "" for no value included: each has a selector of its own."""
 
 
 class TagColumn:
@@ -153,7 +157,7 @@ class TagColumn:
         self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
 
 
-class Columns(Facts):
+class Columns(RowFacts):
     """Slots are reused. `reserved` maps the key of each reserved item to its slot. Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
@@ -368,7 +372,7 @@ class WaitingRows:
         """These rows (n,) leave. Returns the slots of those that did not wait."""
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
-        return slots[~waits]
+        return np.asarray(slots[~waits])
 
     def complete(self, slot: int, labels: Labels) -> bool:
         """The item of a row that waits has these labels now. Returns whether it waits no more."""

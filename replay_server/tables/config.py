@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_server.tables import rate_limiters, selectors
-from replay_server.tables.columns import Facts, IntArray
+from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.selectors import Selector
 
@@ -27,8 +27,6 @@ MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
 MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
 """Bytes of the name and of the value of a tag."""
-MAX_BALANCED = 1024
-"""Values of a tag that one table may balance: each has a selector of its own."""
 MOST_REQUIRED = 16
 """Columns that one table may require: Columns.lacks has a bit for each."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
@@ -106,7 +104,7 @@ class SelectorConfig(_Tagged):
             raise ValueError(f"half_life belongs to 'prioritized', 'min_heap' or 'max_heap', not to {self.type!r}")
         return self
 
-    def build(self, columns: Facts, rows: Callable[[], IntArray] | None = None) -> Selector:
+    def build(self, columns: RowFacts, rows: Callable[[], IntArray] | None = None) -> Selector:
         """A selector over the items of `columns`. `rows`: the slots of all items that it may hold; None: of all."""
         match self.type:
             case "fifo" | "lifo":

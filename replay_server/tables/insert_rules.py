@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.columns import FloatArray
-from replay_server.tables.config import MAX_BALANCED, MAX_PRIORITY
+from replay_server.tables.columns import MAX_BALANCED, FloatArray
+from replay_server.tables.config import MAX_PRIORITY
 from replay_server.tables.items import InsertBatch, Items
 from replay_server.tables.remembered import Remembered
 from replay_server.tables.table import Table

@@ -152,7 +152,7 @@ class Table:
         self.balanced: Balanced | None = None
         """The sampler, where the table balances."""
         if config.balance is not None:
-            self.balanced = Balanced(columns, config.balance, config.sampler.build)
+            self.balanced = Balanced(columns, config.balance.tag, config.balance.weight, config.sampler.build)
         ready = columns.selectable if config.requires else None
         self.sampler = self.remover = self.balanced or config.sampler.build(columns, ready)
         # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows

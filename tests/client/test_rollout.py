@@ -32,6 +32,33 @@ def full_group() -> RolloutGroup:
     )
 
 
+def make_trajectories(**fields) -> RolloutGroup:
+    """Two rollouts: one of two sequences, the second after a context of its own, and one of one sequence."""
+    return RolloutGroup(
+        **{
+            "prompt_ids": [1, 2],
+            "completion_ids": [5, 6, 7, 8, 9, 10],
+            "completion_lengths": [2, 3, 1],
+            "sequence_counts": [2, 1],
+            "context_lengths": [0, 1, 0],
+            "rollout_logprobs": [-1, -1, math.nan, -1, -1, -1],
+            "rewards": [1.0, 0.0],
+            "advantages": [1.0, -1.0],
+        }
+        | fields
+    )
+
+
+def ragged(*sets) -> dict:
+    """Sets of values as the values of all, and offsets."""
+    offsets = np.cumsum([0, *map(len, sets)])
+    return {"kept": np.array([value for each in sets for value in each], np.int32), "kept/offsets": offsets}
+
+
+def segment(extras, **axes) -> bytes:
+    return b"".join(encode_columns(extras, axes))
+
+
 def test_a_group_survives_encoding_bit_for_bit():
     group = full_group()
     group.rollout_logprobs[1] = math.nan
@@ -67,10 +94,21 @@ def test_arrays_are_aligned_and_decoded_as_views():
         assert not array.flags.writeable
 
 
+def trajectories_with_segments() -> bytes:
+    group = make_trajectories(
+        token_advantages=np.ones(6),
+        extras={"routing": np.zeros((8, 2), np.uint8), "late": np.zeros(2)},
+        axes={"routing": "whole", "late": "rollout"},
+    )
+    later = segment({"value": np.zeros(3, ml_dtypes.bfloat16)}, value="sequence")
+    return group.encode() + later + segment(ragged([1], [], [2], [], [], []), kept="ragged:token")
+
+
+@pytest.mark.parametrize("encode", [lambda: full_group().encode(), trajectories_with_segments], ids=["full", "later"])
 @settings(max_examples=300)
 @given(data=st.data())
-def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(data):
-    encoded = bytearray(full_group().encode())
+def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(encode, data):
+    encoded = bytearray(encode())
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(encoded)))
@@ -81,6 +119,13 @@ def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(d
     assert group.completion_lengths.sum() == group.completion_ids.size == group.rollout_logprobs.size
     assert group.trained_mask.size == group.completion_ids.size
     assert sum(span.stop - span.start for span in group.sampled_spans()) == group.sampled_lengths.sum()
+    assert group.rollout_lengths.sum() == group.sampled_lengths.sum()
+    assert sum(span.stop - span.start for span in group.rollout_spans()) == group.num_tokens
+    for name in group.extras:
+        for sequence in range(group.num_sequences):
+            group.extra_of(name, sequence)
+        if group.axes.get(name) == "ragged:token":
+            assert group.offsets_of(name, 0)[-1] == len(group.extra_of(name, 0))
 
 
 @given(st.binary(max_size=200))
@@ -179,6 +224,24 @@ def test_rows_with_prompts_of_their_own_share_the_common_beginning_and_keep_the_
     assert decoded != replace(group, context_lengths=[0, 2, 0])
 
 
+def test_rows_may_be_the_turns_of_a_rollout_with_advantages_for_each_token():
+    group = group_from_rows(
+        prompts=[[1, 2], [1, 2, 7, 8, 3], [1, 2, 4]],
+        completions=[[7, 8], [9], [5]],
+        logprobs=[[-1.0, -1.0], [-2.0], [-3.0]],
+        token_advantages=[[0.5, 0.5], [2.0], [-1.0]],
+        sequence_counts=[2, 1],
+        rewards=[1.0, 0.0],
+        advantages=[1.0, -1.0],
+    )
+    assert group.token_advantages.tolist() == [0.5, 0.5, 0, 0, 0, 2, 0, -1]
+    assert group.rollout_lengths.tolist() == [3, 1]
+    assert [group.token_advantages[span].tolist() for span in group.rollout_spans()] == [
+        [0.5, 0.5, 0, 0, 0, 2],
+        [0, -1],
+    ]
+
+
 def test_rows_without_a_common_beginning_have_an_empty_shared_prompt():
     group = group_from_rows(
         prompts=[[1], [2, 3]], completions=[[7], [8]], logprobs=[[-1.0], [-1.0]], rewards=[1, 0], advantages=[1, -1]
@@ -264,29 +327,6 @@ def test_completions_and_their_logprobs_are_views_of_the_groups_arrays():
         assert all(np.shares_memory(view, array) for view in (views[0], views[2]))
     with pytest.raises(ValueError, match="read-only"):
         RolloutGroup.decode(group.encode()).completion_logprobs()[0][0] = 0.0
-
-
-def make_trajectories(**fields) -> RolloutGroup:
-    """Two rollouts: one of two sequences, the second after a context of its own, and one of one sequence."""
-    return RolloutGroup(
-        **{
-            "prompt_ids": [1, 2],
-            "completion_ids": [5, 6, 7, 8, 9, 10],
-            "completion_lengths": [2, 3, 1],
-            "sequence_counts": [2, 1],
-            "context_lengths": [0, 1, 0],
-            "rollout_logprobs": [-1, -1, math.nan, -1, -1, -1],
-            "rewards": [1.0, 0.0],
-            "advantages": [1.0, -1.0],
-        }
-        | fields
-    )
-
-
-def ragged(*sets) -> dict:
-    """Sets of values as the values of all, and offsets."""
-    offsets = np.cumsum([0, *map(len, sets)])
-    return {"kept": np.array([value for each in sets for value in each], np.int32), "kept/offsets": offsets}
 
 
 def test_a_rollout_of_several_sequences_is_one_rollout():
@@ -435,10 +475,6 @@ def test_an_unknown_log_probability_is_allowed(fields):
 
 
 # ------------------------------------------------------------------------------------------------ segments
-
-
-def segment(extras, **axes) -> bytes:
-    return b"".join(encode_columns(extras, axes))
 
 
 def test_columns_that_were_appended_join_the_extras_and_the_first_of_a_name_counts():

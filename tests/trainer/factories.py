@@ -6,10 +6,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -270,3 +272,35 @@ def poison(model: Any, effect: str) -> None:
 def poisoned_sample(*, key: int = 77) -> Sample:
     group = make_group(rewards=[1.0, 0.0], prompt=[5, 6], completions=[[7, POISON, 8], [9]], logprobs=-2.5)
     return make_sample(group, key=key)
+
+
+def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGroup:
+    """The group with each rollout cut into sequences: at these tokens of its only sequence, ascending.
+
+    A later sequence has what comes before it as its context, so every token is sampled and trained on once, after the
+    same tokens as before.
+    """
+    ids, logprobs, masks, advantages = [], [], [], []
+    lengths, contexts = [], []
+    for span, places in zip(group.sequence_spans(), cuts, strict=True):
+        length = span.stop - span.start
+        for start, end in itertools.pairwise([0, *places, length]):
+            known = slice(span.start + start, span.start + end)
+            lengths.append(end)
+            contexts.append(start)
+            ids.append(group.completion_ids[span.start : known.stop])
+            logprobs += [np.full(start, np.nan, np.float32), group.rollout_logprobs[known]]
+            masks += [np.zeros(start, np.bool_), group.trained_mask[known]]
+            if group.token_advantages is not None:
+                advantages += [np.zeros(start, np.float32), group.token_advantages[known]]
+    return replace(
+        group,
+        completion_ids=np.concatenate(ids),
+        completion_lengths=np.array(lengths, np.int32),
+        context_lengths=np.array(contexts, np.int32),
+        sequence_counts=np.array([len(places) + 1 for places in cuts], np.int32),
+        rollout_logprobs=np.concatenate(logprobs),
+        loss_mask=np.concatenate(masks),
+        token_advantages=np.concatenate(advantages) if advantages else None,
+        validate=False,
+    )

@@ -18,11 +18,19 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils._pytree import tree_leaves
 
-from replay_client import Sample
+from replay_client import RolloutGroup, Sample
 from replay_trainer import GRPOTrainer, background, partitions, publication
 from replay_trainer.config import config_from
 from replay_trainer.weights import saved, version_of
-from tests.trainer.factories import FakeClient, make_batches, make_model, make_sample, poison, poisoned_sample
+from tests.trainer.factories import (
+    FakeClient,
+    in_pieces,
+    make_batches,
+    make_model,
+    make_sample,
+    poison,
+    poisoned_sample,
+)
 
 
 class ShareClient(FakeClient):
@@ -80,10 +88,16 @@ def count_bytes(folder: Path) -> None:
     publication.load_weights = load_nothing  # type: ignore[assignment]
 
 
+def in_tokens(group: RolloutGroup) -> RolloutGroup:
+    """The group with a sequence for each token of its rollouts."""
+    return in_pieces(group, [range(1, length) for length in group.completion_lengths.tolist()])
+
+
 def main(folder: Path) -> None:
     options = json.loads((folder / "options.json").read_text())
     tied, lora = options.pop("tied", False), options.pop("lora", False)
     effect = options.pop("poison", "")
+    pieces = options.pop("pieces", False)
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     if options.pop("count_bytes", False):
         count_bytes(folder)
@@ -91,6 +105,8 @@ def main(folder: Path) -> None:
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     if effect:
         batches[1][3] = poisoned_sample()
+    if pieces:  # a sequence for each token
+        batches = [[make_sample(in_tokens(each.group), key=each.info.key) for each in batch] for batch in batches]
     (stored,) = make_batches(1, seed=9, groups=pool_size)
     pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
 

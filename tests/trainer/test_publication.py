@@ -1,9 +1,12 @@
-"""Publication beside the training loop: what is written, when, and what happens if it fails."""
+"""Publication beside the training loop: what is written, when, and what happens if it fails; one run in a folder."""
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
+import signal
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from replay_trainer import publication
 from replay_trainer.background import BackgroundTask, HostCopy
-from replay_trainer.weights import publish_weights, published, saved
+from replay_trainer.weights import OutputLock, publish_weights, published, saved
+from tests.factories import start
 from tests.trainer.factories import (
     FakeClient,
     Killed,
@@ -231,3 +235,36 @@ def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Pat
     with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
         make_trainer(FakeClient(make_batches(1)), tmp_path, model=model).train()
     assert published(tmp_path) == []
+
+
+def hold(folder: Path, answers: Connection) -> None:
+    lock = OutputLock(folder)
+    answers.send(lock.acquire() or "locked")
+    signal.pause()
+
+
+def test_a_trainer_is_refused_while_another_process_trains_in_the_folder_and_not_after_its_death(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    answer, answers = multiprocessing.Pipe(duplex=False)
+    holder = start(hold, folder, answers)
+    try:
+        assert answer.recv() == "locked"
+        client = FakeClient(make_batches(1))
+        trainer = make_trainer(client, folder, max_steps=1)
+        with pytest.raises(RuntimeError, match=rf"in use by another training run \(process {holder.pid} on "):
+            trainer.train()
+        assert client.weights == ""
+        assert not any(folder.glob("step-*"))
+    finally:
+        holder.kill()
+        holder.join()
+    # The kernel has freed the lock of the killed process. Its file is still there.
+    assert (folder / ".lock").exists()
+    trainer.train()
+    assert client.version == 1
+    assert not (folder / ".lock").exists()
+    lock = OutputLock(folder)
+    assert lock.acquire() == ""
+    lock.release()

@@ -51,11 +51,20 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         {"loss_type": "grpo", "num_iterations": 2, "fsdp": True, "beta": 0.1, "tied": True},
         {"loss_type": "bnpo", "scale_rewards": "batch", "correction": {"level": "sequence", "batch_normalize": True}},
         {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},
+        {"loss_type": "gspo", "fsdp": True, "beta": 0.1, "pieces": True, "max_tokens_per_micro_batch": 6},
         # The first of two ranks is left without any group.
         {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"},
         {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],
-    ids=["dapo", "grpo partitioned and tied", "bnpo", "dr_grpo partitioned", "an idle rank", "a share of replay"],
+    ids=[
+        "dapo",
+        "grpo partitioned and tied",
+        "bnpo",
+        "dr_grpo partitioned",
+        "gspo of rollouts in pieces",
+        "an idle rank",
+        "a share of replay",
+    ],
 )
 def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)

@@ -1,17 +1,22 @@
 """Groups to tensors, and a batch to micro-batches that fit a budget of tokens.
 
     prompt_ids_UP          q q q .         one row per group         P: longest prompt
-    completion_ids_BT      c c c c         one row per completion    T: longest completion
-                           c c . .         every tensor named _BT lines up with the tokens of the completions
+    completion_ids_BT      c c c c         one row per sequence      T: longest sequence
+                           c c . .         every tensor named _BT lines up with the tokens of the sequences
 
 A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
 (see logprobs.py), or rows of similar length if it cannot take packed ones.
+
+The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several with contexts of their
+own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of a rollout
+before losses and correction see them: to them, a rollout in pieces is the same as one in a single sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,9 +45,45 @@ class PackedGroup:
 Layout = tuple[PackedGroup, ...]
 
 
+class Rollouts:
+    """The tokens to train on, with one row for each rollout: what losses and correction take.
+
+        mask_BT     . . 1 1     first sequence of a rollout, with a context     mask_BT here     1 1 1
+                    . 1 . .     its second sequence                                              1 . .
+                    1 . 1 .     another rollout                                                  1 1 .
+
+    Where each row is a rollout already, rows stay as they are: nothing is computed or copied.
+    """
+
+    def __init__(self, mask_BT: Tensor, rollout_B: Ints) -> None:
+        """mask_BT: (B, T) bool. rollout_B: the rollout of each row, ascending."""
+        self._source_BT = mask_BT
+        self.first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))
+        """The first row of each of the J rollouts."""
+        self.joins = self.first_J.size < rollout_B.size
+        """Whether a rollout has several rows."""
+        self.mask_JT = mask_BT
+        """(J, T) bool, the tokens to train on."""
+        if self.joins:
+            rows_J = np.diff(self.first_J, append=rollout_B.size)
+            rows_B = torch.from_numpy(np.repeat(np.arange(self.first_J.size), rows_J))
+            tokens_J = mask_BT.new_zeros(self.first_J.size, dtype=torch.int64)
+            tokens_J.index_add_(0, rows_B.to(mask_BT.device), mask_BT.sum(dim=1))
+            columns_T = torch.arange(max(int(tokens_J.max()), 1), device=mask_BT.device)
+            self.mask_JT = columns_T < tokens_J[:, None]
+
+    def join(self, values: Tensor) -> Tensor:
+        """(B, T) values as (J, T), 0 outside the mask; (B,) values of the rollouts as (J,). Gradients flow through."""
+        if not self.joins:
+            return values
+        if values.ndim == 1:
+            return values[torch.from_numpy(self.first_J).to(values.device)]
+        return values.new_zeros(self.mask_JT.shape).masked_scatter(self.mask_JT, values[self._source_BT])
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Completions as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` marks the tokens to train on."""
+    """Sequences as rows, prompts by group. Padding is 0 in every tensor; `mask_BT` marks the tokens to train on."""
 
     prompt_ids_UP: Tensor
     """int64"""
@@ -53,21 +94,38 @@ class Batch:
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     advantages_B: Tensor
-    """float32"""
+    """float32, of the rollout that the row belongs to."""
+    token_advantages_BT: Tensor | None
+    """float32, in the place of `advantages_B`; None: no group of the batch has any."""
     temperature_B: Tensor
     """float32, temperature of the sampling, > 0."""
+    rollout_tokens_B: Tensor
+    """int64, tokens to train on of the whole rollout that the row belongs to. A part of a batch may lack some of its
+    rows."""
     prompt_lengths_U: Ints
-    """At least 1, unless all rows of the group have contexts. Lengths and groups are NumPy arrays on the host, which
+    """At least 1, unless all rows of the group have contexts. Lengths and indices are NumPy arrays on the host, which
     cuts the batch by them."""
     completion_lengths_B: Ints
     """With the context of the row, which the mask leaves out; may be 0."""
     group_B: Ints
     """Index of the group that the row belongs to, ascending."""
+    rollout_B: Ints
+    """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
 
     @property
     def num_rows(self) -> int:
-        """B, the number of completions."""
+        """B, the number of sequences."""
         return self.completion_ids_BT.shape[0]
+
+    @property
+    def advantages(self) -> Tensor:
+        """(B,) or (B, T), what the loss takes."""
+        return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        """The tokens to train on with one row for each rollout."""
+        return Rollouts(self.mask_BT, self.rollout_B)
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +134,10 @@ class Batch:
 
     def select(self, rows: Ints) -> Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
-        longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
+        longest, token_advantages = (
+            max(int(self.completion_lengths_B[rows].max(initial=1)), 1),
+            self.token_advantages_BT,
+        )
         index = torch.from_numpy(rows).to(self.device)
         return replace(
             self,
@@ -84,9 +145,12 @@ class Batch:
             mask_BT=self.mask_BT[index, :longest],
             rollout_logprobs_BT=self.rollout_logprobs_BT[index, :longest],
             advantages_B=self.advantages_B[index],
+            token_advantages_BT=None if token_advantages is None else token_advantages[index, :longest],
             temperature_B=self.temperature_B[index],
+            rollout_tokens_B=self.rollout_tokens_B[index],
             completion_lengths_B=self.completion_lengths_B[rows],
             group_B=self.group_B[rows],
+            rollout_B=self.rollout_B[rows],
         )
 
 
@@ -106,11 +170,17 @@ class ModelInput:
     """int64: positions in the flattened (R S) that predict the N tokens of mask_BT, row after row."""
 
 
-def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu", mask_truncated: bool = False) -> Batch:
-    """All completions of all groups, in their order, one row each. Group sizes and lengths may differ.
+def to_batch(
+    groups: Sequence[RolloutGroup],
+    device: torch.device | str = "cpu",
+    mask_truncated: bool = False,
+    advantages: Sequence[npt.NDArray[np.float32]] | None = None,
+) -> Batch:
+    """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
     No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
-    default 1. `mask_truncated` excludes completions whose finish reason is "length" from the mask.
+    default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
+    each group, in the place of its own; the `token_advantages` of a group come before both.
 
     Raises ValueError for an empty prompt (nothing would predict the first token), and for a temperature not above 0.
     """
@@ -122,7 +192,10 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
                 f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
                 f"the policy gradient needs samples at a temperature above 0"
             )
-    group_B = np.repeat(np.arange(len(groups)), [group.group_size for group in groups]).astype(np.int64)
+    rollouts_U = [group.sequence_rollouts for group in groups]
+    sizes_U = np.array([group.group_size for group in groups], np.int64)
+    group_B = np.repeat(np.arange(len(groups)), [len(rollouts_S) for rollouts_S in rollouts_U]).astype(np.int64)
+    rollout_B = _joined(rollouts_U, np.int64) + (np.cumsum(sizes_U) - sizes_U)[group_B]
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
     shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
@@ -131,18 +204,25 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
     completion_ids_BT = np.zeros(shape, np.int64)
     mask_BT = np.zeros(shape, np.bool_)
     rollout_logprobs_BT = np.zeros(shape, np.float32)
+    advantages_J = _joined(advantages or [group.advantages for group in groups], np.float32)
+    advantages_B, token_advantages_BT = advantages_J[rollout_B], None
+    if any(group.token_advantages is not None for group in groups):
+        token_advantages_BT = np.broadcast_to(advantages_B[:, None], shape).copy()
     row = 0
-    for index, group in enumerate(groups):
+    for index, (group, rollouts_S) in enumerate(zip(groups, rollouts_U, strict=True)):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
         trained_T = group.trained_mask
         start = 0
-        for member, length in enumerate(group.completion_lengths.tolist()):
+        for member, length in zip(rollouts_S.tolist(), group.completion_lengths.tolist(), strict=True):
             tokens = slice(start, start + length)
             completion_ids_BT[row, :length] = group.completion_ids[tokens]
             if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
                 mask_BT[row, :length] = trained_T[tokens]
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
+            if token_advantages_BT is not None and group.token_advantages is not None:
+                token_advantages_BT[row, :length] = group.token_advantages[tokens]
             row, start = row + 1, start + length
+    tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(axis=1), minlength=len(advantages_J))
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -152,11 +232,14 @@ def to_batch(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu",
         completion_ids_BT=tensor(completion_ids_BT),
         mask_BT=tensor(mask_BT),
         rollout_logprobs_BT=tensor(rollout_logprobs_BT),
-        advantages_B=tensor(_joined([group.advantages for group in groups], np.float32)),
+        advantages_B=tensor(advantages_B),
+        token_advantages_BT=None if token_advantages_BT is None else tensor(token_advantages_BT),
         temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
+        rollout_tokens_B=tensor(tokens_J.astype(np.int64)[rollout_B]),
         prompt_lengths_U=prompt_lengths_U,
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
+        rollout_B=rollout_B,
     )
 
 
@@ -180,12 +263,12 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
         else:
             larger = (len(rows) + 1) * int((lengths_B + prompts_B)[rows[0] if rows else row])
         if rows and larger > max_tokens:
-            yield (chosen := np.array(rows, np.int64)), batch.select(chosen)
+            yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
             rows, larger = [], _inputs(int(lengths_B[row])) + int(prompts_B[row])
         rows.append(row)
         tokens = larger
     if rows:
-        yield (chosen := np.array(rows, np.int64)), batch.select(chosen)
+        yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
 
 
 def packed_input(batch: Batch) -> ModelInput:
@@ -280,7 +363,7 @@ def _temperature(group: RolloutGroup) -> float:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """B completions, each a row with its own copy of the prompt, for trainers that do not use GRPOTrainer.
+    """B sequences, each a row with its own copy of the prompt, for trainers that do not use GRPOTrainer.
 
         prompt_ids_BP        . p p p     padded on the left      P: longest prompt
         completion_ids_BT    c c c .     padded on the right     T: longest completion, at least 1
@@ -290,6 +373,10 @@ class PaddedBatch:
     lines up with every (B, T) tensor.
 
     The context of a completion (RolloutGroup.context_lengths) is the end of its prompt here.
+
+    A rollout of several sequences has several rows. Losses and corrections take one row for each rollout: those that
+    count rollouts, or take a mean or a ratio over one, need `rollouts.join` of every tensor. Those of single tokens
+    alone (dapo with a correction of tokens) are the same without it.
     """
 
     prompt_ids_BP: Tensor
@@ -305,13 +392,29 @@ class PaddedBatch:
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     rewards_B: Tensor
-    """float32"""
+    """float32, of the rollout that the row belongs to."""
     advantages_B: Tensor
-    """float32"""
+    """float32, of the rollout that the row belongs to. `advantages` is what the loss takes."""
     group_B: Tensor
     """int64, index of the group that the row belongs to. The rows of a group follow one another."""
     temperature_B: Tensor
     """float32, temperature of the sampling, above 0. Divide logits by it."""
+    rollout_B: Tensor | None = None
+    """int64, index of the rollout that the row belongs to. The rows of a rollout follow one another. None: each row is
+    a rollout."""
+    token_advantages_BT: Tensor | None = None
+    """float32, in the place of `advantages_B`; None: no group has any."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """(B,) or (B, T), what the loss takes: the token advantages where a group has some."""
+        return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The tokens to train on with one row for each rollout."""
+        rows_B = np.arange(len(self.group_B)) if self.rollout_B is None else self.rollout_B.cpu().numpy()
+        return Rollouts(self.loss_mask_BT.bool(), rows_B)
 
     @property
     def input_ids_BS(self) -> Tensor:
@@ -330,7 +433,7 @@ class PaddedBatch:
 
 
 def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu") -> PaddedBatch:
-    """All completions of all groups, in their order, one row each. Group sizes and lengths may differ.
+    """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
     The tensors are copies: the arrays of a decoded group are read-only. Raises ValueError for an empty prompt, and for
     a temperature not above 0.
@@ -357,12 +460,14 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
         completion_mask_BT=completion_mask_BT,
         loss_mask_BT=sampled(batch.mask_BT),
         rollout_logprobs_BT=sampled(batch.rollout_logprobs_BT),
-        rewards_B=torch.from_numpy(_joined([group.rewards for group in groups], np.float32)),
+        rewards_B=torch.from_numpy(_joined([group.rewards for group in groups], np.float32)[batch.rollout_B]),
         advantages_B=batch.advantages_B,
         group_B=torch.from_numpy(batch.group_B),
         temperature_B=batch.temperature_B,
+        rollout_B=torch.from_numpy(batch.rollout_B),
+        token_advantages_BT=None if batch.token_advantages_BT is None else sampled(batch.token_advantages_BT),
     )
-    return PaddedBatch(**{name: tensor.to(device) for name, tensor in vars(padded).items()})
+    return PaddedBatch(**{name: None if each is None else each.to(device) for name, each in vars(padded).items()})
 
 
 def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
@@ -370,9 +475,12 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
 
     `fields` are further fields of RolloutGroup that all groups share, such as policy_version. The prompts may be padded
     on either side; where those of a group differ, the common beginning is shared. Raises ValueError if the shapes
-    differ, the rows of a group do not follow one another or differ in temperature, or a mask has a gap between tokens.
+    differ, the rows of a group or of a rollout do not follow one another, those of a group differ in temperature or
+    those of a rollout in reward or advantage, or a mask has a gap between tokens. Token advantages that are those of
+    the rollouts are left out.
     """
-    host = {name: tensor.detach().cpu().numpy() for name, tensor in vars(padded).items()}
+    host = {name: each.detach().cpu().numpy() for name, each in vars(padded).items() if each is not None}
+    host.setdefault("rollout_B", np.arange(len(host["group_B"])))
     _check(host)
     prompts_B = _rows(host["prompt_ids_BP"], host["prompt_mask_BP"])
     completions_B, logprobs_B, masks_B = (
@@ -386,19 +494,32 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         temperatures = set(host["temperature_B"][rows].tolist())
         if last - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
+        first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
+        counts_G = np.diff(first_G, append=last)
         sampling = {"temperature": temperatures.pop(), **fields.get("sampling", {})}
-        groups.append(
-            group_from_rows(
-                prompts=prompts_B[first:last],
-                completions=completions_B[first:last],
-                logprobs=logprobs_B[first:last],
-                rewards=host["rewards_B"][rows],
-                advantages=host["advantages_B"][rows],
-                loss_masks=None if all(mask.all() for mask in masks_B[first:last]) else masks_B[first:last],
-                **(fields | {"sampling": sampling}),
-            )
+        group = group_from_rows(
+            prompts=prompts_B[first:last],
+            completions=completions_B[first:last],
+            logprobs=logprobs_B[first:last],
+            rewards=host["rewards_B"][first_G],
+            advantages=host["advantages_B"][first_G],
+            loss_masks=None if all(mask.all() for mask in masks_B[first:last]) else masks_B[first:last],
+            sequence_counts=None if (counts_G == 1).all() else counts_G,
+            **(fields | {"sampling": sampling}),
         )
+        groups.append(_with_token_advantages(group, {name: array[rows] for name, array in host.items()}))
     return groups
+
+
+def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[Any]]) -> RolloutGroup:
+    """The group with the token advantages of its rows, if any of them is not the advantage of its rollout."""
+    values_BT, mask_BT = host.get("token_advantages_BT"), host["completion_mask_BT"]
+    if values_BT is None or (values_BT == host["advantages_B"][:, None])[mask_BT].all():
+        return group
+    advantages_T = np.zeros(group.num_tokens, np.float32)
+    for span, values in zip(group.sampled_spans(), _rows(values_BT, mask_BT), strict=True):
+        advantages_T[span] = values
+    return replace(group, token_advantages=advantages_T)
 
 
 def _check(host: dict[str, npt.NDArray[Any]]) -> None:
@@ -417,6 +538,18 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
                 f"policy did not write are False in loss_mask_BT alone"
             )
     host["loss_mask_BT"] = host["loss_mask_BT"].astype(np.bool_)
+    first_J = np.flatnonzero(np.diff(host["rollout_B"], prepend=-1))
+    rollout_B = host["rollout_B"]
+    if np.unique(rollout_B[first_J]).size < first_J.size:
+        raise ValueError("rollout_B: the rows of a rollout must follow one another")
+    for name in ("group_B", "rewards_B", "advantages_B"):
+        values_B = host[name]
+        same_B = (rollout_B[1:] != rollout_B[:-1]) | (values_B[1:] == values_B[:-1])
+        if not same_B.all():
+            raise ValueError(
+                f"{name} has two values for the rollout {rollout_B[1:][~same_B][0]} of rollout_B: give all rows of a "
+                f"rollout the same"
+            )
 
 
 def _rows(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> list[npt.NDArray[Any]]:

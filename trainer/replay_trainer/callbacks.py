@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -251,7 +252,11 @@ def reporters(config: GRPOConfig) -> list[Callback]:
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """One completion of each of at most `count` groups; half of the groups are replayed if there are enough."""
+    """One rollout of each of at most `count` groups; half of the groups are replayed if there are enough.
+
+    The completion of a rollout of several sequences is what the policy wrote in them, one after another. With token
+    advantages, the advantage is the mean over the tokens that are trained on.
+    """
     replaced = list(report.replaced)
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
     step = int(report.metrics["step"])
@@ -259,13 +264,20 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
     for index in [*replaced[: max(count // 2, count - len(fresh))], *fresh][:count]:
         sample = report.samples[index]
         group, member = sample.group, step % sample.group.group_size
+        sequences = np.flatnonzero(group.sequence_rollouts == member)
+        written = [decode(group.completion_ids[group.sampled_spans()[sequence]]) for sequence in sequences]
+        advantage = group.advantages[member]
+        if group.token_advantages is not None:
+            tokens = group.rollout_spans()[member]
+            trained_T = group.token_advantages[tokens][group.trained_mask[tokens]]
+            advantage = trained_T.mean() if trained_T.size else 0.0
         rows.append(
             {
                 "step": step,
-                "prompt": decode(group.prompts()[member]),
-                "completion": decode(group.completion_ids[group.sampled_spans()[member]]),
+                "prompt": decode(group.prompts()[sequences[0]]),
+                "completion": "\n".join(written),
                 "reward": float(group.rewards[member]),
-                "advantage": float(group.advantages[member]),
+                "advantage": float(advantage),
                 "source": "replayed" if index in replaced else "fresh",
                 "age": sample.info.age,
                 "staleness": sample.info.staleness,

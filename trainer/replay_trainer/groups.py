@@ -16,7 +16,7 @@ from torch import nn
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
-from replay_client.scoring import Scale, carries_gradient, group_priority
+from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.background import through_restarts
 from replay_trainer.config import OnEmpty, ZeroVariance
@@ -183,10 +183,11 @@ def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
         return f"prompt and completion have {longest} tokens, and the model has {limits.positions} positions"
     if limits.group_tokens is not None and (tokens := group.prompt_ids.size + group.num_tokens) > limits.group_tokens:
         return f"it has {tokens} tokens, more than max_group_tokens={limits.group_tokens}"
-    for name, values_G in (("rewards", group.rewards), ("advantages", group.advantages)):
+    for name in ("rewards", "advantages", "token_advantages"):
         # NaN is not at most anything.
-        if (beyond_G := ~(np.abs(values_G) <= MAX_VALUE)).any():
-            return f"{name} holds {values_G[beyond_G][0]:g}, beyond ±{MAX_VALUE:g}"
+        values = getattr(group, name)
+        if values is not None and (beyond := ~(np.abs(values) <= MAX_VALUE)).any():
+            return f"{name} holds {values[beyond][0]:g}, beyond ±{MAX_VALUE:g}"
     # A comparison with NaN, an unknown log-probability, is False.
     if (group.rollout_logprobs > MAX_LOGPROB).any():
         return f"rollout_logprobs holds {np.nanmax(group.rollout_logprobs):.3g}, above 0"
@@ -327,7 +328,7 @@ class ZeroVarianceReplacer:
         priorities = {
             sample.info.key: score * trust[sample.info.key]
             for sample in samples
-            if (score := group_priority(sample.group.rewards, sample.group.advantages))
+            if (score := trained_priority(sample.group))
         }
         return self.client.update_priorities(self.table, priorities).applied if priorities else 0
 

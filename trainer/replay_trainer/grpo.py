@@ -20,7 +20,7 @@ import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
-from replay_trainer.correction import Correction, Moments, correct
+from replay_trainer.correction import Moments
 from replay_trainer.groups import (
     GroupSource,
     Inspector,
@@ -56,7 +56,7 @@ from replay_trainer.metrics import (
     describe_replayed,
     group_drifts,
 )
-from replay_trainer.passes import Passes, StepFailure
+from replay_trainer.passes import Passes, StepFailure, correct_batch
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, partition
 from replay_trainer.weights import Adapter, saved, server_checkpoint_of
@@ -275,20 +275,16 @@ class GRPOTrainer:
 
     def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for."""
-        batch = to_batch(groups, self.device, self.config.mask_truncated_completions)
-        scale = self.config.scale_rewards
-        if scale is None:
-            return batch
+        scale, advantages = self.config.scale_rewards, None
         if scale == "batch":
             # A = (r - mean of the group) / (std of all rewards of the step + 1e-4), as TRL's scale_rewards="batch".
             everyone = self.ranks.all([float(reward) for group in groups for reward in group.rewards])
             rewards = np.array([reward for rewards in everyone for reward in rewards])
             divisor = (rewards.std(ddof=1) if rewards.size > 1 else 0.0) + 1e-4
             advantages = [group_advantages(group.rewards, scale="none") / np.float32(divisor) for group in groups]
-        else:
+        elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
-        flat_B = np.concatenate([np.zeros(0, np.float32), *advantages], dtype=np.float32)
-        return replace(batch, advantages_B=torch.from_numpy(flat_B).to(self.device))
+        return to_batch(groups, self.device, self.config.mask_truncated_completions, advantages)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """All updates of one step. Raises StepFailure if groups make one fail."""
@@ -376,8 +372,9 @@ class GRPOTrainer:
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,
-            moments=self._correct(batch, old_BT).moments,
-            rows=batch.num_rows,
+            moments=correct_batch(batch, old_BT, config.correction).moments,
+            rollouts=len(batch.rollouts.first_J),
+            sequences=batch.num_rows,
             tokens=int(batch.mask_BT.sum()),
         )
         parts = self.ranks.all(part)
@@ -392,7 +389,8 @@ class GRPOTrainer:
             **_prefixed("replay", describe_replayed([part.trained[i] for part in parts for i in part.replaced])),
             **_prefixed("replay", describe_drifts([drift for part in parts for drift in part.drifts])),
             **_prefixed("train", describe_groups([facts for part in parts for facts in part.trained])),
-            "train/rows": sum(part.rows for part in parts),
+            "train/rows": sum(part.rollouts for part in parts),
+            "train/sequences": sum(part.sequences for part in parts),
             "train/tokens": sum(part.tokens for part in parts),
             "train/learning_rate": config.learning_rate_at(step),
             "train/packed": int(self.policy.route == "packed"),
@@ -404,20 +402,14 @@ class GRPOTrainer:
     def _update_priorities(self, trained: TrainedStep) -> int:
         """ZeroVarianceReplacer.update_priorities for the groups of all ranks; returns how many the table still has."""
         samples, batch = trained.taken.samples, trained.batch
-        correction = self._correct(batch, trained.old_BT)
-        trust_B = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
-        tokens_B = batch.mask_BT.sum(dim=1).cpu().numpy()
-        trust = {}
+        correction = correct_batch(batch, trained.old_BT, self.config.correction)
+        trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
+        tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
+        trust, group_J = {}, batch.group_B[batch.rollouts.first_J]
         for index, sample in enumerate(samples):
-            rows = batch.group_B == index
-            trust[sample.info.key] = float(trust_B[rows].sum() / max(tokens_B[rows].sum(), 1))
+            rollouts = group_J == index
+            trust[sample.info.key] = float(trust_J[rollouts].sum() / max(tokens_J[rollouts].sum(), 1))
         return int(self.ranks.sum([self.replacer.update_priorities(trust, samples)])[0])
-
-    def _correct(self, batch: Batch, old_BT: Tensor) -> Correction:
-        """The correction of the whole step."""
-        return correct(
-            old_BT, batch.rollout_logprobs_BT, batch.mask_BT, self.config.correction, advantages=batch.advantages_B
-        )
 
 
 @dataclass(frozen=True)
@@ -444,7 +436,8 @@ class RankPart:
     """Of the replaced groups, in nats."""
     counts: dict[str, int]
     moments: Moments
-    rows: int
+    rollouts: int
+    sequences: int
     tokens: int
 
 

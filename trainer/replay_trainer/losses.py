@@ -1,19 +1,22 @@
 """Policy losses: from log-probabilities and advantages to the scalar that is minimised. Pure functions.
 
-Axes: B sequences, T tokens of the longest sequence. m: response mask, A: advantage, w: weight of the off-policy
-correction.
+Axes: B rollouts, T tokens of the longest one. m: response mask, A: advantage, w: weight of the off-policy correction.
 
-    c = exp(log θ - log old), of the token; for gspo exp(sum_t (log θ - log old) m / sum_t m), of the sequence
+    c = exp(log θ - log old), of the token; for gspo exp(sum_t (log θ - log old) m / sum_t m), of the rollout
 
     loss_type   loss l of a token                            aggregation; N: normalizer       N counts
     dapo        -min(c A, clip(c, 1-ε, 1+ε_high) A) w        sum(l m) / N                     tokens
     bnpo        as dapo                                      sum(l m) / N                     tokens
     cispo       -sg(min(c, ε_high)) A w log θ                sum(l m) / N                     tokens
-    grpo        as dapo                                      sum_B(sum_T(l m) / sum_T m) / N  sequences
-    gspo        as dapo, with the c of the sequence          as grpo                          sequences
-    dr_grpo     as dapo                                      sum(l m) / (N max_completion_length)  sequences
+    grpo        as dapo                                      sum_B(sum_T(l m) / sum_T m) / N  rollouts
+    gspo        as dapo, with the c of the rollout           as grpo                          rollouts
+    dr_grpo     as dapo                                      sum(l m) / (N max_completion_length)  rollouts
 
-The normalizer N is the count that the gradient is averaged over; by default the tokens or sequences of the call.
+What the papers call a response or a sequence is all that the policy wrote in answer to one prompt: here a rollout. A
+rollout of several sequences is one row: `batching.Rollouts` joins the tokens that they are trained on. So it counts
+once in N, has one mean over tokens and one c, and its loss is that of a single sequence with the same tokens.
+
+The normalizer N is the count that the gradient is averaged over; by default the tokens or rollouts of the call.
 A batch in micro-batches or on several ranks passes the count of the whole batch with every part: `loss_normalizer` of
 the whole mask, summed over ranks. The losses and gradients of the parts then add up to those of the whole.
 In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here both take the same normalizer, so that
@@ -59,7 +62,9 @@ class LossConfig:
     """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
     Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
     max_completion_length: int | None = None
-    """The generator's limit in tokens; required for dr_grpo, which divides by it."""
+    """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
+    Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
+    its rollout is, or on how it is cut into sequences."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -80,7 +85,7 @@ class LossConfig:
 
 
 def loss_normalizer(mask: Tensor, loss_type: LossType) -> int:
-    """N of this (B, T) response mask: its tokens, or its sequences (see the module)."""
+    """N of this (B, T) response mask: its tokens, or its rollouts (see the module)."""
     return mask.shape[0] if loss_type in ("grpo", "gspo", "dr_grpo") else int(mask.bool().sum())
 
 
@@ -95,6 +100,7 @@ def policy_loss(
     keep: Tensor | None = None,
     normalizer: float | None = None,
     reinforce: bool = False,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
 
@@ -104,6 +110,7 @@ def policy_loss(
     keep: (B, T) `Correction.mask`. Tokens of `mask` outside `keep` add no loss. The denominators still count them, so
     that rejecting some tokens does not inflate the others.
     reinforce: the loss of a token is -A w log θ, without c and without clipping; the loss type only aggregates.
+    tokens: (B,) tokens of each whole rollout, where a row holds only some of them; grpo takes its mean over these.
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
     ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where clipping removed
@@ -147,7 +154,7 @@ def policy_loss(
     if keep is not None:
         loss_BT = torch.where(keep.bool(), loss_BT, 0.0)
 
-    loss = aggregate_loss(loss_BT, mask_BT, config, normalizer)
+    loss = aggregate_loss(loss_BT, mask_BT, config, normalizer, tokens)
     with torch.no_grad():
         values = {
             "ratio_mean": ratio_BT,
@@ -171,6 +178,7 @@ def corrected_policy_loss(
     *,
     mean_weight: float | None = None,
     normalizer: float | None = None,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """`policy_loss` under an off-policy correction, by the objective of `correction`.
 
@@ -182,7 +190,7 @@ def corrected_policy_loss(
     Rejection judges the same ratio as w; for bypass, θ/rollout. All tensors are (B, T); advantages (B,) or (B, T).
     A token with unknown (NaN) rollout log-probability has w = 1; for bypass it has r = 1, with its gradient.
     A `clip_ratio_c` of `correction` takes the place of that of `config`.
-    config, normalizer: as in `policy_loss`. mean_weight: as in `correct`.
+    config, normalizer, tokens: as in `policy_loss`. mean_weight: as in `correct`.
     """
     config = config or LossConfig()
     if correction.clip_ratio_c is not None:
@@ -204,6 +212,7 @@ def corrected_policy_loss(
         weights=None if bypass else corrected.weights,
         keep=corrected.mask,
         normalizer=normalizer,
+        tokens=tokens,
         reinforce=correction.objective == "bypass_reinforce",
     )
     if correction.rollout_penalty:
@@ -213,7 +222,7 @@ def corrected_policy_loss(
         rollout_BT = torch.where(known_BT, at_least_float32(rollout_logprobs), 0.0)
         # Not clamped: the pull is strongest on tokens that the policy has moved away from furthest.
         squares_BT = (current_BT - rollout_BT).square()
-        loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, config, normalizer)
+        loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, config, normalizer, tokens)
     return loss, metrics
 
 
@@ -225,6 +234,7 @@ def kl_loss(
     config: LossConfig | None = None,
     *,
     normalizer: float | None = None,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """beta * k3, to be added to the policy loss, and {"kl": mean k3 over tokens}.
 
@@ -234,25 +244,35 @@ def kl_loss(
 
     Above d = 20 nats, where exp(d) would overflow, k3 goes on as a straight line with the slope it has there.
     logprobs, ref_logprobs, mask: (B, T). The gradient flows through `logprobs` only.
+    config, normalizer, tokens: as in `policy_loss`.
     """
     mask_BT = mask.bool()
     difference_BT = torch.where(mask_BT, at_least_float32(ref_logprobs.detach()) - at_least_float32(logprobs), 0.0)
     near_BT = difference_BT.clamp(max=LOG_RATIO_LIMIT)
     k3_BT = near_BT.expm1() - near_BT + math.expm1(LOG_RATIO_LIMIT) * (difference_BT - LOG_RATIO_LIMIT).relu()
-    loss = beta * aggregate_loss(k3_BT, mask_BT, config or LossConfig(), normalizer)
+    loss = beta * aggregate_loss(k3_BT, mask_BT, config or LossConfig(), normalizer, tokens)
     return loss, {"kl": float(k3_BT.detach()[mask_BT].mean())}
 
 
-def aggregate_loss(loss_BT: Tensor, mask: Tensor, config: LossConfig, normalizer: float | None = None) -> Tensor:
-    """One scalar from the (B, T) losses of the tokens of `mask`, by the table of the module."""
+def aggregate_loss(
+    loss_BT: Tensor,
+    mask: Tensor,
+    config: LossConfig,
+    normalizer: float | None = None,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """One scalar from the (B, T) losses of the tokens of `mask`, by the table of the module.
+
+    tokens: (B,) as in `policy_loss`; None: those of `mask`.
+    """
     mask_BT = mask.bool()
     loss_BT = torch.where(mask_BT, loss_BT, 0.0)
     divisor = max(loss_normalizer(mask_BT, config.loss_type), 1) if normalizer is None else normalizer
     if divisor <= 0:
         raise ValueError(f"normalizer must be positive, not {divisor}")
     if config.loss_type in ("grpo", "gspo"):
-        loss_B = loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
-        return loss_B.sum() / divisor
+        tokens_B = mask_BT.sum(dim=1) if tokens is None else tokens
+        return (loss_BT.sum(dim=1) / tokens_B.clamp(min=1)).sum() / divisor
     if config.loss_type == "dr_grpo":
         assert config.max_completion_length is not None  # LossConfig checks it
         divisor = divisor * config.max_completion_length

@@ -31,8 +31,9 @@ class GroupFacts:
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
+    """Of each rollout, tokens of all its sequences after their contexts."""
     truncated: int
-    """Completions that the length limit ended."""
+    """Rollouts that the length limit ended."""
     staleness: int
     """Policy versions it lagged when it was drawn."""
     age: float
@@ -46,7 +47,7 @@ class GroupFacts:
         group = sample.group
         return cls(
             rewards=tuple(group.rewards.tolist()),
-            lengths=tuple(group.sampled_lengths.tolist()),
+            lengths=tuple(np.bincount(group.sequence_rollouts, weights=group.sampled_lengths).astype(int).tolist()),
             truncated=(group.finish_reasons or ()).count("length"),
             staleness=sample.info.staleness,
             age=sample.info.age,

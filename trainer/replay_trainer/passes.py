@@ -1,6 +1,10 @@
 """Passes: forward and backward passes over a batch, micro-batch by micro-batch, by every rank alike.
 
 * Where groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
+* A micro-batch may hold some sequences of a rollout, and another one the rest. Most losses of a token need nothing of
+  the other tokens, or only their number. Where the loss needs their ratios (gspo, a correction of whole rollouts), a
+  first pass computes all log-probabilities, the gradient of the loss by each of them follows without the model, and a
+  second pass takes it through the model.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from replay_client.waits import beat
 from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
 from replay_trainer.config import GRPOConfig
-from replay_trainer.correction import correct
+from replay_trainer.correction import Correction, CorrectionConfig, correct
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.metrics import Metrics
@@ -60,15 +64,7 @@ class Passes:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """(B, T) log-probabilities of the batch under the current weights. Raises StepFailure if memory runs out."""
-        logprobs_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-
-        def forward(rows: Ints, micro: Batch) -> None:
-            _put(logprobs_BT, rows, self._forward(self.policy, micro)[0])
-
-        large = self._each(batch, forward)
-        if any(self.ranks.all(bool(large))):
-            raise StepFailure(self._memory, large)
-        return logprobs_BT
+        return self._without_gradient(batch, lambda micro: self._forward(self.policy, micro)[0])
 
     def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
         """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
@@ -79,7 +75,7 @@ class Passes:
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
         config, ranks = self.config, self.ranks
-        normalizer = max(ranks.sum([loss_normalizer(batch.mask_BT, config.loss_type)])[0], 1)
+        normalizer = max(ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])[0], 1)
         mean_weight = None
         if config.correction.batch_normalize:
             decoupled = config.correction.objective == "decoupled"
@@ -90,25 +86,41 @@ class Passes:
 
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
+        slopes_BT: Tensor | None = None
         sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
+
+        def count(tokens: int, metrics: Metrics, loss: float = 0.0) -> None:
+            sums["loss"] += loss
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
+
+        if self._needs_whole_rollouts(batch):
+            current_BT = self.logprobs(batch)
+            if reference_BT is not None:
+                reference_BT = self._without_gradient(batch, self._reference_logprobs)
+            leaf_BT = current_BT.clone().requires_grad_()
+            loss, metrics = loss_of(batch, leaf_BT, old_BT, reference_BT)
+            (slopes_BT,) = torch.autograd.grad(loss, leaf_BT)
+            count(int(batch.mask_BT.sum()), metrics, loss.item())
 
         def pass_through(rows: Ints, micro: Batch) -> None:
             logprobs_BT, entropy_BT = self._forward(self.policy, micro)
-            _put(current_BT, rows, logprobs_BT.detach())
-            micro_reference_BT = None
-            if reference_BT is not None:
-                micro_reference_BT = self._reference_logprobs(micro)
-                _put(reference_BT, rows, micro_reference_BT)
-            micro_old_BT = None if old_BT is None or not rows.size else old_BT[rows, : micro.mask_BT.shape[1]]
-            loss, metrics = loss_of(micro, logprobs_BT, micro_old_BT, micro_reference_BT)
+            tokens = int(micro.mask_BT.sum())
+            sums["tokens"] += tokens
+            if slopes_BT is None:
+                _put(current_BT, rows, logprobs_BT.detach())
+                micro_reference_BT = None
+                if reference_BT is not None:
+                    micro_reference_BT = self._reference_logprobs(micro)
+                    _put(reference_BT, rows, micro_reference_BT)
+                loss, metrics = loss_of(micro, logprobs_BT, _part(old_BT, rows, micro), micro_reference_BT)
+                count(tokens, metrics, loss.item())
+            else:
+                slopes = _part(slopes_BT, rows, micro)
+                loss = (logprobs_BT * (0.0 if slopes is None else slopes)).sum()
             # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
             torch.autograd.backward(loss * ranks.size if self.partitioned else loss)
-            tokens = int(micro.mask_BT.sum())
-            metrics["entropy"] = float(entropy_BT[micro.mask_BT].mean())
-            sums["loss"] += loss.item()
-            sums["tokens"] += tokens
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
+            count(tokens, {"entropy": float(entropy_BT[micro.mask_BT].mean())})
 
         large = self._each(batch, pass_through)
         parts = ranks.all((set(sums), bool(large)))
@@ -144,6 +156,23 @@ class Passes:
             f"memory ran out in a micro-batch with it: lower max_tokens_per_micro_batch (now "
             f"{self.config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
         )
+
+    def _without_gradient(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """(B, T) what `compute` makes of each micro-batch. Raises StepFailure if memory runs out."""
+        values_BT = torch.zeros_like(batch.rollout_logprobs_BT)
+        large = self._each(batch, lambda rows, micro: _put(values_BT, rows, compute(micro)))
+        if any(self.ranks.all(bool(large))):
+            raise StepFailure(self._memory, large)
+        return values_BT
+
+    def _needs_whole_rollouts(self, batch: Batch) -> bool:
+        """Whether the loss of a token depends on tokens in another micro-batch. The same on every rank."""
+        if self.config.loss_type != "gspo" and not self.config.correction.judges_rollouts:
+            return False
+        parts = (
+            [np.unique(batch.rollout_B[rows]) for rows, _ in self._micro_batches(batch)] if batch.rollouts.joins else []
+        )
+        return any(self.ranks.all(sum(map(len, parts)) > len(batch.rollouts.first_J)))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
         """Call `work` with each micro-batch. Returns the groups of the one in which memory ran out, where it stops.
@@ -205,36 +234,50 @@ class Passes:
         mean_weight: float | None,
     ) -> tuple[Tensor, Metrics]:
         """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
-        config = self.config
+        config, rollouts = self.config, batch.rollouts
+        tokens_J, logprobs_JT = rollouts.join(batch.rollout_tokens_B), rollouts.join(logprobs_BT)
         loss, metrics = corrected_policy_loss(
-            logprobs_BT,
-            logprobs_BT.detach() if old_BT is None else old_BT,
-            batch.rollout_logprobs_BT,
-            batch.advantages_B,
-            batch.mask_BT,
+            logprobs_JT,
+            logprobs_JT.detach() if old_BT is None else rollouts.join(old_BT),
+            rollouts.join(batch.rollout_logprobs_BT),
+            rollouts.join(batch.advantages),
+            rollouts.mask_JT,
             config.correction,
             config.loss,
             mean_weight=mean_weight,
             normalizer=normalizer,
+            tokens=tokens_J,
         )
         if reference_BT is not None:
             penalty, kl_metrics = kl_loss(
-                logprobs_BT, reference_BT, batch.mask_BT, config.beta, config.loss, normalizer=normalizer
+                logprobs_JT,
+                rollouts.join(reference_BT),
+                rollouts.mask_JT,
+                config.beta,
+                config.loss,
+                normalizer=normalizer,
+                tokens=tokens_J,
             )
             loss, metrics = loss + penalty, metrics | kl_metrics
         return loss, metrics
 
     def _mean_weight(self, batch: Batch, source_BT: Tensor) -> float | None:
         """The mean correction weight of the step over all ranks; None: the step has no tokens."""
-        corrected = correct(
-            source_BT,
-            batch.rollout_logprobs_BT,
-            batch.mask_BT,
-            self.config.correction,
-            advantages=batch.advantages_B,
-        )
+        corrected = correct_batch(batch, source_BT, self.config.correction)
         total, count = self.ranks.sum(corrected.weight_totals())
         return total / count if count else None
+
+
+def correct_batch(batch: Batch, old_BT: Tensor, config: CorrectionConfig) -> Correction:
+    """The correction of a batch, with one row for each rollout: see `batching.Rollouts`."""
+    rollouts = batch.rollouts
+    return correct(
+        rollouts.join(old_BT),
+        rollouts.join(batch.rollout_logprobs_BT),
+        rollouts.mask_JT,
+        config,
+        advantages=rollouts.join(batch.advantages),
+    )
 
 
 def _failing(
@@ -267,6 +310,11 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 def _nothing(device: torch.device) -> Batch:
     """A batch of one token that is not trained on: a forward pass for a rank that has no more micro-batches."""
     return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
+
+
+def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
+    """The values of the rows of a micro-batch; None if there are none, or for an idle one."""
+    return None if values_BT is None or not rows.size else values_BT[rows, : micro.mask_BT.shape[1]]
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:

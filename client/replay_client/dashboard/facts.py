@@ -54,7 +54,10 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
     rewards, logprobs = group.rewards.astype(np.float64), group.rollout_logprobs
     known = logprobs[~np.isnan(logprobs)]
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
-    answers = {group.completion_ids[span].tobytes() for span in group.sampled_spans()}
+    written: list[list[bytes]] = [[] for _ in rewards]
+    for rollout, span in zip(group.sequence_rollouts.tolist(), group.sampled_spans(), strict=True):
+        written[rollout].append(group.completion_ids[span].tobytes())
+    answers = {tuple(each) for each in written}
     notes = {
         "no variance": bool(np.isfinite(rewards).all()) and not carries_gradient(group),
         "all cut off": bool(reasons) and set(reasons) == {"length"},
@@ -73,7 +76,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
             "reward_std": float(rewards.std()),
             "reward_max": float(rewards.max()),
             "completions": float(rewards.size),
-            "length_mean": float(group.sampled_lengths.mean()),
+            "length_mean": float(group.rollout_lengths.mean()),
             "logprob_mean": float(known.mean(dtype=np.float64)) if known.size else np.nan,
             "truncated_share": reasons.count("length") / len(reasons) if reasons else np.nan,
             "solved_share": float((rewards > solved_above).mean()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from replay_client.records import StoredItem
 from replay_client.rollout import RolloutGroup
 
 FIRST_TOKENS = 16_384
-"""Tokens of all completions that come with the group; the page asks for the rest."""
+"""Tokens of all sequences that come with the group; the page asks for the rest."""
 MOST_TOKENS = 16_384
 """Tokens of one window."""
 HEAD = 512
@@ -89,7 +88,7 @@ def item_facts(item: StoredItem) -> dict[str, Any]:
 
 
 def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
-    """The item as JSON, with its group: the first tokens of each completion or, with `whole`, all of them.
+    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all of them.
 
     If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
     """
@@ -98,7 +97,8 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
         group = item.group
     except ValueError as error:
         return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
-    first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.group_size))
+    extras = group.extras.items()
+    first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
     return document | {
         "group": {
             "prompt_id": group.prompt_id,
@@ -106,16 +106,14 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
             "policy_version_end": group.policy_version_end,
             "sampling": group.sampling,
             "meta": group.meta,
-            "extras": [
-                {"name": name, "dtype": str(array.dtype), "shape": array.shape, "head": array.reshape(-1)[:8].real}
-                for name, array in group.extras.items()
-            ],
+            "rewards": group.rewards,
+            "extras": [extra_facts(group, name) | {"name": name, "head": _head(array)} for name, array in extras],
             "masked": _masked(group),
-            "per_token": per_token(group),
+            "per_token": list(per_token(group)),
             "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
             "completions": [
-                completion_facts(group, row) | {"window": window(group, row, 0, first, text, whole)}
-                for row in range(group.group_size)
+                facts | {"window": window(group, row, 0, first, text, whole)}
+                for row, facts in enumerate(completion_facts(group))
             ],
         }
     }
@@ -127,64 +125,97 @@ def dump(head: bytes | memoryview) -> list[str]:
     return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
 
 
-def completion_facts(group: RolloutGroup, row: int) -> dict[str, Any]:
-    """The numbers of one completion without its context: reward, advantage, lengths, mean log-probability in nats."""
-    span = group.sampled_spans()[row]
-    logprobs = group.rollout_logprobs[span]
-    known = logprobs[~np.isnan(logprobs)]
-    return {
-        "index": row,
-        "tokens": logprobs.size,
-        "context_tokens": group.prompt_lengths[row] - group.prompt_ids.size,
-        "reward": group.rewards[row],
-        "advantage": group.advantages[row],
-        "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
-        "unknown_logprobs": logprobs.size - known.size,
-        "masked_tokens": 0 if group.loss_mask is None else (~group.loss_mask[span]).sum(),
-        "finish_reason": str(group.finish_reasons[row])[:80] if group.finish_reasons else None,
-    }
+def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
+    """The numbers of each of the S sequences without its context: lengths, mean log-probability in nats, and reward,
+    advantage and finish reason of its rollout.
+
+    `index` counts the sequences of the group. `part` counts those of the rollout, from 0, and `parts` is their number.
+    """
+    counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+    places = [(rollout, part, parts) for rollout, parts in enumerate(counts_G) for part in range(parts)]
+    contexts_S = group.prompt_lengths - group.prompt_ids.size
+    found = []
+    for row, (span, (rollout, part, parts)) in enumerate(zip(group.sampled_spans(), places, strict=True)):
+        logprobs = group.rollout_logprobs[span]
+        known = logprobs[~np.isnan(logprobs)]
+        found.append(
+            {
+                "index": row,
+                "rollout": rollout,
+                "part": part,
+                "parts": parts,
+                "tokens": logprobs.size,
+                "context_tokens": contexts_S[row],
+                "reward": group.rewards[rollout],
+                "advantage": group.advantages[rollout],
+                "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
+                "unknown_logprobs": logprobs.size - known.size,
+                "masked_tokens": 0 if group.loss_mask is None else (~group.loss_mask[span]).sum(),
+                "finish_reason": str(group.finish_reasons[rollout])[:80] if group.finish_reasons else None,
+            }
+        )
+    return found
+
+
+def extra_facts(group: RolloutGroup, name: str) -> dict[str, Any]:
+    """Dtype, shape and axis of an array among the extras."""
+    array = group.extras[name]
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "axis": group.axes.get(name, "group")}
 
 
 def window(
     group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens `start` to `stop` of a completion with its context, or of the prompt (row -1): ids, text, their arrays.
+    """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text, their arrays.
 
     Raises ValueError for a row that the group does not have.
     """
+    if not -1 <= row < group.num_sequences:
+        raise ValueError(f"completion {row}: this group has {group.num_sequences}")
+    shared = group.prompt_ids.size
     arrays: dict[str, npt.NDArray[Any]] = {}
-    if not -1 <= row < group.group_size:
-        raise ValueError(f"completion {row}: this group has {group.group_size}")
     if row < 0:
         ids = group.prompt_ids.tolist()
+        arrays |= {name: array[:shared] for name, array in per_token(group).items() if group.axes.get(name) == "whole"}
     else:
-        span = _spans(group)[row]
+        span = group.sequence_spans()[row]
         ids = group.completion_ids[span].tolist()
         arrays["logprob"] = group.rollout_logprobs[span]
         if _masked(group):
             arrays["mask"] = group.trained_mask[span]
-        arrays |= {name: group.extras[name][span] for name in per_token(group)}
+        for name, array in per_token(group).items():
+            before = shared if group.axes.get(name) == "whole" else 0
+            arrays[name] = array[before + span.start : before + span.stop]
     start = max(0, start)
     stop = min(stop, len(ids), len(ids) if whole else start + MOST_TOKENS)
     return {
         "total": len(ids),
         "ids": ids[start:stop],
         "text": text.text(ids) if whole else text.pieces(ids, start, stop),
-        "arrays": {name: array[start:stop] for name, array in arrays.items()},
+        "arrays": {name: _numbers(array[start:stop]) for name, array in arrays.items()},
     }
 
 
-def per_token(group: RolloutGroup) -> list[str]:
-    """The names of the extras that have one number for each token of the completions."""
-    shape = (group.num_tokens,)
-    return [name for name, array in group.extras.items() if array.shape == shape and array.dtype.kind in "iufb"]
+def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
+    """What has one number for each token, by name: extras with such an axis, and the advantages of tokens."""
+    found = {
+        name: group.extras[name]
+        for name, axis in group.axes.items()
+        if axis in ("token", "whole") and group.extras[name].ndim == 1 and group.extras[name].dtype.kind != "c"
+    }
+    return found if group.token_advantages is None else found | {"token_advantages": group.token_advantages}
+
+
+def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The values in a dtype that JSON has numbers for."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _head(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The first values; of complex numbers the real parts."""
+    return _numbers(array.reshape(-1)[:8]).real
 
 
 def _masked(group: RolloutGroup) -> bool:
     """Returns whether a trainer may leave tokens of the group out of the loss: it has a loss mask or contexts."""
     return group.loss_mask is not None or group.context_lengths is not None
-
-
-def _spans(group: RolloutGroup) -> list[slice]:
-    """For each completion, its slice of completion_ids, its context included."""
-    return list(itertools.starmap(slice, itertools.pairwise([0, *np.cumsum(group.completion_lengths).tolist()])))

@@ -111,9 +111,13 @@ class GroupMaker:
         """`version`: of the engine before the generation; it counts if there are no tokens with versions."""
         versions_T = np.array([v for each in completions for v in each.policy_versions], dtype=np.int64)
         first, last = (int(versions_T.min()), int(versions_T.max())) if versions_T.size else (version, version)
-        extras: dict[str, npt.NDArray[Any]] = {"policy_versions": versions_T} if first != last else {}
+        extras: dict[str, npt.NDArray[Any]] = {}
+        axes: dict[str, str] = {}
+        if first != last:
+            extras["policy_versions"], axes["policy_versions"] = versions_T, "token"
         if len(by_function) > 1:
             extras |= {f"rewards/{name}": values for name, values in by_function.items()}
+            axes |= {f"rewards/{name}": "rollout" for name in by_function}
         mask = None
         if self._config.truncated == "mask" and any(each.finish_reason == "length" for each in completions):
             mask = np.repeat(
@@ -133,4 +137,5 @@ class GroupMaker:
             finish_reasons=tuple(each.finish_reason for each in completions),
             sampling=self._config.sampling.describe(),
             extras=extras,
+            axes=axes,
         )

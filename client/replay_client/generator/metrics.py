@@ -120,7 +120,8 @@ class GeneratorMetrics:
         times: GroupTimes,
     ) -> None:
         """`by_function`: the rewards (G,) of each function; `staleness`: versions behind the trainer on arrival."""
-        unknown = int(np.isnan(group.rollout_logprobs).sum())
+        # What the policy did not write has no log-probability to know.
+        unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean())))
         (first, first_tokens, _), (last, _, _) = self._recent[0], self._recent[-1]
         tokens = sum(tokens for _, tokens, _ in self._recent) - first_tokens
@@ -137,7 +138,7 @@ class GeneratorMetrics:
             _Inserted(
                 group.rewards,
                 carries_gradient(group),
-                group.completion_lengths,
+                group.rollout_lengths,
                 group.finish_reasons or (),
                 by_function,
                 staleness,

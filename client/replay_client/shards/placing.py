@@ -155,6 +155,38 @@ class Placement:
                 self._remember(item.key, shard)
                 raise
 
+    async def extend(self, item: Item) -> pb.UnchangedRow | None:
+        """Appends the segment `item` to the item with its key, on the shard that has it.
+
+        Returns None, or why nothing was appended: the item is missing if all shards have answered that they lack it.
+        Raises ServerUnavailableError if one that may have it cannot be reached in time.
+        """
+        if (only := self._fleet.only) is not None:
+            return _unchanged(await only.connection.insert(item))
+        deadline = Deadline(item.timeout)
+        await self._fleet.reachable(deadline)
+        while True:
+            rendezvous, shards = self._ranking()
+            order = [shards[index] for index in rendezvous.order(item.key)]
+            silent: list[str] = []
+            for shard in sorted(order, key=lambda shard: shard is not self._tried.get(item.key)):
+                item.timeout = deadline.seconds
+                try:
+                    answer = await shard.run(shard.connection.insert(item)) if shard.is_up else None
+                except GONE:
+                    answer = None
+                if answer is None:
+                    silent.append(shard.name)
+                elif (row := _unchanged(answer)) is None or not row.missing:
+                    return row
+            if not silent:
+                return pb.UnchangedRow(key=item.key, missing=True)
+            if deadline.passed:
+                raise ServerUnavailableError(
+                    f"no shard that can be reached has item {item.key}, and {', '.join(silent)} cannot be reached"
+                )
+            await asyncio.sleep(deadline.within(_PAUSE))
+
     def forget(self, key: int, shard: Shard) -> None:
         """The shard is draining and lacks the key: it may go to another one."""
         self._tried.pop(key, None)
@@ -203,6 +235,11 @@ class Placement:
         if self._ranked[1] is not (shards := self._fleet.shards):
             self._ranked = Rendezvous([shard.name for shard in shards]), shards
         return self._ranked
+
+
+def _unchanged(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
+    """Why the only segment of a request was not appended; None: it was."""
+    return answer.unchanged[0] if answer.unchanged else None
 
 
 def _keys_of(request: Any) -> Keys:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ from replay_client.dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.client.dashboard.conftest import serving, until
 from tests.client.dashboard.load import make_tokenizer
-from tests.factories import make_group
+from tests.factories import make_group, make_sequences
 
 
 def answer_of(url: str, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, dict, Any]:
@@ -267,6 +268,59 @@ def test_the_context_of_a_completion_is_masked_and_not_counted_as_written_by_the
     until(lambda: asked(url, "/api/groups?table=pool")["read"] == 1)
     (row,) = asked(url, "/api/groups?table=pool&flag=identical+answers")["rows"]
     assert row["length_mean"] == 2
+
+
+def test_each_sequence_of_a_rollout_is_shown_with_the_reward_of_its_rollout_which_counts_once(pool, url):
+    group = make_sequences(token_advantages=[0.5, 0, 0, 0, 2, 2], loss_mask=[True] * 5 + [False])
+    found = asked(url, f"/api/groups/{pool.insert(group, {'pool': 1.0})}")["group"]
+    names = (
+        "index",
+        "rollout",
+        "part",
+        "parts",
+        "reward",
+        "finish_reason",
+        "tokens",
+        "context_tokens",
+        "masked_tokens",
+    )
+    assert [[each[name] for name in names] for each in found["completions"]] == [
+        [0, 0, 0, 2, 1.0, "stop", 1, 0, 0],
+        [1, 0, 1, 2, 1.0, "stop", 2, 0, 0],
+        [2, 1, 0, 1, 0.0, "length", 2, 1, 1],
+    ]
+    assert found["rewards"] == [1.0, 0.0]
+    assert found["completions"][2]["window"]["arrays"]["token_advantages"] == [0, 2, 2]
+    row = until(lambda: next((r for r in asked(url, "/api/groups?table=pool")["rows"] if r["read"]), None))
+    assert (row["completions"], row["reward_mean"], row["length_mean"]) == (2, 0.5, 2.5)
+    assert row["notes"] == []
+
+
+def test_extras_are_cut_by_their_axis_and_never_by_their_shape(pool, url):
+    group = make_sequences(
+        extras={
+            "reference_logprob": np.linspace(-6, -1, 6).astype(ml_dtypes.bfloat16),
+            "entropy": np.arange(8, dtype=np.float16),
+            "experts": np.zeros((8, 4, 2), np.uint8),
+            "like_tokens": np.arange(6),
+            "image": np.ones((2, 2), ml_dtypes.bfloat16),
+        },
+        axes={"reference_logprob": "token", "entropy": "whole", "experts": "whole"},
+    )
+    key = pool.insert(group, {"pool": 1.0})
+    found = asked(url, f"/api/groups/{key}")["group"]
+    assert found["per_token"] == ["reference_logprob", "entropy"]
+    assert [[each[name] for name in ("name", "dtype", "shape", "axis")] for each in found["extras"]] == [
+        ["reference_logprob", "bfloat16", [6], "token"],
+        ["entropy", "float16", [8], "whole"],
+        ["experts", "uint8", [8, 4, 2], "whole"],
+        ["like_tokens", "int64", [6], "group"],
+        ["image", "bfloat16", [2, 2], "group"],
+    ]
+    assert found["extras"][-1]["head"] == [1, 1, 1, 1]
+    assert found["prompt"]["arrays"] == {"entropy": [0, 1]}
+    arrays = asked(url, f"/api/groups/{key}/tokens?completion=1&start=1&stop=9")["arrays"]
+    assert arrays == {"logprob": [-1], "mask": [True], "reference_logprob": [-4], "entropy": [4]}
 
 
 def test_the_tokenizer_of_the_published_weights_is_found(pool, url, tmp_path):

@@ -189,6 +189,7 @@ async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one() -> Non
     assert group.rewards.tolist() == [-1.0, 0.0, 0.5]
     assert group.extras["rewards/by_length"].tolist() == [2.0, 0.0, 1.0]
     assert group.extras["rewards/long"].tolist() == [1.0, 0.0, 0.0]
+    assert group.axes == {"rewards/by_length": "rollout", "rewards/long": "rollout"}
 
 
 async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generation() -> None:
@@ -407,6 +408,7 @@ async def test_a_group_that_spans_versions_says_the_version_of_every_token() -> 
     group, _ = client.inserts[0]
     assert (group.policy_version, group.policy_version_end) == (4, 6)
     assert group.extras["policy_versions"].tolist() == [4, 5, 6, 4]
+    assert group.axes == {"policy_versions": "token"}
 
 
 async def test_at_once_nothing_drawn_since_the_reload_is_inserted_before_its_check(tmp_path: Path) -> None:

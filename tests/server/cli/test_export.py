@@ -13,7 +13,7 @@ from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.demo.task import make_tokenizer
 from tests.commands import fails, run_replay
-from tests.factories import make_group
+from tests.factories import make_group, make_sequences
 
 
 @pytest.fixture
@@ -149,3 +149,35 @@ def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(rep
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
         run_replay("import", str(file), address=target.address)
         assert there.get([key])[0].group == group
+
+
+@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+def test_rollouts_of_several_sequences_are_imported_with_their_tags_and_columns(replay, client, tmp_path, name):
+    group = make_sequences(extras={"values": np.arange(6, dtype=np.float32)}, axes={"values": "token"})
+    tags = {"environment": "math", "level": 3, "7": "7"}
+    key = client.insert(group, {"replay": 1.0}, tags=tags)
+    raw = client.insert(b"no group", {"replay": 0.5}, tags={"environment": "code"})
+    file = tmp_path / name
+    made = replay("export", "replay", str(file))
+    assert made.returncode == 0, made.stderr
+    row = read_rows(file)[0]
+    assert (row["group_size"], row["sequence_counts"], row["rewards"]) == (2, [2, 1], [1.0, 0.0])
+    assert (row["completion_tokens"], row["context_tokens"]) == ([1, 2, 2], [0, 0, 1])
+    assert (json.loads(row["tags"]) if name.endswith("parquet") else row["tags"]) == tags
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
+        imported = run_replay("import", str(file), address=target.address)
+        assert imported.returncode == 0, imported.stderr
+        for mine, theirs in zip(client.get([key, raw]), there.get([key, raw]), strict=True):
+            assert bytes(mine.payload) == bytes(theirs.payload)
+            assert mine.labels == theirs.labels
+        assert there.get([key])[0].group == group
+        assert there.get([key])[0].labels.columns == {"values"}
+
+
+def test_tags_that_no_item_can_have_are_refused_by_file_and_row(replay, client, tmp_path):
+    file = tmp_path / "x.jsonl"
+    client.insert(make_group(), {"replay": 1.0}, tags={"environment": "math"})
+    assert replay("export", "replay", str(file)).returncode == 0
+    file.write_text(file.read_text().replace('"math"', "[1]"))
+    said = fails("import", str(file), address=client.address)
+    assert said == f"replay: {file}, row 1: tag 'environment' is [1]: a tag is a string, or an integer of 64 bits\n"

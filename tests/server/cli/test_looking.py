@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from replay_client import ReplayClient, group_from_rows
 from replay_protos import replay_pb2 as pb
 from replay_trainer.demo.task import make_tokenizer
 from tests.commands import COMMAND, fails
-from tests.factories import make_group, server_process, until
+from tests.factories import make_group, make_sequences, server_process, until
 
 
 def document(result):
@@ -141,6 +142,29 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
     assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
     assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
     assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+
+
+def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(client, replay):
+    group = make_sequences(
+        token_advantages=[0.5, 0, 0, 0, 2, 2],
+        extras={"experts": np.zeros((8, 2), np.uint8), "image": np.zeros((1, 1), ml_dtypes.bfloat16)},
+        axes={"experts": "whole"},
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key)).stdout
+    for words in (
+        "group of 2 rollouts in 3 sequences, 6 tokens\n",
+        "extras.experts: uint8 (8, 2), axis whole\n",
+        "extras.image: bfloat16 (1, 1)\n",
+        "rollout 0, sequence 2 of 2: 2 tokens  reward 1 ",
+        "rollout 1, sequence 1 of 1: 2 tokens  reward 0 ",
+    ):
+        assert words in shown
+    data = document(replay("show", str(key), "--tokens", "--json"))["group"]
+    assert data["extras"]["experts"] == {"dtype": "uint8", "shape": [8, 2], "axis": "whole"}
+    places = [(each["rollout"], each["part"], each["parts"]) for each in data["completions"]]
+    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    assert data["completions"][2]["token_advantages"] == [2, 2]
 
 
 def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):

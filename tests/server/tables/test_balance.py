@@ -14,7 +14,7 @@ from replay_server import TableConfig
 from replay_server.errors import Code, Refused
 from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.config import MAX_BALANCED
+from replay_server.tables.columns import MAX_BALANCED
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest, Table
 

@@ -126,6 +126,14 @@ def test_groups_of_other_sizes_and_of_other_writers_are_not_used(server: ReplayS
     assert output.metrics["replay/groups_missing"] == 1
 
 
+def test_rollouts_of_several_sequences_in_the_pool_are_refused_with_their_key(server: ReplayServer) -> None:
+    group = make_group(lengths=(1, 1, 1), rewards=(0.0, 1.0), sequence_counts=(2, 1))
+    with ReplayClient(server.address) as client:
+        key = client.insert(group, {"replay": 1.0})
+    with pytest.raises(ValueError, match=f"key {key} in table 'replay' has sequence_counts .* a table without such"):
+        run(server, [make_samples(3, [1.0, 1.0])])
+
+
 def test_evaluation_is_slimes_own() -> None:
     args = Namespace(replay_rollout_function=f"{__name__}.planned_rollout", replay_address="127.0.0.1:1")
     assert generate_rollout(args, 0, None, evaluation=True) == RolloutFnEvalOutput(data={"set": {}})

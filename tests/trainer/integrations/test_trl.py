@@ -404,6 +404,25 @@ def test_a_pool_of_another_tokenizer_is_refused(tmp_path, server):
         trainer.train()
 
 
+SPLIT = {"sequence_counts": (2, 1, 1, 1), "lengths": (1, 1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (SPLIT, "sequence_counts with several sequences for a rollout"),
+        ({"token_advantages": [0.5] * 4}, "token_advantages"),
+    ],
+)
+def test_a_group_that_trl_has_no_place_for_is_refused_with_its_key(tmp_path, server, fields, words):
+    group = make_group(**({"lengths": (1, 1, 1, 1), "rewards": (0, 0, 1, 1)} | fields))
+    with ReplayClient(server.address) as client:
+        key = client.insert(group, {"replay": 1.0})
+    trainer = make_trainer(tmp_path, replay=server.address, reward=lambda completions, **_: [1.0] * len(completions))
+    with pytest.raises(ValueError, match=f"key {key} in table 'replay' has {words}, .* GRPOTrainer of replay_trainer"):
+        trainer.train()
+
+
 class Renamed:
     """A trainer of a TRL that calls an argument otherwise."""
 

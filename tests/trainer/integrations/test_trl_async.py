@@ -34,7 +34,7 @@ from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
 from replay_trainer.weights import OutputLock, published
 from tests.factories import ServerProcess, make_group, server_process, until
-from tests.trainer.factories import make_model
+from tests.trainer.factories import in_pieces, make_model
 from tests.trainer.integrations.async_grpo_on_cpu import OPTIONS
 from tests.trainer.integrations.killed_async_grpo import block, insert, note_steps, save_model, train, trained
 
@@ -232,6 +232,31 @@ def test_trl_reads_the_groups_that_generators_inserted(model: Path, server: Serv
     metrics = trainer._metrics["train"]
     assert metrics["sample/staleness_max"] == [0.0] * 3 + [1.0] * 3
     assert all(0 <= seconds < 600 for seconds in metrics["sample/time_in_queue_s"])
+    trainer.rollout_worker.stop()
+
+
+def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_reward_once(
+    model: Path, server: ServerProcess
+) -> None:
+    group = in_pieces(make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8, 9]], version=1), [[1, 2], []])
+    put(server.address, group)
+    trainer = begun(server.address, model)
+    rows = list(islice(iter(trainer._rollout_dataset), 4))
+    prompt = group.prompt_ids.tolist()
+    assert [row["input_ids"].tolist() for row in rows] == [[*prompt, *ids] for ids in ([5], [5, 6], [5, 6, 7], [8, 9])]
+    assert [row["completion_mask"][2:].tolist() for row in rows] == [[1], [0, 1], [0, 0, 1], [1, 1]]
+    assert [row["advantage"] for row in rows] == pytest.approx([group.advantages[k] for k in (0, 0, 0, 1)])
+    assert [row["metrics"].get("reward") for row in rows] == [1.0, None, None, 0.0]
+    trainer.rollout_worker.stop()
+
+
+def test_advantages_of_tokens_are_refused_with_the_key_of_their_group(model: Path, server: ServerProcess) -> None:
+    group = make_group(rewards=[1.0, 0.0], token_advantages=[1.0, -1.0, 0.0])
+    with ReplayClient(server.address) as client:
+        key = client.insert(group, {"rollouts": 1.0})
+    trainer = begun(server.address, model)
+    with pytest.raises(ValueError, match=rf"key {key} in table 'rollouts' has token_advantages, .* a table without"):
+        next(iter(trainer._rollout_dataset))
     trainer.rollout_worker.stop()
 
 

@@ -36,7 +36,8 @@ class Rejection:
     estimator: Estimator = "k1"
     """The divergence that is measured at each token."""
     aggregate: Aggregate = "token"
-    """token: judge each token by itself. sum, mean, max: judge a whole sequence by this value of its tokens."""
+    """token: judge each token by itself. sum, mean, max: judge a whole sequence by this value of its tokens. A
+    sequence is a whole rollout."""
     low: float | None = None
     """Smallest value that is kept; None: no bound."""
     high: float | None = None
@@ -59,7 +60,8 @@ class CorrectionConfig:
     """
 
     level: Level = "token"
-    """What one ratio covers: a token, or a sequence by the product or the geometric mean of its tokens' ratios."""
+    """What one ratio covers: a token, or a sequence by the product or the geometric mean of its tokens' ratios. A
+    sequence is a whole rollout here, whatever its `sequence_counts`."""
     action: Action = "truncate"
     """What happens to a ratio outside the bounds."""
     clip_min: float | None = None
@@ -113,6 +115,16 @@ class CorrectionConfig:
         if self.rejection is None:
             return ()
         return (self.rejection,) if isinstance(self.rejection, Rejection) else tuple(self.rejection)
+
+    @property
+    def judges_rollouts(self) -> bool:
+        """Whether the weight of a token, or whether it is rejected, depends on the other tokens of its rollout."""
+        return (
+            self.level != "token"
+            or any(rejection.aggregate != "token" for rejection in self.rejections)
+            or self.veto is not None
+            or self.off_policy_mask_threshold is not None
+        )
 
     @property
     def needs_advantages(self) -> bool:

@@ -27,7 +27,7 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.scoring import carries_gradient, group_priority
+from replay_client.scoring import carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.config import OnEmpty
 
@@ -45,6 +45,24 @@ _RETRY = 1.0
 """Seconds for the one attempt of each call while the server is away."""
 
 
+def check_rows(sample: Sample, table: str, *, sequences: bool = False) -> None:
+    """Raises ValueError for a group that a trainer of rows cannot train on, with the way out.
+
+    Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
+    so that a rollout of several would weigh more than the others.
+    """
+    group, found = sample.group, ""
+    if group.token_advantages is not None:
+        found = "token_advantages"
+    elif not sequences and group.num_sequences > group.group_size:
+        found = "sequence_counts with several sequences for a rollout"
+    if found:
+        raise ValueError(
+            f"the group with the key {sample.info.key} in table {table!r} has {found}, which this trainer cannot train "
+            f"on: give it a table without such groups, or train on them with GRPOTrainer of replay_trainer"
+        )
+
+
 @dataclass
 class GroupPool:
     """A table of informative groups. Calls wait for a server that restarts.
@@ -60,6 +78,8 @@ class GroupPool:
     """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
     max_staleness: int | None = None
     """Groups that lag by more policy versions are not drawn."""
+    sequences: bool = False
+    """Whether the trainer takes rollouts of several sequences: see `check_rows`."""
     on_unavailable: OnUnavailable = "continue"
     problem: ReplayError | None = field(default=None, init=False)
     """Why the server is away; None: the last call reached it."""
@@ -129,8 +149,8 @@ class GroupPool:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
 
         The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
-        groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout.
-        Empty while the server is away.
+        groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout, and
+        ValueError for a group that the trainer cannot train on (`check_rows`). Empty while the server is away.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
@@ -149,7 +169,7 @@ class GroupPool:
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Insert groups with their `group_priority`. Returns how many the table took; 0 while the server is away."""
+        """Insert groups with their `trained_priority`. Returns how many the table took; 0 while the server is away."""
         taken = 0
         for group in groups:
             try:
@@ -164,10 +184,10 @@ class GroupPool:
         return taken
 
     def _insert(self, group: RolloutGroup) -> int:
-        priorities = {self.table: group_priority(group.rewards, group.advantages)}
-        return self.client.insert(group, priorities, timeout=self._limit())
+        return self.client.insert(group, {self.table: trained_priority(group)}, timeout=self._limit())
 
     def _usable(self, sample: Sample) -> bool:
+        check_rows(sample, self.table, sequences=self.sequences)
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
         return fresh_enough and carries_gradient(sample.group)
 

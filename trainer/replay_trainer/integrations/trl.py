@@ -481,6 +481,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 policy_version=step.version,
                 sampling={"temperature": self.temperature},
                 extras={"rewards_per_func": rewards_GF.cpu().numpy()},
+                axes={"rewards_per_func": "rollout"},
                 meta={"reward_funcs": list(self.reward_func_names), "rewards": self._fingerprint, "run": self._run},
             )
 

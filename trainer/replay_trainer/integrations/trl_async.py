@@ -28,7 +28,7 @@ from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
-from replay_trainer.integrations.pool import GroupPool
+from replay_trainer.integrations.pool import GroupPool, check_rows
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
 
@@ -37,11 +37,11 @@ from replay_trainer.weights import OutputLock, publish_weights, published, to_di
 class _Group:
     sample: Sample
     skipped: int
-    """Completions that are not handed out again."""
+    """Sequences that are not handed out again."""
     before: int
-    """The place before that of the first completion that is handed out."""
+    """The place before that of the first sequence that is handed out."""
     last: int
-    """The place of the last completion."""
+    """The place of the last sequence."""
 
 
 class Progress:
@@ -81,16 +81,16 @@ class Progress:
         collator.torch_call = noting
 
     def skip(self, begun: dict[int, int]) -> None:
-        """`begun` of the checkpoint that the trainer goes on from: it has trained on these completions."""
+        """`begun` of the checkpoint that the trainer goes on from: it has trained on these sequences."""
         self._skip = begun
 
     def begin(self, sample: Sample) -> tuple[int, int]:
-        """A number for a group that comes, and how many of its completions the trainer has trained on before."""
+        """A number for a group that comes, and how many of its sequences the trainer has trained on before."""
         self._number += 1
         return self._number, self._skip.pop(sample.info.key, 0)
 
     def hand_out(self, sample: Sample, skipped: int, rows: list[np.ndarray]) -> None:
-        """The `input_ids` of the completions of a group, without the `skipped` first ones, go to TRL in this order."""
+        """The `input_ids` of the sequences of a group, without the `skipped` first ones, go to TRL in this order."""
         before = self._last
         for input_ids in rows:
             self._last += 1
@@ -106,12 +106,12 @@ class Progress:
 
     @property
     def left(self) -> list[Sample]:
-        """The groups of which some completions are not trained on."""
+        """The groups of which some sequences are not trained on."""
         return [group.sample for group in self._groups]
 
     @property
     def begun(self) -> list[tuple[int, int]]:
-        """The keys of groups that are trained on in part, with the number of completions that are: the first ones."""
+        """The keys of groups that are trained on in part, with the number of sequences that are: the first ones."""
         counts = dict(self._skip)
         for group in self._groups:
             if count := group.skipped + max(0, self._done - group.before):
@@ -137,6 +137,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
     * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
     * A server that is away pauses the trainer.
+    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them ends the run
+      with ValueError that names its key.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         # Without a pool, only its count of versions is used.
-        self._pool = GroupPool(self.client, pool or table, max_staleness=max_staleness, on_unavailable="raise")
+        self._pool = GroupPool(
+            self.client, pool or table, max_staleness=max_staleness, sequences=True, on_unavailable="raise"
+        )
         self._replaces = pool is not None
         self._table = table
         self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
@@ -363,6 +367,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             return []
         self._hungry_since = None
         self._waiting.go_on()
+        check_rows(sample, self._table, sequences=True)
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
@@ -383,7 +388,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return rows
 
     def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
-        """The completions of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by."""
+        """The sequences of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by.
+
+        TRL takes a rollout of several sequences, which it calls a conversation that forks: each has the advantage of
+        the rollout, and the loss is a mean over tokens. Its metrics are means over those samples that have them, so
+        only the first one of a rollout has some.
+        """
         group = sample.group
         prompt = np.asarray(group.prompt_ids, dtype=np.int64)
         zeros = np.zeros(len(prompt))
@@ -391,9 +401,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         known = np.isfinite(group.rollout_logprobs)
         mask = known & group.trained_mask
         logprobs = np.where(known, group.rollout_logprobs, 0.0)
-        samples, end = [], 0
-        for k, completion in enumerate(group.completions()):
-            tokens = slice(end, end := end + len(completion))
+        samples = []
+        rollouts_S = group.sequence_rollouts
+        for sequence, (k, tokens) in enumerate(zip(rollouts_S, group.sequence_spans(), strict=True)):
+            completion = group.completion_ids[tokens]
             samples.append(
                 RolloutSample(
                     prompt=[{"role": "user", "content": self._text(group.prompt_ids)}],
@@ -404,7 +415,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                     advantage=float(group.advantages[k]),
                     model_version=group.policy_version - self._pool.version_of(0),  # in TRL's count
                     group_id=number,
-                    metrics=_metrics(group, k),
+                    metrics=_metrics(group, k) if sequence == 0 or rollouts_S[sequence - 1] != k else {},
                     enqueued_at=time.time() - sample.info.age,
                 )
             )

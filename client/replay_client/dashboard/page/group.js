@@ -52,7 +52,7 @@ function about() {
     ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}`
       : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)]];
   if (group) {
-    const rewards = group.completions.map((each) => each.reward), mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+    const rewards = group.rewards, mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     rows.unshift(["prompt", group.prompt_id || "without a name"],
       ["reward", `${number(mean)} mean of ${rewards.length}, ${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}`]);
     for (const [name, value] of [...Object.entries(group.sampling), ...Object.entries(group.meta)]) rows.push([name,
@@ -63,7 +63,7 @@ function about() {
     h("dd", null, visible(value).slice(0, 300))))),
     group?.extras.length > 0 && h("details", null, h("summary", null, plural(group.extras.length, "extra array")),
       h("dl", { class: "facts" }, group.extras.map((each) => h("div", null, h("dt", null, visible(each.name).slice(0, 60)),
-      h("dd", null, `${each.dtype} [${each.shape.join(", ")}] ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
+      h("dd", null, `${each.dtype} [${each.shape.join(", ")}]${each.axis === "group" ? "" : ` axis ${each.axis}:`} ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
 }
 
 const damaged = () => h("section", { class: "card", "aria-label": "Payload" },
@@ -125,7 +125,7 @@ function completions(group) {
       h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
         h("small", { class: each.advantage < 0 ? "minus" : "plus" },
         `advantage ${each.advantage > 0 ? "+" : ""}${number(each.advantage)}`)),
-      h("p", { class: "quiet" }, [plural(each.tokens, "token"), each.context_tokens > 0 && `${each.context_tokens} of context before them`, each.finish_reason && `ended by ${visible(each.finish_reason)}`,
+      h("p", { class: "quiet" }, [each.parts > 1 && `rollout ${each.rollout}, sequence ${each.part + 1} of ${each.parts}`, plural(each.tokens, "token"), each.context_tokens > 0 && `${each.context_tokens} of context before them`, each.finish_reason && `ended by ${visible(each.finish_reason)}`,
         each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
         each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
           each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),

@@ -1,0 +1,128 @@
+"""Every shape of a group comes back bit for bit, wherever it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replay_client import ReplayClient, RolloutGroup
+from replay_client.columns import encode_columns
+from replay_server import ReplayServer, TableConfig
+from tests.commands import run_replay
+from tests.conformance.shapes import SHAPES, TEACHER_AXES, later, teacher_of
+from tests.factories import server_process
+
+Groups = dict[str, RolloutGroup]
+EXPECTED: Groups = SHAPES | later()
+TABLES = """
+[[tables]]
+name = "kept"
+sampler = "fifo"
+
+[[tables]]
+name = "drawn"
+rate_limiter = { type = "queue", max_size = 512 }
+"""
+
+
+def stored(name: str) -> RolloutGroup | bytes:
+    """What is inserted: the group or, where columns arrive later, the group with their segment behind it."""
+    if name in SHAPES:
+        return SHAPES[name]
+    group = SHAPES[name.partition(", with")[0]]
+    return group.encode() + b"".join(encode_columns(teacher_of(group), TEACHER_AXES))
+
+
+def store(client: ReplayClient, *tables: str) -> dict[int, str]:
+    """Inserts every shape. Returns their names by key."""
+    with client.writer() as writer:
+        return {writer.insert(stored(name), dict.fromkeys(tables, 1.0)): name for name in EXPECTED}
+
+
+def found(client: ReplayClient, names: dict[int, str]) -> Groups:
+    """The groups that the servers hold under these keys."""
+    return {names[item.key]: item.group for item in client.get(list(names))}
+
+
+def drawn(client: ReplayClient, names: dict[int, str]) -> Groups:
+    """Draws every item of the table `drawn`."""
+    samples = client.sample("drawn", len(names), timeout=60.0)
+    return {names[sample.info.key]: sample.group for sample in samples}
+
+
+def exported(address: str, names: dict[int, str], file: Path) -> Groups:
+    """What an empty server holds after `replay export` and `replay import`."""
+    with ReplayServer([TableConfig(name="kept")], port=0) as target, ReplayClient(target.address) as client:
+        for command in (
+            run_replay("export", "kept", str(file), address=address),
+            run_replay("import", str(file), address=target.address),
+        ):
+            assert command.returncode == 0, command.stderr
+        return found(client, names)
+
+
+# ------------------------------------------------------------------------------------------------ in one process
+
+
+@pytest.fixture(scope="module")
+def nearby() -> Callable[[str], Groups]:
+    """What came back from servers of this process: by the way that the groups went."""
+    tables = [TableConfig(name="kept"), TableConfig(name="drawn", rate_limiter={"type": "queue", "max_size": 512})]
+    with (
+        ReplayServer(tables, port=0) as first,
+        ReplayServer(tables, port=0) as second,
+        ReplayClient(first.address) as one,
+        ReplayClient([first.address, second.address]) as both,
+    ):
+        ways = {"one server": drawn(one, store(one, "drawn")), "two servers": drawn(both, store(both, "drawn"))}
+        ways["kept"] = found(one, store(one, "kept"))
+    return ways.__getitem__
+
+
+@pytest.mark.parametrize("way", ["one server", "two servers", "kept"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_group_comes_back_bit_for_bit(nearby, name, way):
+    assert nearby(way)[name] == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_group_has_its_own_bytes_again_after_decoding(name):
+    group = EXPECTED[name]
+    assert RolloutGroup.decode(group.encode()) == group
+    assert RolloutGroup.decode(group.encode()).encode() == group.encode()
+
+
+# ------------------------------------------------------------------------------------------------ whole processes
+
+
+def test_every_shape_survives_kills_checkpoints_and_files(tmp_path):
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n\n[checkpoints]\ndir = "{tmp_path}/checkpoints"\n{TABLES}'
+    walked: dict[str, Groups] = {}
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        names = store(client, "kept", "drawn")
+        walked["inserted"] = found(client, names)
+        server.kill()
+    (tmp_path / "second").mkdir()
+    with (
+        server_process(tmp_path, config) as server,
+        server_process(tmp_path / "second", TABLES) as second,
+        ReplayClient(server.address) as client,
+        ReplayClient([server.address, second.address]) as both,
+    ):
+        walked["killed and restarted"] = found(client, names)
+        walked["drawn after the kill"] = drawn(client, names)
+        walked["drawn from two processes"] = drawn(both, store(both, "drawn"))
+        for file in ("kept.jsonl", "kept.parquet"):
+            walked[file] = exported(server.address, names, tmp_path / file)
+        client.checkpoint("walked")
+        client.reset("kept")
+        server.kill()
+    with (
+        server_process(tmp_path, config, options=("--restore", "walked", "--replace")) as server,
+        ReplayClient(server.address) as client,
+    ):
+        walked["restored"] = found(client, names)
+    wrong = [(way, name) for way in walked for name in EXPECTED if walked[way].get(name) != EXPECTED[name]]
+    assert wrong == []
