@@ -7,6 +7,7 @@ from replay_client.client import ReplayClient
 from replay_client.completions import group_from_completions, group_from_rows
 from replay_client.records import (
     CheckpointInfo,
+    ExtendResult,
     ItemInfo,
     ItemPage,
     MutationResult,
@@ -25,6 +26,7 @@ __all__ = [
     "TLS",
     "AsyncReplayClient",
     "CheckpointInfo",
+    "ExtendResult",
     "ItemInfo",
     "ItemPage",
     "MutationResult",

@@ -17,10 +17,12 @@ import numpy.typing as npt
 
 from replay_client.access import TLS, Access, joined_addresses
 from replay_client.connection import DEFAULT, Timeout
+from replay_client.errors import InvalidRequestError
 from replay_client.frames import Item
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
+    ExtendResult,
     ItemPage,
     MutationResult,
     PermitLease,
@@ -34,7 +36,7 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import KeySequence, column, message_of, once, priorities_message
+from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
 from replay_client.shards.fleet import Deadline, Fleet, Shard
@@ -163,6 +165,40 @@ class AsyncReplayClient:
         seconds = self._fleet.seconds(timeout)
         pipeline = Pipeline(self._fleet, self._placement, max_in_flight, max_bytes, seconds)
         return AsyncWriter(pipeline, self._keys)
+
+    async def extend(
+        self,
+        key: int,
+        extras: Mapping[str, npt.ArrayLike],
+        *,
+        axes: Mapping[str, str] | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> ExtendResult:
+        """Adds columns to the group that is stored under `key`. Readers find them in its extras from then on.
+
+        `extras` and `axes` are those of RolloutGroup. They have to fit the stored group, which only its readers can
+        check.
+        Returns when the server has acknowledged the columns. A name that the item has already is an answer, and no
+        error: the column stays as it was. Nothing in the item ever changes, and a batch that is drawn already stays as
+        it was drawn. Rows of tables that require these columns can be sampled from now on.
+
+        Raises PayloadTooLargeError, TableFullError, ServerBusyError or StorageError if the item cannot grow, and
+        InvalidRequestError for columns that no group can have. Then nothing has changed.
+        """
+        if not isinstance(extras, Mapping):
+            raise InvalidRequestError(f"extras must be arrays by name, not {shortened(extras)}")
+        deadline, left, present = Deadline(self._fleet.seconds(timeout)), dict(extras), set[str]()
+        while True:
+            its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
+            row = await self._placement.extend(Item.segment(key, left, its_axes, deadline.seconds))
+            if row is None:
+                return ExtendResult(added=tuple(left), present=tuple(sorted(present)))
+            if row.missing:
+                return ExtendResult(missing=True)
+            present.update(row.present)
+            left = {name: values for name, values in left.items() if name not in present}
+            if not left:
+                return ExtendResult(present=tuple(sorted(present)))
 
     # ------------------------------------------------------------------------------------------------ sample
 

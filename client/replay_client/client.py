@@ -104,6 +104,7 @@ class ReplayClient:
 
     find_transport = blocking(AsyncReplayClient.find_transport)
     insert = blocking(AsyncReplayClient.insert)
+    extend = blocking(AsyncReplayClient.extend)
 
     def writer(self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT) -> Writer:
         """A pipeline of inserts, for `with`; see AsyncReplayClient.writer."""

@@ -193,8 +193,8 @@ class Connection:
 
         return await self.call(attempt, self.seconds(timeout))
 
-    async def insert(self, item: Item) -> None:
-        """Inserts one item, and tries again likewise. Raises the reason if the server refuses it."""
+    async def insert(self, item: Item) -> pb.InsertResponse:
+        """Inserts or extends one item, and tries again likewise. Raises the reason if the server refuses it."""
         frames = list(pack_items([item]))
 
         async def attempt(seconds: float | None) -> pb.InsertResponse:
@@ -207,6 +207,7 @@ class Connection:
         answer = await self.call(attempt, item.timeout)
         for error in answer.errors:
             raise error_of(error.code, error.message, error.reason)
+        return answer
 
     async def close(self) -> None:
         """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy.typing as npt
+
+from replay_client.columns.segments import encode_columns
 from replay_client.errors import InvalidRequestError
 from replay_client.records import Buffer, PermitLease
 from replay_client.requests import whole_number
@@ -20,7 +24,7 @@ ROWS_PER_MESSAGE = 1024
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class Item:
-    """One item that a client inserts."""
+    """One item that a client inserts, or a segment with which it extends one."""
 
     key: int
     priorities: Mapping[str, float]
@@ -35,6 +39,22 @@ class Item:
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
+    request: int = 0
+    """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
+    comes again; 0: a new item."""
+
+    @classmethod
+    def segment(
+        cls, key: int, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None, timeout: float | None
+    ) -> Item:
+        """A segment with these columns. Raises InvalidRequestError for what `encode_columns` refuses."""
+        try:
+            payload, labels = encode_columns(extras, axes), labels_of(extras, None)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        number = secrets.randbits(63) | 1
+        key, nbytes = whole_number("key", key, 64), sum(map(len, payload))
+        return cls(key, {}, 0, payload, nbytes, timeout, labels=labels, request=number)
 
     @classmethod
     def of(
@@ -91,6 +111,7 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
             and stop - start < ROWS_PER_MESSAGE
             and (stop == start or nbytes + items[stop].nbytes <= bytes_per_message)
             and (items[stop].permits, items[stop].timeout) == (first.permits, first.timeout)
+            and bool(items[stop].request) == bool(first.request)
         ):
             nbytes += items[stop].nbytes
             stop += 1
@@ -101,12 +122,16 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
 def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
     request = pb.InsertRequest(
         keys=[item.key for item in items],
-        policy_versions=[item.policy_version for item in items],
-        targets=_targets(items),
         payload_sizes=[item.nbytes for item in items],
         timeout=items[0].timeout,
         permits=items[0].permits,
     )
+    if items[0].request:
+        request.extend = True
+        request.requests.extend(item.request for item in items)
+    else:
+        request.policy_versions.extend(item.policy_version for item in items)
+        request.targets.extend(_targets(items))
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))

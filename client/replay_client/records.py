@@ -124,6 +124,8 @@ class ItemInfo:
     """As `Membership.effective_priority`."""
     labels: Labels = NO_LABELS
     """Its tags, and the names of its columns."""
+    waits_for: tuple[str, ...] = ()
+    """Names of the columns that it lacks and the table requires. While there are some, it is not sampled."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,18 @@ class MutationResult:
     applied: int
     missing: tuple[int, ...]
     """Keys that are not in the table; for `acknowledge`, batches whose lease had ended."""
+
+
+@dataclass(frozen=True)
+class ExtendResult:
+    """What became of the columns with which an item was to be extended."""
+
+    added: tuple[str, ...] = ()
+    """Names of the columns that the item has from this call."""
+    present: tuple[str, ...] = ()
+    """Names of the columns that it had before. They are as they were."""
+    missing: bool = False
+    """The item is gone, so nothing was added."""
 
 
 @dataclass(frozen=True)
@@ -311,11 +325,15 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.payload_sizes,
         response.effective_priorities,
         _labels(response.columns, response.tags, len(response.keys)),
+        _labels(response.lacking, (), len(response.keys)),
         strict=True,
     )
     now = response.policy_version
     items = [
-        ItemInfo(key, priority, age, version, max(0, now - version), times, nbytes, effective, of_row)
-        for key, priority, age, version, times, nbytes, effective, of_row in columns
+        ItemInfo(
+            *(key, priority, age, version, max(0, now - version), times, nbytes, effective, of_row),
+            tuple(sorted(lacking.columns)),
+        )
+        for key, priority, age, version, times, nbytes, effective, of_row, lacking in columns
     ]
     return ItemPage(items, response.matching, response.next_page)

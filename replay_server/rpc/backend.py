@@ -301,21 +301,31 @@ def once(response_type: type[M]) -> Callable[[Method[M]], Method[M]]:
         async def respond(self: HasBackend, request: Any, context: Context) -> M:
             if not request.request:
                 return await method(self, request, context)
-            answers = self.backend.buffer.answers
+            buffer = self.backend.buffer
             digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=8).digest()
             digest += type(request).__name__.encode()
-            if (answer := answers.get(request.request)) is None:
+            if (answer := first_answer(buffer, request.request, digest)) is None:
                 response = await method(self, request, context)
-                answers.remember([request.request], (digest, response.SerializeToString()))
+                buffer.answers.remember([request.request], (digest, response.SerializeToString()))
                 return response
-            first_digest, first_response = answer
-            if first_digest != digest:
-                raise invalid(f"request {request.request} was another request before: choose a new number for each")
-            return response_type.FromString(first_response)
+            return response_type.FromString(answer)
 
         return respond
 
     return decorate
+
+
+def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:
+    """What the request with this number was answered; None: it has not come before.
+
+    Raises Refused if it was another request: one with another `digest`.
+    """
+    if (answer := buffer.answers.get(request)) is None:
+        return None
+    first_digest, first_response = answer
+    if first_digest != digest:
+        raise invalid(f"request {request} was another request before: choose a new number for each")
+    return first_response
 
 
 def stream(method: Callable[..., AsyncGenerator[T]]) -> Callable[..., Awaitable[None]]:

@@ -1,4 +1,4 @@
-"""Clients: who inserts, samples and publishes, by name, and when each was last seen.
+"""Clients: who inserts, extends, samples and publishes, by name, and when each was last seen.
 
 * A client names itself in its user agent. Nothing depends on the name but what people read.
 * Only calls that need a read-write token leave a trace here. A read-only client cannot.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -31,6 +31,8 @@ class Side(StrEnum):
     """It inserts, or asks for permits to generate."""
     TRAINER = "trainer"
     """It samples, or publishes policy versions."""
+    TEACHER = "teacher"
+    """It extends items with later columns."""
 
 
 @dataclass
@@ -47,8 +49,9 @@ class Client:
     """It said that it ends, and has sent nothing since."""
 
 
-Seen = Callable[[], None]
-"""Notes a sign of life of one client: a message on its open stream."""
+class Seen(Protocol):
+    def __call__(self, role: Side | None = None) -> None:
+        """Notes a sign of life of one client, a message on its open stream, and perhaps what it does."""
 
 
 class Clients:
@@ -62,17 +65,19 @@ class Clients:
         return reversed(self._by_name.values())
 
     @contextmanager
-    def calling(self, context: Context, role: Side) -> Iterator[Seen]:
-        """Counts a call of a client as open, and as its sign of life. So is each call of the result."""
+    def calling(self, context: Context, role: Side | None) -> Iterator[Seen]:
+        """Counts a call of a client as open, and as its sign of life. So is each call of the result.
+
+        `role` None: only its messages tell what the client does.
+        """
         if not (name := name_of(context)):
             yield _nobody
             return
-        client = self._see(name)
-        client.roles.add(role)
+        client = self._see(name, role)
         client.open += 1
 
-        def seen() -> None:
-            self._see(name)
+        def seen(role: Side | None = None) -> None:
+            self._see(name, role)
 
         try:
             yield seen
@@ -96,7 +101,7 @@ class Clients:
         known = self.of(role)
         return [] if known and known[0].ended else [client for client in known if not client.ended]
 
-    def _see(self, name: str) -> Client:
+    def _see(self, name: str, role: Side | None) -> Client:
         client = self._by_name.get(name)
         if client is None:
             client = self._by_name[name] = Client(name)
@@ -105,6 +110,8 @@ class Clients:
         else:
             self._by_name.move_to_end(name)
         client.seen, client.ended = self._clock(), False
+        if role is not None:
+            client.roles.add(role)
         return client
 
 
@@ -116,5 +123,5 @@ def name_of(context: Context) -> str:
     return ""
 
 
-def _nobody() -> None:
+def _nobody(role: Side | None = None) -> None:
     """The sign of life of a client without a name."""

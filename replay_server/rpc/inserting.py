@@ -3,6 +3,8 @@
     read_messages  ──▶  decide       ──▶  acknowledge      ──▶  the client
     payloads            admit, wait       commit, answer
 
+A message has either new items or segments of items that are there (`extending.py`). Both pass here.
+
 * A message is passed on when its last payload byte has come. A stream that ends before that never sent it.
 * A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
 * Payload bytes of a message that is not complete count against a budget that clients share.
@@ -31,6 +33,7 @@ from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
 from replay_server.rpc.backend import Backend, endless, unary
 from replay_server.rpc.clients import Context, Seen, Side
+from replay_server.rpc.extending import SegmentRow, append, segments_of
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import PendingInsert
 from replay_server.tables.columns import FloatArray
@@ -51,7 +54,7 @@ class InsertMethods:
     @unary
     async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
         decided = Decided()
-        with self.backend.clients.calling(context, Side.GENERATOR) as seen:
+        with self.backend.clients.calling(context, None) as seen:
             async for part in self._decisions(_once(request), context.peer(), seen):
                 decided.extend(part)
             if self._journal is not None:
@@ -67,7 +70,7 @@ class InsertMethods:
     ) -> AsyncIterator[pb.InsertResponse]:
         self.backend.insert_streams += 1
         try:
-            with self.backend.clients.calling(context, Side.GENERATOR) as seen:
+            with self.backend.clients.calling(context, None) as seen:
                 decisions = self._decisions(requests, context.peer(), seen)
                 if self._journal is not None:
                     decisions = acknowledge(self._journal, decisions)
@@ -87,7 +90,9 @@ class InsertMessage:
     """The items of one InsertRequest, with all of their payloads."""
 
     batches: list[InsertBatch]
-    """All rows in order. Consecutive rows that go to the same tables are one batch."""
+    """All new items in order. Consecutive rows that go to the same tables are one batch."""
+    segments: list[SegmentRow]
+    """The segments, where the message extends items that are there."""
     timeout: float | None
     """Seconds that each row may wait for its tables; None: for ever."""
     refusal: Refused | None
@@ -133,21 +138,23 @@ async def read_messages(
             missing = rest
         if missing < 0:
             raise invalid(f"{-missing} payload bytes more than payload_sizes says")
-        columns = InsertBatch(
-            keys=request.keys[:],
-            priorities={},
-            policy_versions=np.array(request.policy_versions[:] or [0] * rows, dtype=np.int64),
-            sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
-            payloads=[()] * rows if refusal else _payloads_of_rows(chunks, sizes),
-            permits=request.permits,
-            labels=_labels(request),
-        )
-        yield InsertMessage(
-            batches=list(_by_tables(request, columns)),
-            timeout=timeout,
-            refusal=refusal,
-            nbytes=0 if refusal else total,
-        )
+        row_payloads: list[Payload] = [()] * rows if refusal else _payloads_of_rows(chunks, sizes)
+        labels = _labels(request)
+        message = InsertMessage([], [], timeout, refusal, 0 if refusal else total)
+        if request.extend:
+            message.segments = segments_of(request, row_payloads, labels)
+        else:
+            columns = InsertBatch(
+                keys=request.keys[:],
+                priorities={},
+                policy_versions=np.array(request.policy_versions[:] or [0] * rows, dtype=np.int64),
+                sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
+                payloads=row_payloads,
+                permits=request.permits,
+                labels=labels,
+            )
+            message.batches = list(_by_tables(request, columns))
+        yield message
 
 
 def _check_columns(request: pb.InsertRequest) -> None:
@@ -251,10 +258,14 @@ def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[Inse
 async def decide(
     backend: Backend, messages: AsyncIterator[InsertMessage], client: str, seen: Seen
 ) -> AsyncIterator[Decided]:
-    """Inserts or refuses each row, and waits for its tables where that is necessary."""
+    """Inserts, appends or refuses each row, and waits for its tables where that is necessary."""
     async for message in messages:
-        seen()
+        seen(Side.TEACHER if message.segments else Side.GENERATOR)
         decided, first = Decided(), True
+        for row, segment in enumerate(message.segments, 1):
+            _append(backend, message, segment, decided)
+            if row % ROWS_PER_YIELD == 0:
+                await asyncio.sleep(0)
         for batch in _short_batches(message.batches):
             at = 0
             while at < len(batch):
@@ -282,6 +293,19 @@ async def decide(
                 decided.add(batch.keys[at], next_row)
                 at += 1
         yield decided
+
+
+def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decided: Decided) -> None:
+    try:
+        if message.refusal is not None:
+            raise message.refusal
+        unchanged = append(backend, segment)
+    except Refused as refusal:
+        decided.add(segment.key, refusal)
+        return
+    decided.add(segment.key, None)
+    if unchanged is not None:
+        decided.unchanged.append(unchanged)
 
 
 def _admit(
@@ -342,6 +366,8 @@ class Decided:
     """Of the rows that are refused."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
     """Key and table of the rows that left a table at once."""
+    unchanged: list[pb.UnchangedRow] = field(default_factory=list)
+    """The segments that were not appended, and not refused either."""
 
     def add(self, key: int, refusal: Refused | None) -> None:
         self.keys.append(key)
@@ -355,10 +381,11 @@ class Decided:
         self.keys.extend(later.keys)
         self.errors.extend(later.errors)
         self.evicted.extend(later.evicted)
+        self.unchanged.extend(later.unchanged)
 
     def response(self) -> pb.InsertResponse:
         evicted = [pb.EvictedRow(key=key, table=table) for key, table in self.evicted]
-        return pb.InsertResponse(decided=len(self.keys), errors=self.errors, evicted=evicted)
+        return pb.InsertResponse(decided=len(self.keys), errors=self.errors, evicted=evicted, unchanged=self.unchanged)
 
 
 async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:

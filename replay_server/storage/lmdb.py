@@ -221,7 +221,8 @@ class LmdbStorage:
 
     def _entry(self, key: int, size: int) -> Entry:
         """Where the first `size` bytes of a payload are, some of which may be in memory only."""
-        written, pieces = size, ()
+        written = size
+        pieces: Payload = ()
         for part in (self._taken, self._next):
             if key in part.fresh:  # also where an older item with this key is in the file, or on its way there
                 written, pieces = 0, part.fresh[key]

@@ -396,6 +396,7 @@ class ReplayBuffer:
             slots = slots[~np.isin(slots, permitted)]
             items.release(columns.free(np.array(permitted)))
         items.leaving.add(columns, slots)
+        items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
 
     # ------------------------------------------------------------------------------------------------ waiting
 

@@ -275,7 +275,7 @@ class WaitingRows:
         """These rows (n,) leave. Returns the slots of those that did not wait."""
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
-        return slots[~waits]
+        return np.asarray(slots[~waits])
 
     def complete(self, slot: int, labels: Labels) -> bool:
         """The item of a row that waits has these labels now. Returns whether it waits no more."""

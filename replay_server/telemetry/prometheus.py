@@ -209,7 +209,7 @@ def _people(info: pb.ServerInfo) -> Iterator[Metric]:
         silent.add_metric([side], max((each.age for each in info.silences if each.side == side), default=0.0))
     yield silent
     there = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
-    for role in ("trainer", "generator"):
+    for role in ("trainer", "generator", "teacher"):
         there.add_metric([role], sum(role in each.role and each.open > 0 for each in info.clients))
     yield there
 

@@ -18,13 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from tests.factories import free_port, start_server, until
-from tests.system.ledger import Ledger, payload_of
+from tests.system.ledger import Books, Ledger, payload_of
 
 CONFIG = """
 [server]
@@ -62,27 +62,13 @@ PLAIN_BATCH, AHEAD_BATCH = 3, 2
 PERMITS = 4
 
 
-class Workload:
+class Crew:
     """Clients at work on a server, each on a thread, until `stop`."""
 
-    def __init__(self, address: str, ledger: Ledger, keys: itertools.count[int], rng: random.Random) -> None:
-        self.address, self.ledger, self.keys, self.rng = address, ledger, keys, rng
+    def __init__(self, address: str, books: Books, works: Sequence[Callable[[ReplayClient], None]]) -> None:
+        self.address, self.books = address, books
         self.stopping = threading.Event()
         self.clients: list[ReplayClient] = []
-        works = [
-            self.write_kept,
-            self.write_kept,
-            self.write_work,
-            self.write_with_permits,
-            self.write_queue,
-            self.sample_plain,
-            self.sample_ahead,
-            self.sample_leased,
-            self.sample_pool,
-            self.update,
-            self.delete,
-            self.publish,
-        ]
         self.threads = [threading.Thread(target=self._run, args=(work,), name=work.__name__) for work in works]
         for thread in self.threads:
             thread.start()
@@ -97,10 +83,10 @@ class Workload:
                 except ReplayError:
                     time.sleep(0.01)
         except Exception as error:
-            self.ledger.violated(f"{work.__name__}: {error!r}")
+            self.books.violated(f"{work.__name__}: {error!r}")
         finally:
-            with self.ledger.lock:  # as far as the client knows by itself: the server may be dead
-                self.ledger.totals["clients over rings"] += client._aio.transport == "shared memory"
+            with self.books.lock:  # as far as the client knows by itself: the server may be dead
+                self.books.totals["clients over rings"] += client._aio.transport == "shared memory"
             client.close()
 
     def stop(self, at_once: bool) -> None:
@@ -112,7 +98,27 @@ class Workload:
         for thread in self.threads:
             thread.join(timeout=60)
             if thread.is_alive():
-                self.ledger.violated(f"{thread.name} hangs")
+                self.books.violated(f"{thread.name} hangs")
+
+
+class Workload(Crew):
+    def __init__(self, address: str, ledger: Ledger, keys: itertools.count[int], rng: random.Random) -> None:
+        self.ledger, self.keys, self.rng = ledger, keys, rng
+        works = [
+            self.write_kept,
+            self.write_kept,
+            self.write_work,
+            self.write_with_permits,
+            self.write_queue,
+            self.sample_plain,
+            self.sample_ahead,
+            self.sample_leased,
+            self.sample_pool,
+            self.update,
+            self.delete,
+            self.publish,
+        ]
+        super().__init__(address, ledger, works)
 
     def _insert(self, client: ReplayClient, table: str, priority: float = 1.0, **options: object) -> None:
         key, sure = next(self.keys), False

@@ -39,13 +39,23 @@ class Consumed:
     """Items that may be in a batch whose reader went away before it took the batch: they come back with its lease."""
 
 
-class Ledger:
-    def __init__(self, shards: int = 1) -> None:
-        """Of several shards it does not count permits: a group goes elsewhere without one if its shard is away."""
-        self.counts_permits = shards == 1
+class Books:
+    """What a crew counts, and what it found wrong."""
+
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.totals: Counter[str] = Counter()
         self.violations: list[str] = []
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+
+
+class Ledger(Books):
+    def __init__(self, shards: int = 1) -> None:
+        """Of several shards it does not count permits: a group goes elsewhere without one if its shard is away."""
+        super().__init__()
+        self.counts_permits = shards == 1
         self.tables = {"work": Consumed(), "queue": Consumed()}
         self.kept: dict[int, set[float]] = {}
         """Items that stay until they are deleted, with the priorities that they may have."""
@@ -62,9 +72,6 @@ class Ledger:
         self.accepted = [0, 0]
         self.counted = {name: [0, 0] for name in ("work", "queue", "pool", "keep")}
         """Least and most inserts."""
-
-    def violated(self, what: str) -> None:
-        self.violations.append(what)
 
     # ------------------------------------------------------------------------------------------------ what happened
 

@@ -20,7 +20,10 @@ How many rows each shard gives, so that the merged batch is one of a single tabl
   are only their shard knows, so the weight that is left is an expectation: see `expected_rest`. With heavy-tailed
   priorities one row may take far more than expected. The batch is then drawn in several rounds of a few rows, and
   before each round the shards weigh what is left without the rows so far: see `rows_at_once`.
-* Every other sampler has an order of its own. The shards that have something give in turn.
+* Every other sampler has an order of its own. The shards that have something give in turn, each an equal run of rows. A
+  message costs a server and this client as much as many small rows. So where rows are used up, a run is as long as all
+  batches that a sampler draws ahead would need from one shard: together they have the same rows, and each asks fewer
+  shards.
 """
 
 from __future__ import annotations
@@ -90,8 +93,10 @@ class Drawer(DrawStreams):
     batch; its own timeout does not count.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, ahead: int = 1) -> None:
+        """`ahead`: how many batches are drawn at the same time."""
         super().__init__(fleet)
+        self._ahead = ahead
         self._rng = np.random.default_rng()
         self._turn = int(self._rng.integers(1 << 30))
         """The shard that gives first, where they give in turn."""
@@ -131,7 +136,6 @@ class Drawer(DrawStreams):
             possible = sum(most_rows(weight, distinct) for weight in weights.values())
             rows = min(request.num_samples, possible)
             if rows == request.num_samples or (last_look and rows >= max(1, _least(request))):
-                self._turn += 1
                 drawn = await self._draw_rows(request, rows, weights, deadline, lease, weigh=age > WEIGHTS_AGE / 2)
                 if len(drawn) >= rows:
                     return drawn
@@ -221,7 +225,11 @@ class Drawer(DrawStreams):
             while True:
                 rest, given = rest_of(request, drawn), list(weights.values())
                 now = rows_at_once(given, rows - len(drawn)) if distinct else rows
-                counts = share_out(given, now, distinct=distinct, first=self._turn, rng=self._rng)
+                if any(weight.ordered for weight in given):
+                    ahead = self._ahead if any(weight.consuming for weight in given) else 1
+                    counts, self._turn = share_in_turn(given, now, distinct=distinct, first=self._turn, ahead=ahead)
+                else:
+                    counts = share_out(given, now, distinct=distinct, rng=self._rng)
                 more = await self._draw_parts(rest, weights, counts, lease, weigh=weigh)
                 if drawn:  # the shards say the probability among what the rounds before have left
                     left = sum(weight.total for weight in given) / first_total
@@ -343,7 +351,7 @@ class ShardedSampler(AsyncSampler):
         """`request.lease`: seconds for which the caller has each batch; 0: for good."""
         check_prefetch(prefetch)
         _check_rows(request)
-        self._drawer, self._request = Drawer(fleet), request
+        self._drawer, self._request = Drawer(fleet, max(1, prefetch)), request
         self._prefetch, self._timeout = prefetch, timeout
         self._lease, self._on_lease = request.lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
@@ -497,21 +505,30 @@ def rows_at_once(weights: Sequence[Weight], rows: int) -> int:
     return max(1, math.floor(most))
 
 
-def share_out(
-    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, rng: np.random.Generator
-) -> list[int]:
-    """How many rows each shard gives, at most `rows` together. Ordered samplers begin with shard `first`."""
+def share_in_turn(
+    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, ahead: int
+) -> tuple[list[int], int]:
+    """How many rows each shard of ordered samplers gives, at most `rows` together, and which one is next.
+
+    Beginning with shard `first`, each gives a run: its part of `ahead` batches of `rows` rows, at most a batch.
+    """
+    left = [most_rows(weight, distinct) for weight in weights]
+    counts, turn = [0] * len(weights), first
+    run = min(rows, math.ceil(rows * ahead / max(1, sum(limit > 0 for limit in left))))
+    while rows and any(left):
+        index = turn % len(weights)
+        given = min(run, left[index], rows)
+        counts[index] += given
+        left[index] -= given
+        rows -= given
+        turn += given == run or not left[index]  # else the run was cut short, and goes on with the next batch
+    return counts, turn
+
+
+def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator) -> list[int]:
+    """How many rows each shard gives by its weight, at most `rows` together."""
     most = [most_rows(weight, distinct) for weight in weights]
     counts = [0] * len(weights)
-    if any(weight.ordered for weight in weights):
-        turn = first
-        while rows and any(count < limit for count, limit in zip(counts, most, strict=True)):
-            index = turn % len(weights)
-            if counts[index] < most[index]:
-                counts[index] += 1
-                rows -= 1
-            turn += 1
-        return counts
     rest = [weight.total if limit else 0.0 for weight, limit in zip(weights, most, strict=True)]
     for number in rng.random(rows).tolist():
         if (total := sum(rest)) <= 0:

@@ -46,6 +46,19 @@ class OpenReader:
     expected: list[bytes]
 
 
+class Failing(list):
+    """Records of which none can be written."""
+
+    def __iter__(self):
+        raise lmdb_library.DiskError("full")
+
+
+def entries(folder: Path) -> int:
+    """How many chunks the file of a storage that is closed has."""
+    with lmdb_library.open(str(folder), max_dbs=8, readonly=True, lock=False) as file, file.begin() as txn:
+        return txn.stat(file.open_db(b"payloads", txn))["entries"]
+
+
 class InMemory(RuleBasedStateMachine):
     """Any operations on payloads in the memory of the process."""
 
@@ -55,6 +68,8 @@ class InMemory(RuleBasedStateMachine):
         self.now: dict[int, bytes] = {}
         self.sizes: dict[int, list[int]] = {}
         """Those that each payload has had."""
+        self.items: dict[int, int] = {}
+        """A number for each item that a key has stood for."""
         self.readers: list[OpenReader] = []
         self.count = 0
 
@@ -73,6 +88,7 @@ class InMemory(RuleBasedStateMachine):
             payload = self.some_bytes(size)
             self.storage.put([key], [payload])
             self.now[key] = b"".join(payload)
+            self.items[key] = self.count
             self.sizes[key] = [size]
 
     @rule(key=keys, size=sizes)
@@ -125,6 +141,7 @@ class OnDisk(InMemory):
         self.folder = tempfile.TemporaryDirectory()
         self.kept: dict[int, bytes] = {}
         self.kept_sizes: dict[int, list[int]] = {}
+        self.kept_items: dict[int, int] = {}
         self.ever: set[int] = set()
         """Keys that a commit may have written."""
         self.taken: Unwritten | None = None
@@ -139,23 +156,15 @@ class OnDisk(InMemory):
     def write(self, fails: bool) -> None:
         """`fails`: in its last transaction, after others that wrote a part of the payloads."""
         delta = Delta(records_of(self.then), sorted(self.ever - self.then.keys()))
-        write_records = self.storage._write_records
-
-        def fail(*_):
-            raise lmdb_library.DiskError("full")
-
         if fails:
-            self.storage._write_records = fail
-        try:
-            self.storage.commit(delta, self.taken)
-        finally:
-            self.storage._write_records = write_records
+            delta.state_records = Failing()
+        self.storage.commit(delta, self.taken)
 
     @precondition(lambda self: self.taken is None)
     @rule()
     def begin_commit(self):
         self.taken, self.then = self.storage.begin_commit(), dict(self.now)
-        self.then_sizes = {key: list(self.sizes[key]) for key in self.now}
+        self.then_sizes, self.then_items = {key: list(self.sizes[key]) for key in self.now}, dict(self.items)
         self.ever |= self.then.keys()
 
     @precondition(lambda self: self.taken is not None)
@@ -163,7 +172,7 @@ class OnDisk(InMemory):
     def end_commit(self):
         self.write(fails=False)
         self.storage.end_commit(None)
-        self.taken, self.kept, self.kept_sizes = None, self.then, self.then_sizes
+        self.taken, self.kept, self.kept_sizes, self.kept_items = None, self.then, self.then_sizes, self.then_items
 
     @precondition(lambda self: self.taken is not None)
     @rule(rolled_back=st.booleans())
@@ -189,14 +198,17 @@ class OnDisk(InMemory):
         self.readers.clear()
         self.storage.close()
         self.now, self.taken = dict(self.kept), None
-        self.sizes = {key: list(had) for key, had in self.kept_sizes.items()}
+        self.sizes, self.items = {key: list(had) for key, had in self.kept_sizes.items()}, dict(self.kept_items)
         self.storage = self.open()
 
     @invariant()
     def unwritten_bytes_are_counted(self):
         if hasattr(self, "storage") and self.taken is None:
-            following = self.storage._next
-            assert self.storage.unwritten == following.bytes_of(following.fresh.keys() | following.grown.keys())
+            unwritten = sum(map(len, self.now.values()))
+            for key, payload in self.kept.items():
+                if key in self.now and self.items[key] == self.kept_items[key]:
+                    unwritten -= len(payload)
+            assert self.storage.unwritten == unwritten
 
     def teardown(self):
         """When everything is deleted, the file has no chunk."""
@@ -210,9 +222,9 @@ class OnDisk(InMemory):
             self.begin_commit()
             self.end_commit()
             assert self.storage.unwritten == 0
-            with self.storage._env.begin() as txn:
-                assert txn.stat(self.storage._payloads)["entries"] == 0
         super().teardown()
+        if hasattr(self, "now"):
+            assert entries(Path(self.folder.name)) == 0
         if hasattr(self, "folder"):
             self.folder.cleanup()
 
@@ -228,15 +240,19 @@ def test_the_first_bytes_of_a_payload_share_its_chunks():
 
 
 def test_a_damaged_last_chunk_stays_damaged_when_its_payload_is_extended(tmp_path):
+    whole, last = b"0123456", b"\xa7\xb8\xc9"
     storage = LmdbStorage(tmp_path)
-    storage.put([1], [(b"0123456789",)])
-    storage.commit(Delta(records_of({1: b"0123456789"})), storage.begin_commit())
+    storage.put([1], [(whole, last)])
+    storage.commit(Delta(records_of({1: whole + last})), storage.begin_commit())
     storage.end_commit(None)
-    with storage._env.begin(write=True) as txn:
-        name = lmdb.CHUNK_KEY.pack(1, 1)
-        txn.put(name, txn.get(name, db=storage._payloads)[:-1] + b"X", db=storage._payloads)
+    storage.close()
+    data = (tmp_path / "data.mdb").read_bytes()
+    assert data.count(last) == 1
+    (tmp_path / "data.mdb").write_bytes(data.replace(last, b"\xa7\xb8\xc8"))
+    storage = LmdbStorage(tmp_path)
+    storage.load()
     storage.extend(1, 10, (b"more",))
-    storage.commit(Delta(records_of({1: b"0123456789more"})), storage.begin_commit())
+    storage.commit(Delta(records_of({1: whole + last + b"more"})), storage.begin_commit())
     storage.end_commit(None)
     with pytest.raises(DamagedPayloads):
         storage.get([1], [14])

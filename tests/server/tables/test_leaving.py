@@ -144,6 +144,17 @@ def test_an_insert_that_waits_for_bytes_enters_when_their_slice_is_cleared_away(
     assert 100 in buffer.tables["t"]
 
 
+def test_an_insert_into_another_table_that_waits_for_bytes_enters_at_once():
+    configs = [TableConfig(name="t"), TableConfig(name="other", when_full="block")]
+    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, max_bytes=ROWS)
+    insert(buffer, range(1, ROWS + 1))
+    pending = insert(buffer, [100], ("other",))
+    assert pending is not None
+    buffer.reset("t")
+    assert pending.done
+    assert 100 in buffer.tables["other"]
+
+
 def test_permits_of_removed_groups_are_free_at_once():
     admission = AdmissionConfig(table="t", groups_per_step=ROWS, max_staleness=0)
     buffer = filled(0, admission=admission)

@@ -23,7 +23,8 @@ from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.factories import slots_of
-from tests.server.tables.reference import Insert, Reference, RefTable, Waiting
+from tests.server.tables.reference import Reference
+from tests.server.tables.reference_table import Insert, RefTable, Waiting
 
 EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
 STEPS = 60

@@ -1,0 +1,455 @@
+"""Columns that arrive later: `extend`, rows that wait for them, and what goes wrong, against real servers."""
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replay_client import ExtendResult, ReplayClient
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    ReplayError,
+    ServerUnavailableError,
+    TableFullError,
+)
+from replay_protos import replay_pb2 as pb
+from replay_server import CheckpointsSection, Config, ReplayServer, ServerSection, TableConfig
+from tests.factories import make_group, server_process, until
+from tests.server.rpc.calls import connection
+
+QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 6}, requires=["teacher_logprobs"])
+TABLES = [
+    TableConfig(name="plain", sampler="fifo"),
+    QUEUE,
+    TableConfig(name="teachers", rate_limiter={"type": "queue", "max_size": 100}),
+    TableConfig(name="enough", sampler="fifo", rate_limiter={"type": "min_size", "min_size": 3}, requires=["value"]),
+    TableConfig(name="first", sampler="fifo", max_times_sampled=1, forward_to="later"),
+    TableConfig(name="later", sampler="fifo", requires=["teacher_logprobs"]),
+    TableConfig(name="small", sampler="fifo", max_bytes=3000),
+    TableConfig(name="filled", sampler="fifo", max_bytes=6000, when_full="block"),
+]
+MOST = 1 << 24
+
+
+def server_with(data_dir: Path | None = None, *, max_bytes: int | None = None, largest: int = MOST, **more):
+    section = ServerSection(address="127.0.0.1:0", data_dir=data_dir, max_bytes=max_bytes, max_payload_bytes=largest)
+    return ReplayServer.from_config(Config(server=section, tables=tuple(TABLES), **more))
+
+
+LOGPROBS = {"teacher_logprobs": np.arange(6, dtype=np.float32)}
+TOKEN = {"teacher_logprobs": "token"}
+
+
+@pytest.fixture(params=["memory", "disk"])
+def server(request, tmp_path):
+    with server_with(tmp_path / "data" if request.param == "disk" else None) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with ReplayClient(server.address, timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture
+def memory_client():
+    with server_with() as server, ReplayClient(server.address, timeout=20.0) as client:
+        yield client
+
+
+def keys_of(samples) -> list[int]:
+    return [sample.info.key for sample in samples]
+
+
+@pytest.mark.usefixtures("transport")
+def test_columns_that_arrive_later_come_with_the_group(client):
+    group = make_group(extras={"ref": np.ones(6, np.float32)}, axes={"ref": "token"}, prompt_id="p")
+    key = client.insert(group, {"plain": 1.0}, tags={"environment": "math"})
+    before = client.server_info().bytes
+    assert client.extend(key, LOGPROBS, axes=TOKEN) == ExtendResult(added=("teacher_logprobs",))
+    values = {"value": np.array([1.0, 2.0, 3.0]), "images": np.zeros((2, 4), np.uint8)}
+    assert client.extend(key, values).added == ("value", "images")
+    (sample,), (stored,), (listed,) = client.sample("plain", 1), client.get([key]), client.list_items("plain")
+    for found in (sample.group, stored.group):
+        assert found.extras.keys() == {"ref", "teacher_logprobs", "value", "images"}
+        np.testing.assert_array_equal(found.extras["teacher_logprobs"], LOGPROBS["teacher_logprobs"])
+        np.testing.assert_array_equal(found.extras["value"], values["value"])
+        assert found.axes == {"ref": "token"} | TOKEN
+        assert found.prompt_id == "p"
+    assert stored.labels.columns == listed.labels.columns == frozenset(sample.group.extras)
+    assert stored.labels.tags == {"environment": "math"}
+    info = client.server_info()
+    assert len(stored.payload) == listed.nbytes == info.bytes == info.tables["plain"].bytes > before
+    assert info.tables["plain"].extensions == 2
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_large_column_comes_in_many_messages(client):
+    keys = [client.insert(make_group(), {"plain": 1.0}) for _ in range(2)]
+    routing = np.random.default_rng(0).integers(0, 255, size=(6, 1_500_000), dtype=np.uint8)
+    client.extend(keys[0], {"routing": routing})
+    first, second = client.sample("plain", 2)
+    np.testing.assert_array_equal(first.group.extras["routing"], routing)
+    assert second.group.extras == {}
+
+
+def test_a_column_that_is_there_stays_as_it_was(client):
+    key = client.insert(make_group(extras={"ref": np.zeros(2)}), {"plain": 1.0})
+    assert client.extend(key, {"ref": np.ones(2)}) == ExtendResult(present=("ref",))
+    assert client.extend(key, {"value": np.ones(3)}).added == ("value",)
+    both = {"value": np.zeros(3), "other": np.zeros(1), "ref": np.ones(2)}
+    assert client.extend(key, both, axes={"value": "rollout"}) == ExtendResult(("other",), ("ref", "value"))
+    (sample,) = client.sample("plain", 1)
+    np.testing.assert_array_equal(sample.group.extras["ref"], np.zeros(2))
+    np.testing.assert_array_equal(sample.group.extras["value"], np.ones(3))
+    assert sample.group.axes == {}
+
+
+def test_of_teachers_that_write_one_column_at_once_the_first_wins(client):
+    key = client.insert(make_group(), {"plain": 1.0})
+    results: dict[int, ExtendResult] = {}
+
+    def teach(number: int) -> None:
+        results[number] = client.extend(key, {"value": np.full(3, number)})
+
+    teachers = [threading.Thread(target=teach, args=(number,)) for number in range(8)]
+    for teacher in teachers:
+        teacher.start()
+    for teacher in teachers:
+        teacher.join()
+    (winner,) = [number for number, result in results.items() if result.added]
+    assert all(result == ExtendResult(present=("value",)) for number, result in results.items() if number != winner)
+    assert client.sample("plain", 1)[0].group.extras["value"].tolist() == [winner] * 3
+
+
+def test_an_item_that_is_gone_is_missing(client):
+    deleted, consumed = (client.insert(make_group(), {table: 1.0}) for table in ("plain", "teachers"))
+    client.delete("plain", [deleted])
+    client.sample("teachers", 1)
+    for key in (deleted, consumed, 12345):
+        assert client.extend(key, LOGPROBS) == ExtendResult(missing=True)
+    assert client.server_info().bytes == 0
+
+
+def test_a_batch_stays_as_it_was_drawn_and_the_next_one_has_the_column(client):
+    key = client.insert(make_group(), {"teachers": 1.0})
+    drawn = client.sample("teachers", 1, lease=60.0)
+    assert client.extend(key, LOGPROBS).added == ("teacher_logprobs",)
+    assert drawn[0].group.extras == {}
+    client.acknowledge(drawn, give_back=True)
+    info = client.server_info().tables["teachers"]
+    (again,) = client.sample("teachers", 1)
+    assert (again.info.key, list(again.group.extras)) == (key, ["teacher_logprobs"])
+    assert info.bytes == len(again.payload)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_batch_that_was_drawn_ahead_has_the_bytes_of_its_draw(client):
+    keys = [client.insert(make_group(), {"plain": 1.0}) for _ in range(3)]
+    with client.sampler("plain", batch_size=3, prefetch=1) as sampler:
+        for number in range(20):
+            groups = [sample.group for sample in next(sampler)]
+            assert all(len(group.extras) <= number for group in groups)
+            client.extend(keys[number % 3], {f"column{number}": np.full(1000, number)})
+    groups = [sample.group for sample in client.sample("plain", 3)]
+    assert sorted(name for group in groups for name in group.extras) == sorted(f"column{n}" for n in range(20))
+
+
+BAD_COLUMNS = {
+    "no column": ({}, {}, "extras is empty"),
+    "no arrays by name": ([1], None, "extras must be arrays by name, not [1]"),
+    "a dtype that is no number": ({"a": np.array(["x"])}, {}, "extras['a'] has dtype <U1"),
+    "an axis that there is not": ({"a": np.zeros(2)}, {"a": "turn"}, "axes['a'] is 'turn', not one of"),
+    "an axis of nothing": ({"a": np.zeros(2)}, {"b": "token"}, "axes names 'b', which extras does not have"),
+    "a name without letters": ({"": np.zeros(2)}, {}, "column '' has a name of 0 bytes: 1 to 256"),
+    "a long name": ({"x" * 257: np.zeros(2)}, {}, "has a name of 257 bytes: 1 to 256"),
+}
+
+
+@pytest.mark.parametrize(("extras", "axes", "message"), BAD_COLUMNS.values(), ids=BAD_COLUMNS)
+def test_columns_that_no_group_can_have_are_refused_in_one_sentence(memory_client, extras, axes, message):
+    key = memory_client.insert(make_group(), {"plain": 1.0})
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as refusal:
+        memory_client.extend(key, extras, axes=axes)
+    assert "\n" not in str(refusal.value)
+    assert memory_client.extend(key, LOGPROBS).added == ("teacher_logprobs",)
+
+
+GROWTHS = {
+    "the largest item of the server": ("plain", PayloadTooLargeError, "this server takes items of at most 8192 bytes"),
+    "the largest item of a table": ("small", PayloadTooLargeError, "table 'small' holds at most 3000 bytes (max_bytes"),
+    "the bytes of a table": ("filled", TableFullError, "table 'filled' is full: "),
+    "the bytes of the server": ("teachers", TableFullError, "the server is full: "),
+}
+
+
+@pytest.mark.parametrize(("table", "error", "message"), GROWTHS.values(), ids=GROWTHS)
+def test_growth_beyond_a_bound_is_refused_and_changes_nothing(table, error, message):
+    with (
+        server_with(max_bytes=12_000, largest=8192) as server,
+        ReplayClient(server.address) as client,
+    ):
+        key = client.insert(make_group(extras={"a": np.zeros(100)}), {table: 1.0})
+        if table in ("filled", "teachers"):
+            for _ in range({"filled": 1, "teachers": 4}[table]):
+                client.insert(make_group(extras={"a": np.zeros(200)}), {table: 1.0})
+        before = client.server_info()
+        nbytes = {"plain": 8000, "small": 2500, "filled": 2500, "teachers": 2500}[table]
+        with pytest.raises(error, match=re.escape(message)) as refusal:
+            client.extend(key, {"large": np.zeros(nbytes, np.uint8)})
+        assert str(key) in str(refusal.value)
+        after = client.server_info()
+        assert (after.bytes, after.tables[table].bytes) == (before.bytes, before.tables[table].bytes)
+        assert client.get([key])[0].group.extras.keys() == {"a"}
+        assert client.extend(key, {"little": np.zeros(1)}).added == ("little",)
+
+
+# ------------------------------------------------------------------------------------------------ rows that wait
+
+
+def test_a_row_waits_for_its_column_and_then_serves_who_waits_for_it_in_its_place(client):
+    keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(4)]
+    ready = client.insert(make_group(extras=LOGPROBS), {"queue": 1.0})
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.waiting_rows, {each.name: each.items for each in info.lacking}) == (
+        5,
+        4,
+        {"teacher_logprobs": 4},
+    )
+    page = client.list_items("queue", descending=True)
+    assert [item.waits_for for item in page] == [("teacher_logprobs",)] * 4 + [()]
+    with pytest.raises(
+        DeadlineExceededError, match=r"1 of 2 samples available \(size 5, 4 wait for teacher_logprobs\)"
+    ):
+        client.sample("queue", 2, timeout=0.1)
+    drawn: list[int] = []
+    reader = threading.Thread(target=lambda: drawn.extend(keys_of(client.sample("queue", 3, timeout=20.0))))
+    reader.start()
+    until(lambda: client.server_info().tables["queue"].sampling.count)
+    for key in (keys[2], keys[0]):
+        client.extend(key, LOGPROBS)
+    reader.join()
+    assert drawn == [keys[0], keys[2], ready]
+    assert client.server_info().tables["queue"].waiting_rows == 2
+
+
+def test_rows_that_wait_fill_a_queue_so_that_generators_stop(client):
+    keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(6)]
+    with pytest.raises(DeadlineExceededError, match="it is full, 6 of 6 items are not sampled yet"):
+        client.insert(make_group(), {"queue": 1.0}, timeout=0.1)
+    client.extend(keys[3], LOGPROBS)
+    assert keys_of(client.sample("queue", 1)) == [keys[3]]
+    client.insert(make_group(), {"queue": 1.0})
+
+
+def test_rows_that_wait_do_not_count_for_the_least_size(client):
+    keys = [
+        client.insert(make_group(extras={"value": np.zeros(3)} if n < 2 else {}), {"enough": 1.0}) for n in range(4)
+    ]
+    reason = "items there: 2, wanted: 3 (size 4 - 2 wait for value, which leaves 2 < min_size 3)"
+    with pytest.raises(DeadlineExceededError, match=re.escape(reason)):
+        client.sample("enough", 1, timeout=0.1)
+    client.extend(keys[3], {"value": np.zeros(3)})
+    assert keys_of(client.sample("enough", 3)) == [keys[0], keys[1], keys[3]]
+
+
+def test_rows_that_wait_are_there_for_whoever_looks(memory_client):
+    client = memory_client
+    first, second, third = (client.insert(make_group(), {"queue": 1.0}) for _ in range(3))
+    assert client.update_priorities("queue", {first: 7.0}).applied == 1
+    assert client.get([first])[0].tables["queue"].priority == 7.0
+    assert client.delete("queue", [second]).applied == 1
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.waiting_rows) == (2, 2)
+    assert info.bytes == sum(len(item.payload) for item in client.get([first, third]))
+    assert client.extend(second, LOGPROBS).missing
+    assert client.reset("queue") == 2
+    info = client.server_info().tables["queue"]
+    assert (info.size, info.waiting_rows, len(info.lacking)) == (0, 0, 0)
+
+
+def test_an_item_that_is_forwarded_waits_in_a_table_that_requires_columns(client):
+    lacking, whole = (
+        client.insert(make_group(), {"first": 1.0}),
+        client.insert(make_group(extras=LOGPROBS), {"first": 1.0}),
+    )
+    client.sample("first", 2)
+    assert client.server_info().tables["later"].waiting_rows == 1
+    assert keys_of(client.sample("later", 1)) == [whole]
+    client.extend(lacking, LOGPROBS)
+    assert sorted(keys_of(client.sample("later", 2))) == sorted([lacking, whole])
+
+
+def test_what_a_table_requires_can_change_while_it_runs(client):
+    lacking = client.insert(make_group(), {"plain": 1.0})
+    whole = client.insert(make_group(extras={"value": np.zeros(3)}), {"plain": 1.0})
+    held = client.sample("plain", 2, lease=60.0)
+    assert client.update_table("plain", requires=["value"]).waiting_rows == 1
+    client.acknowledge(held, give_back=True)
+    assert keys_of(client.sample("plain", 1)) == [whole]
+    changed = client.update_table("plain", requires=["value", "other"])
+    assert (changed.waiting_rows, {each.name: each.items for each in changed.lacking}) == (2, {"value": 1, "other": 2})
+    client.extend(lacking, {"other": np.zeros(1)})
+    assert client.list_items("plain", descending=True).items[0].waits_for == ("value",)
+    client.update_table("plain", requires=[])
+    assert keys_of(client.sample("plain", 2)) == [lacking, whole]
+    with pytest.raises(InvalidRequestError, match=r"requires \['a', 'a'\]: name each column once"):
+        client.update_table("plain", requires=["a", "a"])
+
+
+# ------------------------------------------------------------------------------------------------ what survives
+
+CONFIG = """
+[server]
+data_dir = "{folder}/data"
+
+[[tables]]
+name = "queue"
+rate_limiter = {{ type = "queue", max_size = 100 }}
+requires = ["teacher_logprobs"]
+
+[[tables]]
+name = "plain"
+sampler = "fifo"
+"""
+
+
+def test_columns_and_rows_that_wait_outlive_a_kill(tmp_path):
+    large = np.random.default_rng(1).integers(0, 255, size=700_000, dtype=np.uint8)
+    with server_process(tmp_path, CONFIG.format(folder=tmp_path)) as server, ReplayClient(server.address) as client:
+        keys = [client.insert(make_group(), {"queue": 1.0, "plain": 1.0}) for _ in range(4)]
+        client.extend(keys[2], {"large": large})
+        client.extend(keys[2], LOGPROBS, axes=TOKEN)
+        client.extend(keys[1], {"value": np.arange(3)})
+    with server_process(tmp_path, CONFIG.format(folder=tmp_path)) as server, ReplayClient(server.address) as client:
+        info = client.server_info()
+        assert (info.tables["queue"].size, info.tables["queue"].waiting_rows, info.damaged) == (4, 3, 0)
+        (sample,) = client.sample("queue", 1)
+        assert sample.info.key == keys[2]
+        np.testing.assert_array_equal(sample.group.extras["large"], large)
+        assert client.extend(keys[1], LOGPROBS | {"value": np.zeros(3)}) == ExtendResult(
+            ("teacher_logprobs",), ("value",)
+        )
+        (sample,) = client.sample("queue", 1)
+        assert (sample.info.key, sample.group.extras["value"].tolist()) == (keys[1], [0, 1, 2])
+
+
+def test_a_checkpoint_has_the_columns_that_arrived_before_it(tmp_path):
+    folder = CheckpointsSection(dir=tmp_path / "checkpoints")
+    with server_with(tmp_path / "one", checkpoints=folder) as server, ReplayClient(server.address) as client:
+        keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(3)]
+        client.extend(keys[1], LOGPROBS)
+        client.checkpoint()
+        (found,) = client.checkpoints(verify=True)
+        assert (found.intact, found.items) == (True, 3)
+    restored = server_with(tmp_path / "two", checkpoints=folder).restore("latest")
+    with restored as server, ReplayClient(server.address) as client:
+        assert client.server_info().tables["queue"].waiting_rows == 2
+        (sample,) = client.sample("queue", 1)
+        assert (sample.info.key, list(sample.group.extras)) == (keys[1], ["teacher_logprobs"])
+
+
+# ------------------------------------------------------------------------------------------------ the wire
+
+WIRE = {
+    "a target": (
+        {"targets": [pb.InsertTarget(table="plain")], "permits": 3},
+        "a message that extends items has targets, permits, which only new items have",
+    ),
+    "no names": ({"columns": []}, "names no column"),
+    "too many numbers": ({"requests": [1, 2]}, "requests has 2 entries for 1 segments"),
+    "too few bytes": ({"payload_sizes": [9]}, "bytes are missing|shorter than payload_sizes"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), WIRE.values(), ids=WIRE)
+def test_a_message_that_misdescribes_a_segment_changes_nothing(memory_client, fields, message):
+    client = memory_client
+    key = client.insert(make_group(), {"plain": 1.0})
+    before = client.get([key])[0].payload
+    good = {
+        "keys": [key],
+        "extend": True,
+        "columns": [pb.Columns(names=["x"])],
+        "payload_sizes": [3],
+        "payloads": b"abc",
+    }
+    with connection(client.address) as stub:
+        try:
+            answer = stub.Insert(pb.InsertRequest(**good | fields))
+            said = answer.errors[0].message
+        except Exception as error:
+            said = error.details()
+        assert re.search(message, said)
+        assert client.get([key])[0].payload == before
+        assert not stub.Insert(pb.InsertRequest(**good)).unchanged
+    assert client.get([key])[0].labels.columns == {"x"}
+
+
+def test_a_retry_of_a_segment_gets_its_first_answer_and_a_number_belongs_to_one(memory_client):
+    client = memory_client
+    key = client.insert(make_group(), {"plain": 1.0})
+    fields = {"keys": [key], "extend": True, "payload_sizes": [3], "payloads": b"abc"}
+    with connection(client.address) as stub:
+        segment = pb.InsertRequest(columns=[pb.Columns(names=["x"])], requests=[77], **fields)
+        for _ in range(3):
+            assert list(stub.Insert(segment).unchanged) == []
+        assert stub.Insert(pb.InsertRequest(columns=[pb.Columns(names=["x"])], **fields)).unchanged[0].present == ["x"]
+        other = pb.InsertRequest(columns=[pb.Columns(names=["y"])], requests=[77], **fields)
+        (error,) = stub.Insert(other).errors
+        assert "request 77 was another request before" in error.message
+    assert client.server_info().tables["plain"].extensions == 1
+
+
+def test_a_server_that_drains_takes_segments_of_the_items_that_it_has(server):
+    with ReplayClient(server.address) as client:
+        key = client.insert(make_group(), {"plain": 1.0})
+        server.draining = True
+        with pytest.raises(ReplayError, match="is being emptied"):
+            client.insert(make_group(), {"plain": 1.0})
+        assert client.extend(key, LOGPROBS).added
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+
+@pytest.fixture
+def shards(tmp_path):
+    with server_with(tmp_path / "a") as first, server_with(tmp_path / "b") as second:
+        yield [first, second]
+
+
+def test_a_segment_goes_to_the_shard_that_has_its_item(shards):
+    names = [f"{name}={server.address}" for name, server in zip("ab", shards, strict=True)]
+    with ReplayClient(names) as client:
+        keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(6)]
+        for key in keys[:4]:
+            assert client.extend(key, LOGPROBS).added == ("teacher_logprobs",)
+        assert client.extend(keys[0], LOGPROBS).present == ("teacher_logprobs",)
+        assert client.extend(999, LOGPROBS) == ExtendResult(missing=True)
+        info = client.server_info().tables["queue"]
+        assert (info.size, info.waiting_rows, [each.items for each in info.lacking]) == (6, 2, [2])
+        assert sorted(keys_of(client.sample("queue", 4))) == sorted(keys[:4])
+
+
+def test_a_segment_finds_an_item_on_another_shard_than_its_key_says(shards):
+    names = [f"{name}={server.address}" for name, server in zip("ab", shards, strict=True)]
+    for server in shards:
+        with ReplayClient(server.address) as direct:
+            keys = [direct.insert(make_group(), {"plain": 1.0}) for _ in range(4)]
+        with ReplayClient(names) as client:
+            assert all(client.extend(key, LOGPROBS).added for key in keys)
+
+
+def test_an_item_is_not_called_missing_while_a_shard_is_away(shards):
+    names = [f"{name}={server.address}" for name, server in zip("ab", shards, strict=True)]
+    with ReplayClient(names) as client:
+        client.server_info()
+        shards[1].stop()
+        with pytest.raises(ServerUnavailableError, match="no shard that can be reached has item 5, and b cannot be"):
+            client.extend(5, LOGPROBS, timeout=1.0)

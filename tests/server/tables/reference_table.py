@@ -1,0 +1,175 @@
+"""Reference table: what one table of a ReplayBuffer must hold and allow, by brute force over lists."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from replay_server.tables.config import TableConfig
+from replay_server.tables.table import SampleRequest
+
+
+@dataclass(eq=False)
+class Item:
+    payload: bytes
+    version: int
+    unused_permit: bool
+    columns: frozenset[str] = frozenset()
+    forwarded: set[str] = field(default_factory=set)
+    """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload)
+
+
+@dataclass(eq=False)
+class Row:
+    key: int
+    priority: float
+    version: int
+    item: Item
+    inserted_at: float
+    order: int
+    sampled: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.item.nbytes
+
+
+@dataclass(eq=False)
+class Hand:
+    """A batch that is neither taken nor given back."""
+
+    table: RefTable
+    rows: list[Row]
+    priorities: list[float]
+    consumed: list[bool]
+    scope: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Insert:
+    """One item on its way in."""
+
+    key: int
+    priorities: dict[str, float]
+    policy_version: int
+    nbytes: int
+    permits: int
+    columns: frozenset[str] = frozenset()
+
+    def item(self) -> Item:
+        return Item(b"x" * self.nbytes, self.policy_version, False, self.columns)
+
+
+@dataclass(eq=False)
+class Waiting:
+    what: Any
+    """Insert, SampleRequest, or a count of permits."""
+    tables: list[RefTable]
+    deadline: float
+    served: Any = None
+
+
+@dataclass(eq=False)
+class RefTable:
+    config: TableConfig
+    epoch: int = 0
+    orders: int = 0
+    inserting: list[Waiting] = field(default_factory=list)
+    sampling: list[Waiting] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: list[Row] = []
+        self.counts: Counter[str] = Counter()
+        self.inserts = self.samples = self.deletes = self.outstanding = 0
+        self.scopes: dict[str, set[int]] = {}
+        self.epoch += 1
+
+    def find(self, key: int) -> Row | None:
+        return next((row for row in self.rows if row.key == key), None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    def limits(self) -> tuple[float, int, float, float]:
+        """spi, min_size, min_diff, max_diff: the constants of Reverb's limiters."""
+        limiter = self.config.rate_limiter
+        if limiter.type == "min_size":
+            return 1.0, limiter.min_size, -math.inf, math.inf
+        if limiter.type in ("queue", "stack"):
+            return 1.0, 1, 0.0, float(limiter.max_size)
+        spi, error = limiter.samples_per_insert, limiter.error_buffer
+        low, high = (
+            error if isinstance(error, tuple) else (spi * limiter.min_size - error, spi * limiter.min_size + error)
+        )
+        return spi, limiter.min_size, low, high
+
+    def admits(self, n: int) -> bool:
+        spi, min_size, _, high = self.limits()
+        return self.inserts + n - self.deletes <= min_size or (self.inserts + n) * spi - self.samples <= high
+
+    def allows(self, n: int) -> bool:
+        spi, min_size, low, _ = self.limits()
+        ready = self.inserts - self.deletes - len(self.waiting())
+        return ready >= min_size and self.inserts * spi - self.samples - n >= low
+
+    def lacks(self, row: Row) -> list[str]:
+        """The required columns that the row waits for."""
+        return [name for name in self.config.requires if name not in row.item.columns]
+
+    def waiting(self) -> list[Row]:
+        return [row for row in self.rows if self.lacks(row)]
+
+    def never(self, request: SampleRequest) -> bool:
+        """Whether no batch can ever be drawn for `request`, as the table is configured."""
+        spi, min_size, low, high = self.limits()
+        if not request.distinct and self.config.max_times_sampled:
+            return True
+        too_many = request.distinct and request.min_samples > self.config.max_size
+        return too_many or request.min_samples > max(high, spi * min_size) - low
+
+    def full(self, *sizes: int) -> bool:
+        """Whether items of these sizes do not fit."""
+        config = self.config
+        too_many = len(self.rows) + len(sizes) > config.max_size
+        return too_many or self.bytes + sum(sizes) > (config.max_bytes or math.inf)
+
+    def stale(self, version: int, current: int) -> bool:
+        return self.config.max_staleness is not None and current - version > self.config.max_staleness
+
+    def weight(self, row: Row, selector: Any) -> float:
+        if selector.type != "prioritized":
+            return 1.0
+        return row.priority**selector.exponent if row.priority > 0 else 0.0
+
+    def ordered(self, rows: list[Row], selector: Any) -> list[Row] | None:
+        """The order in which a selector that is not random names the rows."""
+        rank = {
+            "fifo": lambda row: row.order,
+            "lifo": lambda row: -row.order,
+            "min_heap": lambda row: (row.priority, row.order),
+            "max_heap": lambda row: (-row.priority, row.order),
+        }.get(selector.type)
+        return None if rank is None else sorted(rows, key=rank)
+
+    def candidates(self, request: SampleRequest) -> list[Row]:
+        out = self.scopes.get(request.scope, set()) | request.exclude
+        there = [row for row in self.rows if row.key not in out and not self.lacks(row)]
+        return [row for row in there if self.weight(row, self.config.sampler) > 0]
+
+    def drawable(self, request: SampleRequest, n: int) -> bool:
+        there = len(self.candidates(request))
+        return self.allows(n) and (there >= n if request.distinct else there > 0)
+
+    def most(self, request: SampleRequest) -> int:
+        return max((n for n in range(1, request.num_samples + 1) if self.drawable(request, n)), default=0)
