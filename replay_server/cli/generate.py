@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
     from replay_client.generator.engines import Engine
     from replay_client.generator.group_maker import PromptSource
+    from replay_client.generator.rollouts import RolloutHook
 
 _GENERATOR = options_of(
     "replay_client/generator/config.py",
@@ -55,12 +56,16 @@ def generate(
         str, typer.Option(help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub.")
     ],
     reward: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="`exact_match` (against the row's `answer`) or package.module:function, `=0.5` after it for a weight; "
-            "may be repeated."
+            "may be repeated. Needed, unless the rollouts of --rollout bring their rewards."
         ),
-    ],
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that plays each rollout, for several turns. [one completion]"),
+    ] = None,
     config: ConfigFile = None,
     engine: Annotated[str, typer.Option(help="vllm, vllm-server or transformers.")] = "vllm",
     base_url: Annotated[
@@ -100,7 +105,9 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
+    from replay_client.generator.rollouts import single_turn
     from replay_client.scoring import carries_gradient
+    from replay_client.settings import load_function
     from replay_client.waits import beat
 
     log_to_stderr("warning", log_format)
@@ -117,7 +124,10 @@ def generate(
             **generator,
         )
         rows = load_rows(prompts, prompt_field, split, chat, system, seed)
-        scorer = [load_reward(name) for name in reward]
+        if not (reward or rollout):
+            raise ValueError("--reward exact_match or --reward package.module:function is needed")
+        scorer = [load_reward(name) for name in reward] if reward else None
+        hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
         client = AsyncReplayClient.from_env(timeout, **access)
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         if (engine == "vllm-server") != bool(base_url):
@@ -131,7 +141,9 @@ def generate(
     report = Report(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:
-        stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
+        stats = run_generator(
+            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report.tell
+        )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report.print(stats)

@@ -82,7 +82,9 @@ def items(
 
     out = console()
     if found.items:
-        columns = ("key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes")
+        waiting = any(item.waits_for for item in found.items)
+        columns = ["key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"]
+        columns += ["waits for"] if waiting else []
         rows = (
             (
                 str(item.key),
@@ -93,6 +95,7 @@ def items(
                 str(item.staleness),
                 str(item.times_sampled),
                 byte_size(item.nbytes),
+                *([", ".join(item.waits_for)] if waiting else ()),
             )
             for item in found.items
         )
@@ -128,8 +131,9 @@ def delete(
 
 def item_document(item: ItemInfo) -> Document:
     """The key is a string, as in every document."""
-    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes}
-    return {name: fact for name, fact in facts.items() if name != "nbytes"}
+    labels = {"tags": item.labels.tags, "columns": sorted(item.labels.columns)}
+    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
+    return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
 
 
 class Decoder(Protocol):

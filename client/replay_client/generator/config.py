@@ -21,6 +21,10 @@ class GeneratorConfig:
 
     group_size: int = bounded(8, least=1)
     """Completions of each prompt, G."""
+    min_rollouts: int | None = bounded(None, least=1)
+    """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
+    rollout_timeout: float | None = bounded(None, above=0)
+    """Seconds after which a rollout has failed; otherwise it may take any time."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +102,8 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.min_rollouts is not None and self.min_rollouts > self.group_size:
+            raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if not self.tables:
             raise ValueError("tables must name at least one table")
         load_priority(self.priority)
