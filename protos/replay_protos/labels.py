@@ -36,6 +36,13 @@ class Labels:
     def tags(self) -> dict[str, TagValue]:
         return dict(self.pairs)
 
+    def text(self, name: str) -> str:
+        """The value of a tag as text, by which values are compared; empty without the tag."""
+        for known, value in self.pairs:
+            if known == name:
+                return str(value)
+        return ""
+
 
 NO_LABELS = Labels()
 

@@ -366,6 +366,7 @@ class SampleRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
     WEIGH_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     num_samples: _builtins.int
     """0 with `weigh`: nothing is drawn"""
@@ -392,6 +393,10 @@ class SampleRequest(_message.Message):
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """keys that must not be drawn"""
 
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueRows]:
+        """of a table that balances: the rows of each value, num_samples together, come"""
+
     def __init__(
         self,
         *,
@@ -406,10 +411,11 @@ class SampleRequest(_message.Message):
         id: _builtins.int = ...,
         ring: _builtins.int = ...,
         weigh: _builtins.bool = ...,
+        values: _abc.Iterable[Global___ValueRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "min_samples", b"min_samples", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "id", b"id", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "ring", b"ring", "scope", b"scope", "table", b"table", "timeout", b"timeout", "weigh", b"weigh"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples", "_timeout", b"_timeout", "allow_repeats", b"allow_repeats", "exclude", b"exclude", "id", b"id", "lease", b"lease", "min_samples", b"min_samples", "num_samples", b"num_samples", "ring", b"ring", "scope", b"scope", "table", b"table", "timeout", b"timeout", "values", b"values", "weigh", b"weigh"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
     _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
@@ -421,6 +427,34 @@ class SampleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout) -> _WhichOneofReturnType__timeout | None: ...
 
 Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
+
+@_typing.final
+class ValueRows(_message.Message):
+    """A client of several servers chooses the values of a batch itself, and asks each server for its part of each value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    value: _builtins.str
+    rows: _builtins.int
+    share: _builtins.float
+    """the probability of each row within its value is multiplied by it"""
+    def __init__(
+        self,
+        *,
+        value: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "share", b"share", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueRows: _TypeAlias = ValueRows  # noqa: Y015
 
 @_typing.final
 class SampleResponse(_message.Message):
@@ -621,6 +655,7 @@ class Weight(_message.Message):
     CONSUMING_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     total: _builtins.float
     """sum of the effective priorities that can be drawn; a uniform sampler: 1 each"""
     squares: _builtins.float
@@ -637,6 +672,10 @@ class Weight(_message.Message):
     """items in the table"""
     reason: _builtins.str
     """why one sample would have to wait; empty: it would not"""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueWeight]:
+        """of a table that balances: each value that can be drawn"""
+
     def __init__(
         self,
         *,
@@ -648,14 +687,49 @@ class Weight(_message.Message):
         consuming: _builtins.bool = ...,
         size: _builtins.int = ...,
         reason: _builtins.str = ...,
+        values: _abc.Iterable[Global___ValueWeight] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consuming", b"consuming", "items", b"items", "ordered", b"ordered", "reason", b"reason", "samples", b"samples", "size", b"size", "squares", b"squares", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consuming", b"consuming", "items", b"items", "ordered", b"ordered", "reason", b"reason", "samples", b"samples", "size", b"size", "squares", b"squares", "total", b"total", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Weight: _TypeAlias = Weight  # noqa: Y015
+
+@_typing.final
+class ValueWeight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    SQUARES_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    value: _builtins.str
+    """as text; empty: of items without the tag"""
+    weight: _builtins.float
+    """of the value, as the table's `balance` says"""
+    total: _builtins.float
+    """the rest as in Weight, of the items of this value"""
+    squares: _builtins.float
+    items: _builtins.int
+    def __init__(
+        self,
+        *,
+        value: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        total: _builtins.float = ...,
+        squares: _builtins.float = ...,
+        items: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "squares", b"squares", "total", b"total", "value", b"value", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueWeight: _TypeAlias = ValueWeight  # noqa: Y015
 
 @_typing.final
 class UpdatePrioritiesRequest(_message.Message):
@@ -882,6 +956,7 @@ class ListItemsRequest(_message.Message):
     MAX_PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     limit: _builtins.int
     """0: 100"""
@@ -894,6 +969,10 @@ class ListItemsRequest(_message.Message):
     max_priority: _builtins.float
     min_staleness: _builtins.int
     max_staleness: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___TagFilter]:
+        """only items that have all of these"""
+
     def __init__(
         self,
         *,
@@ -906,10 +985,11 @@ class ListItemsRequest(_message.Message):
         max_priority: _builtins.float | None = ...,
         min_staleness: _builtins.int | None = ...,
         max_staleness: _builtins.int | None = ...,
+        tags: _abc.Iterable[Global___TagFilter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_max_staleness", b"_max_staleness", "_min_priority", b"_min_priority", "_min_staleness", b"_min_staleness", "max_priority", b"max_priority", "max_staleness", b"max_staleness", "min_priority", b"min_priority", "min_staleness", b"min_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_max_staleness", b"_max_staleness", "_min_priority", b"_min_priority", "_min_staleness", b"_min_staleness", "descending", b"descending", "limit", b"limit", "max_priority", b"max_priority", "max_staleness", b"max_staleness", "min_priority", b"min_priority", "min_staleness", b"min_staleness", "order_by", b"order_by", "page", b"page", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_max_staleness", b"_max_staleness", "_min_priority", b"_min_priority", "_min_staleness", b"_min_staleness", "descending", b"descending", "limit", b"limit", "max_priority", b"max_priority", "max_staleness", b"max_staleness", "min_priority", b"min_priority", "min_staleness", b"min_staleness", "order_by", b"order_by", "page", b"page", "table", b"table", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_priority: _TypeAlias = _typing.Literal["max_priority"]  # noqa: Y015
     _WhichOneofArgType__max_priority: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority"]  # noqa: Y015
@@ -929,6 +1009,30 @@ class ListItemsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_staleness) -> _WhichOneofReturnType__min_staleness | None: ...
 
 Global___ListItemsRequest: _TypeAlias = ListItemsRequest  # noqa: Y015
+
+@_typing.final
+class TagFilter(_message.Message):
+    """The value is compared as text, so "3" finds the number 3; the empty value finds items without the tag."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TagFilter: _TypeAlias = TagFilter  # noqa: Y015
 
 @_typing.final
 class ListItemsResponse(_message.Message):
@@ -1450,6 +1554,7 @@ class TableInfo(_message.Message):
     LACKING_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in."""
@@ -1504,6 +1609,10 @@ class TableInfo(_message.Message):
     def sampled(self) -> Global___Rhythm: ...
     @_builtins.property
     def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]: ...
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
+        """Of a table that balances: the values that its items have, by name."""
+
     def __init__(
         self,
         *,
@@ -1541,10 +1650,11 @@ class TableInfo(_message.Message):
         lacking: _abc.Iterable[Global___Lacking] | None = ...,
         extensions: _builtins.int = ...,
         waiting_seconds: _builtins.float = ...,
+        values: _abc.Iterable[Global___ValueInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1573,6 +1683,35 @@ class Lacking(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Lacking: _TypeAlias = Lacking  # noqa: Y015
+
+@_typing.final
+class ValueInfo(_message.Message):
+    """One value of the tag that a table balances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """the value as text; empty: of items without the tag"""
+    items: _builtins.int
+    weight: _builtins.float
+    """its share is this, divided by the weights of all values with items"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        items: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "name", b"name", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueInfo: _TypeAlias = ValueInfo  # noqa: Y015
 
 @_typing.final
 class Rhythm(_message.Message):

@@ -47,6 +47,7 @@ from replay_server.config import (
 from replay_server.errors import Refused, busy, deadline, invalid, try_again
 from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
+from replay_server.tables.balance import ValueRows
 from replay_server.tables.buffer import PendingSample
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, new_id
@@ -148,6 +149,8 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
     if len(request.scope) > MAX_SCOPE:
         raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
+    if len({each.value for each in request.values}) < len(request.values):
+        raise invalid("values of a draw name a value twice: give the rows of each value once")
     if request.id and not _LEAST_ID <= request.id <= MOST_ID:
         raise invalid(f"id {request.id} of a draw: choose 63 random bits, and at least {_LEAST_ID}")
     return SampleRequest(
@@ -157,6 +160,7 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         scope=request.scope,
         exclude=frozenset(request.exclude),
         id=request.id or new_id(),
+        values=tuple(ValueRows(each.value, each.rows, each.share) for each in request.values),
     )
 
 
@@ -320,7 +324,8 @@ class OpenDraws:
         if request.weigh:
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
             weight = self._buffer.table(request.table).weigh(wanted)
-            response.weight.CopyFrom(pb.Weight(**vars(weight)))
+            values = [pb.ValueWeight(**vars(value)) for value in weight.values]
+            response.weight.CopyFrom(pb.Weight(**vars(weight) | {"values": values}))
 
     # ------------------------------------------------------------------------------------------ how a draw ends
 

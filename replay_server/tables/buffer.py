@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.columns import Columns, FloatArray, IntArray, KeyArray
+from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
 from replay_server.tables.insert_rules import (
     MAX_VERSION,
@@ -116,7 +116,7 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
         if lines[table.name].samples:
             # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as
             # long as nothing is evicted.
-            fifo = table.config.sampler.type == "fifo"
+            fifo = table.config.sampler.type == "fifo" and table.balanced is None
             at_once = min(at_once, table.config.max_size - table.size if fifo else 1)
     return max(1, int(at_once))
 
@@ -562,7 +562,13 @@ class ReplayBuffer:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
-        table.configure(config)
+        tags = table.tags_for(config)
+        if config.balance is not None and (count := len(tags[config.balance.tag])) > MAX_BALANCED:
+            raise invalid(
+                f"table {table_name!r}: balance: its items have {count} values of the tag {config.balance.tag!r}, and "
+                f"at most {MAX_BALANCED} can be balanced"
+            )
+        table.configure(config, tags)
         # Waits that can never end well any more end now.
         for insert in self.lines[table.name].inserts:
             if (refusal := self._rules.why_invalid(insert.insert, insert.rows, insert.tables)) is not None:

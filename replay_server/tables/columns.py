@@ -16,11 +16,13 @@ sampler holds it. `lacks` has a bit for each required column that it lacks.
 
 A row is leaving when so many rows left at once that freeing all their slots would take long. It is gone for whoever
 looks. `leave` says so of a million rows in one pass over an array; `free` does the rest later, some slots at a time.
+
+A tag that the table indexes has a TagColumn: one small number for each slot, and what each number stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -55,7 +57,107 @@ def rows_at(slots: IntArray) -> IntArray | slice:
     return slice(slot := slots.item(), slot + 1) if slots.size == 1 else slots
 
 
-class Columns:
+class RowFacts:
+    """What selectors read of items: an array for each fact, by slot."""
+
+    def __init__(self, current_version: int = 0) -> None:
+        self.current_version = current_version
+        """The trainer's policy version. The staleness of an item counts from here."""
+        self.state = np.zeros(0, dtype=np.uint8)
+        self.priority = np.zeros(0)
+        self.policy_version = np.zeros(0, dtype=np.int64)
+        self.order = np.zeros(0, dtype=np.int64)
+        """The number of the insertion, from 1."""
+
+    def occupied(self) -> IntArray:
+        """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop."""
+        return np.flatnonzero(self.state >= WAITING)
+
+    def _lengthen(self, length: int) -> None:
+        """Gives each array `length` entries; the new ones are 0."""
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                grown = np.zeros(length, dtype=column.dtype)
+                grown[: column.size] = column
+                setattr(self, name, grown)
+
+
+MAX_BALANCED = 1024
+"""Values of a tag that one table may balance, "" for no value included: each has a selector of its own."""
+
+
+class TagColumn:
+    """The values of one indexed tag: a code for each slot, and the value of each code.
+
+    Code 0 is that of items without the tag. Values are compared as text: the number 3 is the same as the text "3", and
+    the empty text is the same as no tag. A value that no slot has any more is forgotten, and its code is used again.
+    So memory follows the values in use, and not those ever seen.
+    """
+
+    def __init__(self, name: str, slots: int = 0) -> None:
+        self.name = name
+        self.codes = np.zeros(slots, dtype=np.int32)
+        """By slot; 0 for a slot that is free or leaving."""
+        self.values: list[str] = [""]
+        """By code."""
+        self._codes = {"": 0}
+        self._rows = np.zeros(16, dtype=np.int64)
+        """By code, from 1: how many slots have it."""
+        self._unused: list[int] = []
+
+    def code(self, value: str) -> int | None:
+        """The code of `value`; None: no item has it."""
+        return self._codes.get(value)
+
+    def __len__(self) -> int:
+        """How many values there are, "" for no value included."""
+        return len(self._codes)
+
+    def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
+        """Fills new slots (n,) from the labels (n,) of their items."""
+        texts = [of_item.text(self.name) for of_item in labels]
+        if not any(texts):
+            return  # a new slot has code 0 already
+        codes = [self._codes.get(text) or self._add(text) for text in texts]
+        self.codes[slots] = codes
+        np.add.at(self._rows, codes, 1)
+
+    def _add(self, text: str) -> int:
+        """The code of a value that may have come earlier in the same batch."""
+        if (known := self._codes.get(text)) is not None:
+            return known
+        if self._unused:
+            code = self._unused.pop()
+            self.values[code] = text
+        else:
+            code = len(self.values)
+            self.values.append(text)
+            if code == self._rows.size:
+                self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._codes[text] = code
+        return code
+
+    def forget(self, slots: IntArray) -> None:
+        """These slots (n,), distinct, have no value any more."""
+        codes = self.codes[slots]
+        self.codes[slots] = 0
+        if not codes.any():
+            return
+        counts = np.bincount(codes, minlength=1)
+        counts[0] = 0
+        self._rows[: counts.size] -= counts
+        for code in np.flatnonzero(counts).tolist():
+            if not self._rows[code]:
+                del self._codes[self.values[code]]
+                self.values[code] = ""
+                self._unused.append(code)
+
+    def lengthen(self, slots: int) -> None:
+        """Makes room for `slots` slots."""
+        self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
+
+
+class Columns(RowFacts):
     """Slots are reused. `reserved` maps the key of each reserved item to its slot. Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
@@ -63,22 +165,18 @@ class Columns:
     guess was wrong.
     """
 
-    def __init__(self, current_version: int = 0) -> None:
-        self.current_version = current_version
-        """The trainer's policy version. The staleness of an item counts from here."""
+    def __init__(self, current_version: int = 0, indexed: Iterable[str] = ()) -> None:
+        """`indexed`: the names of the tags that have a column."""
+        super().__init__(current_version)
+        self.tags = {name: TagColumn(name) for name in indexed}
         self._slots: dict[int, int] = {}
         """The slot of each item that is here, and of some that are leaving."""
         self._leaving = 0
         """How many slots are leaving."""
         self._size = 0
         self.reserved: dict[int, int] = {}
-        self.state = np.zeros(0, dtype=np.uint8)
         self._free: list[int] = []
         self.key = np.zeros(0, dtype=np.uint64)
-        self.priority = np.zeros(0)
-        self.policy_version = np.zeros(0, dtype=np.int64)
-        self.order = np.zeros(0, dtype=np.int64)
-        """The number of the insertion, from 1."""
         self.inserted_at = np.zeros(0)
         """When the item was inserted: seconds of the server's clock."""
         self.size = np.zeros(0, dtype=np.int64)
@@ -187,6 +285,8 @@ class Columns:
         self._size -= slots.size
         self._leaving += slots.size
         self.state[slots] = LEAVING
+        for tag in self.tags.values():
+            tag.forget(slots)
 
     def free(self, slots: IntArray) -> list[int]:
         """Frees slots that are leaving. Returns their keys."""
@@ -209,12 +309,10 @@ class Columns:
         for key in keys:
             del of[key]
         self.state[rows_at(slots)] = FREE
+        for tag in self.tags.values():
+            tag.forget(slots)
         self._free.extend(slots.tolist())
         return keys
-
-    def occupied(self) -> IntArray:
-        """The slots of all items, ascending. A million items take 1 ms here, and 50 ms by a loop."""
-        return np.flatnonzero(self.state >= WAITING)
 
     def selectable(self) -> IntArray:
         """The slots of all items that do not wait, ascending."""
@@ -229,11 +327,10 @@ class Columns:
         """Adds `least` free slots or more."""
         old = self.key.size
         new = max(64, 1 << (old + max(least, old) - 1).bit_length())
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray) and column is not self._guess:
-                grown = np.zeros(new, dtype=column.dtype)
-                grown[:old] = column
-                setattr(self, name, grown)
+        self._guess = np.zeros(0, dtype=np.int32)  # it is made anew below
+        self._lengthen(new)
+        for tag in self.tags.values():
+            tag.lengthen(new)
         self._free.extend(range(new - 1, old - 1, -1))
         self._shift = _BITS - 1 - new.bit_length()  # four places for each slot
         self._guess = np.full(4 * new, -1, dtype=np.int32)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_server.tables import rate_limiters, selectors
-from replay_server.tables.columns import Columns, IntArray
+from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.selectors import Selector
 
@@ -23,6 +23,10 @@ MIN_HALF_LIFE = 0.01
 """Policy versions; below it nothing but the newest version would ever be drawn."""
 MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
+MAX_INDEXED = 4
+"""Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
+MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
+"""Bytes of the name and of the value of a tag."""
 MOST_REQUIRED = 16
 """Columns that one table may require: Columns.lacks has a bit for each."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
@@ -100,7 +104,7 @@ class SelectorConfig(_Tagged):
             raise ValueError(f"half_life belongs to 'prioritized', 'min_heap' or 'max_heap', not to {self.type!r}")
         return self
 
-    def build(self, columns: Columns, rows: Callable[[], IntArray] | None = None) -> Selector:
+    def build(self, columns: RowFacts, rows: Callable[[], IntArray] | None = None) -> Selector:
         """A selector over the items of `columns`. `rows`: the slots of all items that it may hold; None: of all."""
         match self.type:
             case "fifo" | "lifo":
@@ -156,6 +160,39 @@ class RateLimiterConfig(_Tagged):
         return rate_limiters.queue(self.max_size)
 
 
+class BalanceConfig(Model):
+    """Draws choose a value of a tag first, and then an item that has it; formulas in balance.py."""
+
+    tag: str
+    """The name of the tag. It is indexed without being named in `index`."""
+    weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = Field(default_factory=dict, max_length=MAX_BALANCED)
+    """By value, relative to each other. A value that is not named has 1, and an item of a value with 0 is never drawn.
+    An integer is named by its digits. The empty name `""` is that of items without the tag, which are one value
+    together. Where a value has no item that can be drawn, its share goes to the others."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        check_tag_name("tag", self.tag)
+        for value in self.weights:
+            if len(value.encode(errors="replace")) > MAX_TAG_TEXT:
+                raise ValueError(
+                    f"weights name a value of more than {MAX_TAG_TEXT} bytes, which no item has: {value[:40]!r}"
+                )
+        return self
+
+    def weight(self, value: str) -> float:
+        """The weight of a value, as text."""
+        return self.weights.get(value, 1.0)
+
+
+def check_tag_name(field: str, name: str) -> None:
+    """Raises ValueError for what cannot be the name of a tag."""
+    if not 1 <= len(name.encode(errors="replace")) <= MAX_TAG_NAME:
+        raise ValueError(
+            f"{field} {name[:40]!r} cannot name a tag: write 1 to {MAX_TAG_NAME} bytes, as the items have it"
+        )
+
+
 class TableConfig(Model):
     """One table.
 
@@ -188,6 +225,10 @@ class TableConfig(Model):
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """Of the random selectors; absent: from the operating system."""
+    index: tuple[str, ...] = Field((), max_length=MAX_INDEXED)
+    """Names of tags by which items are found in one pass over an array, without looking at each item."""
+    balance: BalanceConfig | None = None
+    """Draws have fixed shares of the values of a tag; absent: the sampler alone chooses. Not for a queue or stack."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +250,16 @@ class TableConfig(Model):
             raise ValueError(f"table {self.name!r} requires {list(self.requires)}: name each column once")
         if self.forward_to == self.name:
             raise ValueError(f"table {self.name!r} cannot forward to itself")
+        for name in self.index:
+            check_tag_name("index", name)
+        if len(set(self.index)) < len(self.index):
+            raise ValueError(f"table {self.name!r}: index names a tag twice: {', '.join(self.index)}")
+        if self.balance is not None and self.rate_limiter.type in ("queue", "stack"):
+            raise ValueError(
+                f"table {self.name!r}: balance is not for a {self.rate_limiter.type}: a full {self.rate_limiter.type} "
+                f"of one value and a draw that waits for another would wait for ever; forward its items to a table "
+                f"with balance"
+            )
         if self.max_size < self.rate_limiter.min_size:
             raise ValueError(
                 f"table {self.name!r} could never be sampled: max_size {self.max_size} is below the rate limiter's "
@@ -228,6 +279,13 @@ class TableConfig(Model):
                 stacklevel=2,
             )
         return self
+
+    @property
+    def indexed(self) -> tuple[str, ...]:
+        """The tags that have a column: those of `index`, and that of `balance`."""
+        if self.balance is None or self.balance.tag in self.index:
+            return self.index
+        return (*self.index, self.balance.tag)
 
 
 class AdmissionConfig(Model):

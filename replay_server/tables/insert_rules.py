@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.columns import FloatArray
+from replay_server.tables.columns import MAX_BALANCED, FloatArray
 from replay_server.tables.config import MAX_PRIORITY
 from replay_server.tables.items import InsertBatch, Items
 from replay_server.tables.remembered import Remembered
@@ -80,6 +80,9 @@ class InsertRules:
             return self._why_no_retry(batch) or Known()
         if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
             return refusal
+        for table in tables:
+            if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
+                return _too_many_values(table, value)
         why = self.why_blocked(rows, tables)
         return None if why is None else Blocked(why)
 
@@ -149,6 +152,15 @@ class InsertRules:
         if why := self._items.storage.why_full(nbytes):
             return storage_failed(why)
         return None
+
+
+def _too_many_values(table: Table, value: str) -> Refused:
+    assert table.config.balance is not None
+    tag = table.config.balance.tag
+    return invalid(
+        f"tag {tag!r} of an item is {value[:40]!r}, and table {table.name!r} balances {MAX_BALANCED} values of it "
+        f"already: balance a tag with fewer values"
+    )
 
 
 def are_priorities(values: FloatArray) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from replay_server.errors import invalid
+from replay_server.errors import invalid, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items
@@ -161,8 +161,10 @@ class OutstandingBatches:
             target.counters.stale_refused += 1
             source.counters.forward_refused += 1
             return
-        if item.nbytes > (target.config.max_bytes or np.inf) or (
-            target.config.when_full != "evict" and target.why_full(1, item.nbytes)
+        if (
+            item.nbytes > (target.config.max_bytes or np.inf)
+            or (target.config.when_full != "evict" and target.why_full(1, item.nbytes))
+            or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
         ):
             source.counters.forward_refused += 1
             return
@@ -198,3 +200,12 @@ def check_sample(table: Table, request: SampleRequest) -> None:
         )
     if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
         raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
+    if request.values:
+        rows = [each.rows for each in request.values]
+        if min(rows) < 1 or sum(rows) != request.num_samples:
+            raise invalid(
+                f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
+                f"not {sum(rows)}"
+            )
+        if table.balanced is None:  # it did when its weights were asked for
+            raise try_again(f"table {table.name!r} does not balance its draws any more: ask without values")

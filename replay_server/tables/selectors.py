@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import Columns, FloatArray, IntArray, rows_at
+from replay_server.tables.columns import FloatArray, IntArray, RowFacts, rows_at
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -84,7 +84,7 @@ class Selector(ABC):
 class Placed(Selector):
     """Keeps its slots in one array, and the place of each of them, so that many slots go in one pass over arrays."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: RowFacts) -> None:
         self._columns = columns
         self._slots = np.zeros(64, dtype=np.int64)
         self._place = np.zeros(0, dtype=np.int64)
@@ -112,7 +112,7 @@ class Fifo(Placed):
     To give an item back is O(size) if older and newer items are there.
     """
 
-    def __init__(self, columns: Columns, newest_first: bool = False) -> None:
+    def __init__(self, columns: RowFacts, newest_first: bool = False) -> None:
         super().__init__(columns)
         self._newest_first = newest_first
         # Slots by ascending order, at [_start, _stop). A deleted one is -1 until it is at an end, or the array is full.
@@ -201,7 +201,7 @@ class Heap(Selector):
 
     def __init__(
         self,
-        columns: Columns,
+        columns: RowFacts,
         highest_first: bool = False,
         half_life: float | None = None,
         rows: Callable[[], IntArray] | None = None,
@@ -286,7 +286,7 @@ class Freshness:
     O(1) for an item. A move of the version is O(size) if such newer items exist, else O(1).
     """
 
-    def __init__(self, columns: Columns, half_life: float, rows: Callable[[], IntArray]) -> None:
+    def __init__(self, columns: RowFacts, half_life: float, rows: Callable[[], IntArray]) -> None:
         self._columns = columns
         self._rows = rows
         self._half_life = half_life
@@ -325,7 +325,7 @@ class Prioritized(Selector):
 
     def __init__(
         self,
-        columns: Columns,
+        columns: RowFacts,
         exponent: float = 1.0,
         half_life: float | None = None,
         rows: Callable[[], IntArray] | None = None,
@@ -439,7 +439,7 @@ class Prioritized(Selector):
 
 
 def effective_priorities(
-    columns: Columns, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
+    columns: RowFacts, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
 ) -> FloatArray:
     """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,); 0 where the priority is 0."""
     priorities = columns.priority[slots]

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import Labels
+from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
 from replay_server.tables.columns import (
     SELECTABLE,
     WAITING,
@@ -38,6 +39,7 @@ from replay_server.tables.columns import (
     FloatArray,
     IntArray,
     KeyArray,
+    TagColumn,
     WaitingRows,
     rows_at,
     total,
@@ -58,6 +60,8 @@ class SampleRequest:
     exclude: frozenset[int] = frozenset()
     id: int = 0
     """Names the batch; 0: it gets an id of its own."""
+    values: tuple[ValueRows, ...] = ()
+    """How many rows of each value a table that balances gives; empty: it chooses. Together they are num_samples."""
 
 
 @dataclass
@@ -97,6 +101,8 @@ class Weight:
     consuming: bool
     size: int
     reason: str
+    values: list[ValueWeight]
+    """Of a table that balances: each value that can be drawn."""
 
 
 _MOST_SAMPLES = 1 << 62
@@ -116,7 +122,7 @@ class Table:
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end
     the rows in these columns: with `remove`, or with `leave` and later `free`."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None] = no_labels
-    """The labels of items, by key; None: no item has any. Asked where the table requires columns."""
+    """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -132,7 +138,7 @@ class Table:
         self._clear(current_version=0)
 
     def _clear(self, current_version: int) -> None:
-        self.columns = Columns(current_version)
+        self.columns = Columns(current_version, self.config.indexed)
         self.limiter = self.config.rate_limiter.build()
         self._build_selectors()
         self.bytes = 0
@@ -144,10 +150,15 @@ class Table:
     def _build_selectors(self) -> None:
         config, columns = self.config, self.columns
         self.waiting = WaitingRows(columns, config.requires)
-        self.sampler = self.remover = config.sampler.build(columns, columns.selectable if config.requires else None)
+        self.balanced: Balanced | None = None
+        """The sampler, where the table balances."""
+        if config.balance is not None:
+            self.balanced = Balanced(columns, config.balance.tag, config.balance.weight, config.sampler.build)
+        ready = columns.selectable if config.requires else None
+        self.sampler = self.remover = self.balanced or config.sampler.build(columns, ready)
         # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
-        # that wait.
-        if config.remover != config.sampler or config.requires:
+        # that wait, and only the sampler balances.
+        if config.remover != config.sampler or config.requires or self.balanced is not None:
             self.remover = config.remover.build(columns)
 
     @property
@@ -258,6 +269,9 @@ class Table:
         columns.inserted_at[rows] = inserted_at
         columns.size[rows] = sizes
         columns.times_sampled[rows] = times_sampled
+        if labels is not None:
+            for tag in columns.tags.values():
+                tag.set(slots, labels)
         self._show(slots, labels)
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
@@ -330,10 +344,17 @@ class Table:
 
     def available(self, request: SampleRequest) -> int:
         """How many rows a batch for `request` could have if the limiter allowed any number."""
+        if request.values:
+            return sum(self._available_of(each, request) for each in request.values)
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
         return selectable - len(self.excluded(request))
+
+    def _available_of(self, wanted: ValueRows, request: SampleRequest) -> int:
+        assert self.balanced is not None
+        there = self.balanced.left_of(wanted.value, self._excluded_slots(request))
+        return min(wanted.rows, there) if request.distinct else wanted.rows if there else 0
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
@@ -345,7 +366,7 @@ class Table:
             left_out = f", {self.waiting.words()}" if waiting else ""
             left_out += f", {excluded} excluded" if excluded else ""
             if unselectable := self.size - waiting - self.sampler.selectable():
-                left_out += f", {unselectable} of priority 0"
+                left_out += f", {unselectable} of priority 0" + (" or of a value of weight 0" if self.balanced else "")
             return f"{available} of {n} samples available (size {self.size}{left_out})"
         if waiting and not self.limiter.can_sample(n):  # last: that the rows wait for columns says more, if it is so
             return self.limiter.why_no_sample(n, self.waiting.words())
@@ -357,7 +378,7 @@ class Table:
 
     def weigh(self, request: SampleRequest) -> Weight:
         """What `request` could draw from now. O(size), in one vectorised pass."""
-        excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
+        excluded = self._excluded_slots(request)
         total, squares = self.sampler.weigh(excluded)
         return Weight(
             total=total,
@@ -368,13 +389,20 @@ class Table:
             consuming=bool(self.config.max_times_sampled),
             size=self.size,
             reason=self.why_no_sample(request, 1) or "",
+            values=[] if self.balanced is None else self.balanced.weigh_values(excluded),
         )
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
-        if request.distinct:
-            excluded = np.array(sorted(self.excluded(request)), dtype=np.int64)
-            slots, probabilities = self.sampler.select(n, self.rng, excluded)
+        if request.values:
+            assert self.balanced is not None
+            excluded = self._excluded_slots(request)
+            slots, probabilities = self.balanced.select_values(
+                request.values, self.rng, excluded, distinct=request.distinct
+            )
+            slots, probabilities = slots[:n], probabilities[:n]  # the rate limiter may allow less than is there
+        elif request.distinct:
+            slots, probabilities = self.sampler.select(n, self.rng, self._excluded_slots(request))
         else:
             slots, probabilities = self.sampler.select_repeated(n, self.rng)
         assert slots.size == n, (slots.size, n)
@@ -446,6 +474,9 @@ class Table:
             keys = given | request.exclude
         found = {slot for key in keys if (slot := self.columns.slot(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
+
+    def _excluded_slots(self, request: SampleRequest) -> IntArray:
+        return np.array(sorted(self.excluded(request)), dtype=np.int64)
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
@@ -525,15 +556,28 @@ class Table:
         sampler = self.config.sampler
         return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
 
-    def configure(self, config: TableConfig) -> None:
-        """Changes the configuration (not the name), and keeps items and counters."""
+    def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
+        """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
+        columns, known = self.columns, self.columns.tags
+        tags = {name: known[name] if name in known else TagColumn(name, columns.key.size) for name in config.indexed}
+        if new := [tag for name, tag in tags.items() if name not in known]:
+            slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
+            if (labels := self.labels_of(columns.key[slots].tolist())) is not None:
+                for tag in new:
+                    tag.set(slots, labels)
+        return tags
+
+    def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
+        """Changes the configuration (not the name), and keeps items and counters. `tags` are what `tags_for` made."""
         assert config.name == self.name
         old, self.config = self.config, config
         limiter = config.rate_limiter.build()
         limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
         limiter.deletes, limiter.waiting = self.limiter.deletes, self.limiter.waiting
         self.limiter = limiter
-        if (config.sampler, config.remover, config.requires) != (old.sampler, old.remover, old.requires):
+        self.columns.tags = tags
+        names = ("sampler", "remover", "requires", "balance")
+        if any(getattr(config, name) != getattr(old, name) for name in names):
             limiter.waiting = 0
             self.waiting.clear()
             self._build_selectors()

@@ -24,13 +24,13 @@ How many rows each shard gives, so that the merged batch is one of a single tabl
   message costs a server and this client as much as many small rows. So where rows are used up, a run is as long as all
   batches that a sampler draws ahead would need from one shard: together they have the same rows, and each asks fewer
   shards.
+* A table that balances its draws over the values of a tag: see `balance.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,17 @@ from replay_client.connection import GONE_CODES, reported
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.records import Sample, samples_of
 from replay_client.sampling import AsyncSampler, DrawStreams, OnLease, check_prefetch, new_id
+from replay_client.shards.balance import BalancedBatch
 from replay_client.shards.fleet import LATE_SECONDS, Deadline, Fleet, Shard
+from replay_client.shards.sharing import (
+    Weight,
+    most_rows,
+    rows_at_once,
+    share_in_turn,
+    share_of_total,
+    share_out,
+    use_up,
+)
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
@@ -62,8 +72,6 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 
 Part = tuple[str, int]
 """A shard's name, and the id of a draw there."""
-Weight = pb.Weight
-"""The rows and the total priority that one shard offers to a draw, as replay.proto documents them."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +83,6 @@ class _Unsure:
     part: Part
     samples: list[Sample]
 
-
-_AT_ONCE = 0.5
-"""The part of its effective sample size that a shard may give in one round, where its weights have a spread of 1. With
-half as much, batches are no closer to those of one table."""
-_NO_SPREAD = 1e-9
-"""Equal weights have less, by rounding."""
 
 MOST_UNSURE = 256
 """Parts that a client keeps to ask again; the oldest are forgotten first."""
@@ -218,6 +220,8 @@ class Drawer(DrawStreams):
         weigh: bool,
     ) -> list[Sample]:
         """Draws `rows` rows, or less if somebody else was faster, in as many rounds as their priorities need."""
+        if any(weight.values for weight in weights.values()):
+            return await self._draw_balanced(request, rows, weights, deadline, lease, weigh=weigh)
         drawn: list[Sample] = []
         first_total = sum(weight.total for weight in weights.values())
         distinct = not request.allow_repeats
@@ -238,47 +242,96 @@ class Drawer(DrawStreams):
                 drawn += more
                 if len(drawn) >= rows or len(more) < now:
                     return drawn
-                if any(weight.consuming for weight in given):  # the next round changes what is kept for other draws
-                    self._weights.pop(request.table, None)
-                _, weights = await self._weights_for(rest_of(request, drawn), deadline)
-                weigh = False
+                weights, weigh = await self._weights_of_rest(request, drawn, given, deadline), False
         except BaseException:
             self.give_back(drawn)
+            raise
+
+    async def _weights_of_rest(
+        self, request: pb.SampleRequest, drawn: list[Sample], before: list[Weight], deadline: Deadline
+    ) -> dict[Shard, Weight]:
+        """The weight of each shard without the rows that the rounds so far have drawn."""
+        if any(weight.consuming for weight in before):  # the next round changes what is kept for other draws
+            self._weights.pop(request.table, None)
+        return (await self._weights_for(rest_of(request, drawn), deadline))[1]
+
+    async def _draw_balanced(
+        self,
+        request: pb.SampleRequest,
+        rows: int,
+        weights: dict[Shard, Weight],
+        deadline: Deadline,
+        lease: float,
+        *,
+        weigh: bool,
+    ) -> list[Sample]:
+        """As `_draw_rows`, where the table balances. The values of all rows are chosen before the first round."""
+        distinct = not request.allow_repeats
+        batch = BalancedBatch(list(weights.values()), rows, distinct=distinct, first=self._turn, rng=self._rng)
+        try:
+            while True:
+                given = list(weights.values())
+                parts = batch.next_round(given)
+                counts = [sum(each.rows for each in part) for part in parts]
+                rest = rest_of(request, batch.rows())
+                answers = await self._answers(rest, weights, counts, lease, weigh=weigh, values=parts)
+                came = batch.add([answers.get(shard, []) for shard in weights])
+                if batch.is_complete or not 0 < sum(counts) == came:
+                    return batch.rows()
+                weights, weigh = await self._weights_of_rest(request, batch.rows(), given, deadline), False
+        except BaseException:
+            self.give_back(batch.rows())
             raise
 
     async def _draw_parts(
         self, request: pb.SampleRequest, weights: dict[Shard, Weight], counts: list[int], lease: float, *, weigh: bool
     ) -> list[Sample]:
         given = list(weights.values())
-        size, ordered = sum(weight.size for weight in given), any(weight.ordered for weight in given)
+        ordered = any(weight.ordered for weight in given)
         shares = {shard: 1.0 if ordered else share_of_total(given, index) for index, shard in enumerate(weights)}
-        if ordered and any(weight.consuming for weight in given):
+        parts = await self._answers(request, weights, counts, lease, weigh=weigh)
+        for shard, samples in parts.items():
+            for sample in samples:
+                sample.info.probability *= shares[shard]
+        # In turn, which keeps the order within each shard.
+        merged = [sample for row in itertools.zip_longest(*parts.values()) for sample in row if sample is not None]
+        if not ordered:
+            self._rng.shuffle(merged)
+        return merged
+
+    async def _answers(
+        self,
+        request: pb.SampleRequest,
+        weights: dict[Shard, Weight],
+        counts: list[int],
+        lease: float,
+        *,
+        weigh: bool,
+        values: Sequence[Sequence[pb.ValueRows]] = (),
+    ) -> dict[Shard, list[Sample]]:
+        """The rows that the shards give, of those that they are asked for: `counts` rows, or these of each value."""
+        given = list(weights.values())
+        size = sum(weight.size for weight in given)
+        if any(weight.ordered for weight in given) and any(weight.consuming for weight in given):
             # A draw of another task may come before the next weights. A shard that gives less is weighed again.
-            for weight, count in zip(given, counts, strict=True):
-                weight.items = max(0, weight.items - count)
-                weight.samples = max(0, weight.samples - count)
+            for weight, count, part in itertools.zip_longest(given, counts, values):
+                use_up(weight, count, part or ())
         elif any(weight.consuming for weight in given):
             weigh = True  # the total weight falls with each draw, by how much only the shard knows
         requests = {
-            shard: _part(request, count, lease, weigh=weigh)
-            for shard, count in zip(weights, counts, strict=True)
+            shard: _part(request, count, lease, weigh=weigh, values=part or ())
+            for shard, count, part in itertools.zip_longest(weights, counts, values)
             if count or weigh
         }
         answers = await self._ask(requests, _ANSWER_SECONDS)
         if weigh:
             self._keep(request, {shard: answer.head.weight for shard, answer in answers.items()})
-        parts = []
+        parts = {}
         for shard, (head, payloads) in answers.items():
-            samples = samples_of(head, payloads, leased=True)
-            for sample in samples:
+            parts[shard] = samples_of(head, payloads, leased=True)
+            for sample in parts[shard]:
                 sample.info.shard, sample.info.table_size = shard.name, size
-                sample.info.probability *= shares[shard]
-            parts.append(samples)
-        # In turn, which keeps the order within each shard.
-        merged = [sample for row in itertools.zip_longest(*parts) for sample in row if sample is not None]
-        if not ordered:
-            self._rng.shuffle(merged)
-        return merged
+        return parts
 
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
@@ -409,12 +462,15 @@ class ShardedSampler(AsyncSampler):
             self._drawer.drop_soon()
 
 
-def _part(request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool) -> pb.SampleRequest:
+def _part(
+    request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool, values: Sequence[pb.ValueRows] = ()
+) -> pb.SampleRequest:
     """The request to one shard, which does not wait: for `rows` rows, of which one is enough, or for its weight."""
     part = pb.SampleRequest()
     part.CopyFrom(request)
     part.id, part.num_samples, part.min_samples, part.timeout = new_id(), rows, 1, 0.0
     part.lease, part.weigh = lease, weigh
+    part.values.extend(values)
     return part
 
 
@@ -463,91 +519,3 @@ def _reason(request: pb.SampleRequest, weights: dict[Shard, Weight], possible: i
         return f"{request.table}: no shard answered"
     wanted = f"{possible} of {request.num_samples} samples available on {len(weights)} shards"
     return f"{request.table}: {wanted}; " + "; ".join(reasons)
-
-
-def most_rows(weight: Weight, distinct: bool) -> int:
-    """Returns how many rows the shard can give now."""
-    if distinct:
-        return int(min(weight.items, weight.samples))
-    return int(weight.samples) if weight.items else 0
-
-
-def expected_rest(weight: Weight, drawn: int) -> float:
-    """The weight that `drawn` distinct rows leave, in expectation: total * (1 - drawn / items) ** (items / effective).
-
-    `effective` is total**2 / squares, Kish's effective sample size. The formula has the right slope at 0 (a row takes
-    squares / total in expectation), is exact where all weights are equal, and is 0 when all items are drawn.
-    """
-    if drawn >= weight.items:
-        return 0.0
-    if not drawn:
-        return weight.total
-    items, effective = float(weight.items), weight.total**2 / weight.squares if weight.squares > 0 else 1.0
-    return float(weight.total * (1.0 - drawn / items) ** (items / effective))
-
-
-def rows_at_once(weights: Sequence[Weight], rows: int) -> int:
-    """How many of `rows` distinct rows to share out before the shards weigh again what is left; at least 1.
-
-    `spread` stands for the variance of the weight that a row takes, in units of its squared mean. It is 0 where all
-    weights are equal, and at most 1 or sqrt(effective) - 1, whatever the weights are. The larger it is, the smaller the
-    part of its effective sample size that a shard may give at once.
-    """
-    giving = [weight for weight in weights if weight.items and weight.squares > 0]
-    if len(giving) < 2:
-        return rows
-    total, most = sum(weight.total for weight in giving), float(rows)
-    for weight in giving:
-        effective = weight.total**2 / weight.squares
-        spread = min(weight.items / effective - 1.0, max(1.0, math.sqrt(effective) - 1.0))
-        if spread > _NO_SPREAD:
-            most = min(most, _AT_ONCE * effective / math.sqrt(spread) * total / weight.total)
-    return max(1, math.floor(most))
-
-
-def share_in_turn(
-    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, ahead: int
-) -> tuple[list[int], int]:
-    """How many rows each shard of ordered samplers gives, at most `rows` together, and which one is next.
-
-    Beginning with shard `first`, each gives a run: its part of `ahead` batches of `rows` rows, at most a batch.
-    """
-    left = [most_rows(weight, distinct) for weight in weights]
-    counts, turn = [0] * len(weights), first
-    run = min(rows, math.ceil(rows * ahead / max(1, sum(limit > 0 for limit in left))))
-    while rows and any(left):
-        index = turn % len(weights)
-        given = min(run, left[index], rows)
-        counts[index] += given
-        left[index] -= given
-        rows -= given
-        turn += given == run or not left[index]  # else the run was cut short, and goes on with the next batch
-    return counts, turn
-
-
-def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator) -> list[int]:
-    """How many rows each shard gives by its weight, at most `rows` together."""
-    most = [most_rows(weight, distinct) for weight in weights]
-    counts = [0] * len(weights)
-    rest = [weight.total if limit else 0.0 for weight, limit in zip(weights, most, strict=True)]
-    for number in rng.random(rows).tolist():
-        if (total := sum(rest)) <= 0:
-            break
-        target, index = number * total, 0
-        while index < len(rest) - 1 and target >= rest[index]:
-            target -= rest[index]
-            index += 1
-        if not rest[index]:  # rounding went past the last shard that has something
-            index = max(range(len(rest)), key=rest.__getitem__)
-        counts[index] += 1
-        if counts[index] >= most[index]:
-            rest[index] = 0.0
-        elif distinct:
-            rest[index] = expected_rest(weights[index], counts[index])
-    return counts
-
-
-def share_of_total(weights: Sequence[Weight], index: int) -> float:
-    """The probability that the first row comes from this shard."""
-    total = sum(weight.total for weight in weights)
-    return weights[index].total / total if total > 0 else 0.0

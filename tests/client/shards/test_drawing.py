@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from replay_client.shards.sampling import expected_rest, rows_at_once, share_in_turn, share_out
+from replay_client.shards.sharing import expected_rest, rows_at_once, share_in_turn, share_out
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table

@@ -83,6 +83,7 @@ def test_a_writer_goes_on_with_the_others(client, hangs):
         later = [writer.insert(b"x", {"queue": 1.0}) for _ in range(60)]
         until(lambda: len(client.get(later)) == 60)
         hangs.go_on()
+    until(lambda: client.server_info().gone == ())
     assert {item.key for item in client.get(first + later)} == {*first, *later}
     assert client.server_info().tables["queue"].size == 120
 
@@ -105,6 +106,7 @@ def test_a_writer_whose_window_lies_with_it_goes_on_with_the_others(client, hang
         finally:
             hangs.go_on()
             thread.join()
+    until(lambda: client.server_info().gone == ())
     assert {item.key for item in client.get(keys)} == set(keys)
     assert client.server_info().tables["queue"].size == 60
 

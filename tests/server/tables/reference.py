@@ -421,19 +421,19 @@ class Reference:
         timed_out = waiting.deadline <= self.now and n == table.most(request) >= request.min_samples
         assert (n == request.num_samples and table.drawable(request, n)) or timed_out
         candidates = table.candidates(request)
-        ordered = table.ordered(candidates, table.config.sampler)
         rows = [table.find(key) for key in batch.keys.tolist()]
         assert all(row in candidates for row in rows)
         if request.distinct:
             assert len(set(rows)) == n
-        if ordered is not None:
-            assert rows == (ordered[:n] if request.distinct else ordered[:1] * n)
-        total = sum(table.weight(row, table.config.sampler) for row in candidates)
         for index, row in enumerate(rows):
-            if ordered is None:
-                probability = table.weight(row, table.config.sampler) / total
+            probability, alike = table.drawn_first(row, candidates)
+            if (ordered := table.ordered(alike, table.config.sampler)) is None:
+                total = sum(table.weight(other, table.config.sampler) for other in alike)
+                probability *= table.weight(row, table.config.sampler) / total
             else:
-                probability = float(index == 0 or not request.distinct)
+                place = sum(other in alike for other in rows[:index]) if request.distinct else 0
+                assert row is ordered[place]
+                probability *= place == 0
             assert math.isclose(batch.probabilities[index], probability, rel_tol=1e-9), (
                 f"row {index} of {name}: probability {batch.probabilities[index]}, not {probability}"
             )

@@ -7,8 +7,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay_protos.labels import NO_LABELS, Labels, labels_of
 from replay_server.tables.config import TableConfig
 from replay_server.tables.table import SampleRequest
+
+_TAGGED = labels_of(["teacher"], {"environment": "math", "level": 1}), labels_of([], {"environment": "code"})
+LABELS = (NO_LABELS, *_TAGGED, labels_of(["teacher", "images"], None))
+
+
+def labels_for(key: int) -> Labels:
+    """What the item of this key is inserted with."""
+    return LABELS[key % len(LABELS)]
 
 
 @dataclass(eq=False)
@@ -152,6 +161,18 @@ class RefTable:
             return 1.0
         return row.priority**selector.exponent if row.priority > 0 else 0.0
 
+    def value(self, row: Row) -> str:
+        """The value of the tag that the table balances; the same of all rows if it does not."""
+        return "" if self.config.balance is None else labels_for(row.key).text(self.config.balance.tag)
+
+    def value_weight(self, row: Row) -> float:
+        return 1.0 if self.config.balance is None else self.config.balance.weights.get(self.value(row), 1.0)
+
+    def drawn_first(self, row: Row, rows: list[Row]) -> tuple[float, list[Row]]:
+        """The probability of its value among `rows`, and those of this value."""
+        total = sum({self.value(other): self.value_weight(other) for other in rows}.values())
+        return self.value_weight(row) / total, [other for other in rows if self.value(other) == self.value(row)]
+
     def ordered(self, rows: list[Row], selector: Any) -> list[Row] | None:
         """The order in which a selector that is not random names the rows."""
         rank = {
@@ -164,8 +185,8 @@ class RefTable:
 
     def candidates(self, request: SampleRequest) -> list[Row]:
         out = self.scopes.get(request.scope, set()) | request.exclude
-        there = [row for row in self.rows if row.key not in out and not self.lacks(row)]
-        return [row for row in there if self.weight(row, self.config.sampler) > 0]
+        weighs = [row for row in self.rows if self.weight(row, self.config.sampler) * self.value_weight(row) > 0]
+        return [row for row in weighs if row.key not in out and not self.lacks(row)]
 
     def drawable(self, request: SampleRequest, n: int) -> bool:
         there = len(self.candidates(request))

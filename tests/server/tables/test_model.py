@@ -16,7 +16,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay_protos.labels import NO_LABELS, Labels, labels_of
 from replay_server.errors import Code, Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -24,7 +23,7 @@ from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.factories import slots_of
 from tests.server.tables.reference import Reference
-from tests.server.tables.reference_table import Insert, RefTable, Waiting
+from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for
 
 EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
 STEPS = 60
@@ -64,9 +63,25 @@ limits = {
     "rate_limiter": limiters,
     "max_staleness": st.sampled_from([None, 0, 1, 2]),
     "when_full": st.sampled_from(["evict", "block", "reject"]),
+    "index": st.sampled_from([[], ["level"], ["environment", "teacher"]]),
+    "balance": st.sampled_from(
+        [
+            None,
+            {"tag": "environment"},
+            {"tag": "environment", "weights": {"math": 3.0, "code": 0.0}},
+            {"tag": "level", "weights": {"1": 2.5, "": 0.5}},
+        ]
+    ),
     "requires": st.sampled_from([[], ["teacher"], ["images", "teacher"]]),
 }
-anything = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits)
+
+
+def without_balance_of_a_queue(config):
+    is_queue = config.get("rate_limiter", {}).get("type") in ("queue", "stack")
+    return {name: value for name, value in config.items() if not (is_queue and name == "balance")}
+
+
+anything = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits).map(without_balance_of_a_queue)
 # What most runs have, and what chance alone seldom puts together: a queue whose items grow too old.
 ageing_queue = st.fixed_dictionaries(
     {
@@ -81,19 +96,6 @@ forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b"
 priorities = st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1.0, 2.0, 1e6])
 timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
 picks = st.integers(0, 2**16)
-
-
-LABELS = (
-    NO_LABELS,
-    labels_of(["teacher"], {"environment": "math", "level": 1}),
-    labels_of([], {"environment": "code"}),
-    labels_of(["teacher", "images"], None),
-)
-
-
-def labels_for(key: int) -> Labels:
-    """What the item of this key is inserted with."""
-    return LABELS[key % len(LABELS)]
 
 
 def columns_of(rows: list[Insert]) -> InsertBatch:
@@ -451,6 +453,10 @@ class ModelMachine(RuleBasedStateMachine):
                 for forwarded in [name in self.model.items[row.key].forwarded]
             ]
             assert list(facts) == expected
+            assert set(columns.tags) == set(table.config.indexed)
+            for tag in columns.tags.values():
+                found = [tag.values[code] for code in tag.codes[slots]]
+                assert found == [labels_for(row.key).text(tag.name) for row in reference.rows]
             assert (table.size, table.bytes, table.outstanding) == (
                 len(expected),
                 reference.bytes,
@@ -464,7 +470,9 @@ class ModelMachine(RuleBasedStateMachine):
                 reference.deletes,
             )
             assert table.sampler.selectable() == sum(
-                reference.weight(row, table.config.sampler) > 0 and not reference.lacks(row) for row in reference.rows
+                reference.weight(row, table.config.sampler) * reference.value_weight(row) > 0
+                and not reference.lacks(row)
+                for row in reference.rows
             )
             lacking = [reference.lacks(row) for row in reference.rows]
             assert table.waiting.lacking_of(slots) == lacking

@@ -1,0 +1,320 @@
+"""Balance: draws have fixed shares of the values of one tag, whatever the table holds of each.
+
+**Why.** A pool that holds 90 % mathematics trains on 90 % mathematics, and whatever is generated faster crowds out the
+rest. A sampler cannot mend that: it weighs items, and the weights would have to change with each insert.
+
+**How.** Every draw chooses twice. It first chooses a value, in proportion to the weights of those values that still
+have an item to give, and then an item by the table's own sampler among the items of that value. So an item's
+probability is the share of its value times its probability within the value. Where a value has nothing to give, it is
+not chosen, and the others share what it would have had in proportion to their weights.
+
+The table's sampler is therefore built once for each value. Its trees would be as long as the table, if their positions
+were the table's slots, and a thousand values would need a thousand times the memory. So each value numbers its items
+by itself: a `_Part` has the facts of its items one after the other, without gaps. All parts together are about as
+large as one selector of the table.
+
+Distinct draws of n rows are n draws one after the other, each from the rows that are left. `choose` says which values
+they come from, in one vectorised pass: a value that is used up is not chosen again. Then each value selects its rows at
+once, because what it selects does not depend on the other values.
+
+Items without the tag are one value together, the empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from replay_protos.labels import Labels
+from replay_server.tables.columns import FREE, MAX_BALANCED, SELECTABLE, Columns, FloatArray, IntArray, RowFacts
+from replay_server.tables.selectors import NONE, Selector
+
+
+@dataclass(frozen=True)
+class ValueWeight:
+    """What one value of a balanced table could be drawn for: the message ValueWeight of replay.proto."""
+
+    value: str
+    weight: float
+    """Of the value, as the table's `balance` says."""
+    total: float
+    squares: float
+    items: int
+
+
+@dataclass(frozen=True)
+class ValueRows:
+    """How many rows of a batch have a value: the message ValueRows of replay.proto."""
+
+    value: str
+    rows: int
+    share: float
+    """The probability of each of these rows is multiplied by it."""
+
+
+@dataclass(frozen=True)
+class ValueItems:
+    """One value that items of a balanced table have: the message ValueInfo of replay.proto."""
+
+    name: str
+    items: int
+    weight: float
+
+
+class Balanced(Selector):
+    """Chooses a value, then a slot by one selector for each value. O(values) for a draw, beside those selectors."""
+
+    def __init__(
+        self, columns: Columns, tag: str, weight: Callable[[str], float], build: Callable[[RowFacts], Selector]
+    ) -> None:
+        """`weight` says that of a value, and `build` makes its selector over the facts of its items."""
+        self._columns = columns
+        self._tag = columns.tags[tag]
+        self._weight = weight
+        self._build = build
+        self._parts: dict[int, _Part] = {}
+        """By code: the values that have an item here."""
+        self._position = np.zeros(0, dtype=np.int64)
+        """By slot: its position in the part of its value."""
+        self._left = np.zeros(16, dtype=np.int64)
+        """By code: how many items can be drawn; 0 where the weight is 0."""
+        self._weights = np.zeros(16)
+        """By code, where there is a part."""
+
+    def insert(self, slots: IntArray) -> None:
+        if slots.size and (top := int(slots.max())) >= self._position.size:
+            longer = np.zeros(2 * top + 64, dtype=np.int64)
+            longer[: self._position.size] = self._position
+            self._position = longer
+        for code, of_value in self._by_value(slots):
+            part = self._parts.get(code) or self._open(code)
+            positions = part.add(of_value, self._columns)
+            self._position[of_value] = positions
+            part.selector.insert(positions)
+            self._count(code, part)
+
+    def _open(self, code: int) -> _Part:
+        """A part for a value that had no item here."""
+        while code >= self._left.size:
+            self._left = np.concatenate([self._left, np.zeros_like(self._left)])
+            self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
+        self._weights[code] = self._weight(self._tag.values[code])
+        part = self._parts[code] = _Part(self._columns.current_version, self._build)
+        return part
+
+    def delete(self, slots: IntArray) -> None:
+        for code, of_value in self._by_value(slots):
+            part = self._parts[code]
+            positions = self._position[of_value]
+            part.selector.delete(positions)
+            part.free(positions)
+            if part.size:
+                self._count(code, part)
+            else:
+                del self._parts[code]
+                self._left[code] = 0
+
+    def update(self, slots: IntArray) -> None:
+        for code, of_value in self._by_value(slots):
+            part, positions = self._parts[code], self._position[of_value]
+            part.priority[positions] = self._columns.priority[of_value]
+            part.selector.update(positions)
+            self._count(code, part)
+
+    def version_moved(self, before: int) -> None:
+        for part in self._parts.values():
+            part.current_version = self._columns.current_version
+            part.selector.version_moved(before)
+
+    def _count(self, code: int, part: _Part) -> None:
+        self._left[code] = part.selector.selectable() if self._weights[code] else 0
+
+    def _by_value(self, slots: IntArray) -> Iterator[tuple[int, IntArray]]:
+        """Each code among `slots` (n,), with its slots in the same order."""
+        for code, rows in _groups(self._tag.codes[slots].astype(np.int64)):
+            yield code, slots[rows]
+
+    def selectable(self) -> int:
+        return int(self._left.sum())
+
+    def holds(self, slot: int) -> bool:
+        code = self._tag.codes.item(slot)
+        part = self._parts.get(code)
+        return part is not None and self._left[code] > 0 and part.selector.holds(self._position.item(slot))
+
+    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
+        """As in Selector; O(size). Between values such sums mean nothing: see `weigh_values`."""
+        values = self.weigh_values(excluded)
+        return sum(value.total for value in values), sum(value.squares for value in values)
+
+    def weigh_values(self, excluded: IntArray = NONE) -> list[ValueWeight]:
+        """What each value could be drawn for, of those that have something to give; O(size)."""
+        left_out = self._positions_by_code(excluded)
+        found = []
+        for code, part in self._parts.items():
+            without = left_out.get(code, NONE)
+            if (items := int(self._left[code]) - without.size) > 0:
+                total, squares = part.selector.weigh(without)
+                found.append(ValueWeight(self._tag.values[code], float(self._weights[code]), total, squares, items))
+        return found
+
+    def _positions_by_code(self, slots: IntArray) -> dict[int, IntArray]:
+        return {code: self._position[of_value] for code, of_value in self._by_value(slots)}
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        left_out = self._positions_by_code(excluded)
+        left = self._left.copy()
+        for code, positions in left_out.items():
+            left[code] -= positions.size
+        values = choose(self._weights, left, min(n, int(left.sum())), rng)
+        shares = np.where(left > 0, self._weights, 0.0)
+        shares /= shares.sum() or 1.0
+        slots, probabilities = np.zeros(values.size, dtype=np.int64), np.zeros(values.size)
+        for code, rows in _groups(values):
+            part = self._parts[code]
+            positions, within = part.selector.select(rows.size, rng, left_out.get(code, NONE))
+            slots[rows] = part.slots[positions]
+            probabilities[rows] = shares[code] * within
+        return slots, probabilities
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        shares = np.where(self._left > 0, self._weights, 0.0)
+        if not (total := shares.sum()):
+            return NONE, np.zeros(0)
+        values = _draw(shares, n, rng)
+        slots, probabilities = np.zeros(n, dtype=np.int64), np.zeros(n)
+        for code, rows in _groups(values):
+            part = self._parts[code]
+            positions, within = part.selector.select_repeated(rows.size, rng)
+            slots[rows] = part.slots[positions]
+            probabilities[rows] = shares[code] / total * within
+        return slots, probabilities
+
+    def values(self) -> list[ValueItems]:
+        """The values by name, with all their items but those that wait for columns."""
+        found = [
+            ValueItems(self._tag.values[code], part.size, float(self._weights[code]))
+            for code, part in self._parts.items()
+        ]
+        return sorted(found, key=attrgetter("name"))
+
+    def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
+        """Which value of new items (n,) is one more than can be balanced; None: they fit."""
+        tag = self._tag
+        if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
+            return None
+        new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
+        return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
+
+    def left_of(self, value: str, excluded: IntArray = NONE) -> int:
+        """How many distinct items of `value` can be drawn, without the excluded slots, which the selector holds."""
+        if (code := self._tag.code(value)) is None or code not in self._parts:
+            return 0
+        return int(self._left[code]) - int(np.count_nonzero(self._tag.codes[excluded] == code))
+
+    def select_values(
+        self, wanted: Sequence[ValueRows], rng: np.random.Generator, excluded: IntArray = NONE, *, distinct: bool
+    ) -> tuple[IntArray, FloatArray]:
+        """As `select` or `select_repeated`, with so many rows of each value, one value after the other.
+
+        The probability of a row is that within its value, times the share that is `wanted`. Of a value that has too few
+        distinct rows come all of them.
+        """
+        left_out = self._positions_by_code(excluded)
+        slots, probabilities = [NONE], [np.zeros(0)]
+        for each in wanted:
+            code = self._tag.code(each.value)
+            if code is None or not self._left[code]:
+                continue
+            part = self._parts[code]
+            if distinct:
+                positions, within = part.selector.select(each.rows, rng, left_out.get(code, NONE))
+            else:
+                positions, within = part.selector.select_repeated(each.rows, rng)
+            slots.append(part.slots[positions])
+            probabilities.append(each.share * within)
+        return np.concatenate(slots), np.concatenate(probabilities)
+
+
+class _Part(RowFacts):
+    """The facts of the items of one value, by position. Positions are used again, so they stay below twice the items
+    that the value once had at most. What is there but the priority never changes, so these copies hold."""
+
+    def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
+        super().__init__(current_version)
+        self.slots = np.zeros(0, dtype=np.int64)
+        """By position: the slot in the table."""
+        self.size = 0
+        self._free: list[int] = []
+        self.selector = build(self)
+
+    def add(self, slots: IntArray, columns: Columns) -> IntArray:
+        """Gives each of `slots` (n,) a position. Returns the positions (n,)."""
+        n = slots.size
+        if len(self._free) < n:
+            old = self.slots.size
+            self._lengthen(max(16, 1 << (old + max(n - len(self._free), old) - 1).bit_length()))
+            self._free.extend(range(self.slots.size - 1, old - 1, -1))
+        positions = np.array(self._free[-n:], dtype=np.int64)
+        del self._free[-n:]
+        self.size += n
+        self.slots[positions] = slots
+        self.state[positions] = SELECTABLE
+        self.priority[positions] = columns.priority[slots]
+        self.policy_version[positions] = columns.policy_version[slots]
+        self.order[positions] = columns.order[slots]
+        return positions
+
+    def free(self, positions: IntArray) -> None:
+        self.size -= positions.size
+        self.state[positions] = FREE
+        self._free.extend(positions.tolist())
+
+
+def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator) -> IntArray:
+    """The values (n,) of n draws, one after the other, as indices into `weights` (v,).
+
+    Each draw chooses a value in proportion to the weights of those that are not used up. `left` (v,) says how many
+    draws use up each value. It must have n draws together, in values whose weight is above 0.
+    """
+    # Independent draws, without those that name a value which is used up by then, are distributed as draws from the
+    # values that are not. So draw all at once, leave out what came too late, and draw as many again from the rest.
+    left, parts = left.copy(), [NONE]
+    while n:
+        drawn = _draw(np.where(left > 0, weights, 0.0), n, rng)
+        counts = np.bincount(drawn, minlength=left.size)
+        if (counts > left).any():
+            for value, rows in _groups(drawn):
+                drawn[rows[left[value] :]] = -1
+            drawn = drawn[drawn >= 0]
+            counts = np.minimum(counts, left)
+        left -= counts
+        n -= drawn.size
+        parts.append(drawn)
+    return np.concatenate(parts)
+
+
+def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
+    """n independent draws (n,) in proportion to `weights` (v,), of which some are above 0."""
+    possible = np.flatnonzero(weights)
+    ends = np.cumsum(weights[possible])
+    # By rounding a target can reach the end of the last stretch.
+    found = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
+    return np.asarray(possible[np.minimum(found, possible.size - 1)])
+
+
+def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Each different value of `values` (n,), and the rows that have it, ascending."""
+    if values.size == 0:
+        return
+    first = values.item(0)
+    if values.size == 1 or (values == first).all():
+        yield first, np.arange(values.size)
+        return
+    rows = np.argsort(values, kind="stable")
+    ends = np.flatnonzero(np.diff(values[rows])) + 1
+    for group in np.split(rows, ends):
+        yield values.item(group[0]), group
