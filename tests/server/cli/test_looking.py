@@ -92,8 +92,8 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     assert set(data["tables"]["replay"]) == set(pb.TableInfo.DESCRIPTOR.fields_by_name)
     page = document(replay("items", "replay", "--json"))
     assert sorted(page) == ["items", "matching", "next_page", "table"]
-    item_fields = "age bytes effective_priority key policy_version priority staleness times_sampled"
-    assert sorted(page["items"][0]) == item_fields.split()
+    item_fields = "age bytes columns effective_priority key policy_version priority staleness tags times_sampled"
+    assert sorted(page["items"][0]) == [*item_fields.split(), "waits_for"]
 
 
 def test_items_are_filtered_ordered_and_paged(client, replay):
