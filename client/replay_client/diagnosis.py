@@ -17,7 +17,7 @@ from typing import Any
 
 from replay_client.records import ServerInfo, TableInfo, Waiting
 from replay_client.shards.merging import shards_of
-from replay_client.units import byte_size, counted, duration, listed, waiting
+from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -290,7 +290,9 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
 
 def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
     """What is wrong with one table. `fed`: the server runs long enough, or was fed, so that empty tables are odd."""
-    yield from _waits(table.info, info)
+    lacking = list(_lacking(table.info, info))
+    # Who waits for a row that waits for a column is told of the column.
+    yield from lacking or _waits(table.info, info)
     yield from _limiter(table)
     if fed and not table.info.inserts:
         yield _never_fed(table)
@@ -306,6 +308,23 @@ def is_long(wait: Waiting, info: ServerInfo) -> bool:
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
     """The headline of a long wait. It names the cause if what `who` wait for came last before a long time."""
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
+
+
+def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
+    """Rows that wait for columns, of which nobody has brought one for a long time."""
+    if not table.waiting_rows or table.waiting_seconds < info.long_wait:
+        return
+    teachers = [f"{each.name} ({duration(each.age)} ago)" for each in info.clients if "teacher" in each.role]
+    seen = f"; last seen: {listed(teachers)}" if teachers else ""
+    message = f"{waits_for(table.lacking)}; nobody has extended one for {duration(table.waiting_seconds)}{seen}"
+    remedy = (
+        "see whether the process that extends these items is alive, and start it again: what it had drawn comes back "
+        "when its lease ends; or take the column out of requires (`replay update`)"
+    )
+    if is_long(table.sampling, info) or is_long(table.inserting, info):
+        yield _failure(table.name, message, remedy, f"{table.name} is blocked: nobody extends its items")
+    else:
+        yield _warning(table.name, message, remedy)
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:

@@ -104,8 +104,8 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         return built_in[name]
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        names = ", ".join(map(repr, built_in))
-        raise ValueError(f"{kind} must be {names} or 'package.module:function', not {name!r}")
+        names = "".join(f"{each!r} or " for each in built_in)
+        raise ValueError(f"{kind} must be {names}'package.module:function', not {name!r}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:

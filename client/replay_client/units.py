@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from replay_protos.replay_pb2 import Lacking
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 UNITS = ("kB", "MB", "GB", "TB", "PB")
@@ -31,6 +33,11 @@ def waiting(count: int, request: str, seconds: float) -> str:
     """`1 insert waits, none was served for 40 s`; `2 sample requests wait, none was served for 3 min`."""
     verb = "waits" if count == 1 else "wait"
     return f"{counted(count, request)} {verb}, none was served for {duration(seconds)}"
+
+
+def waits_for(lacking: Iterable[Lacking]) -> str:
+    """`waits for teacher_logprobs: 14 items`: what the items of a table wait for."""
+    return "waits for " + ", ".join(f"{column.name}: {counted(column.items, 'item')}" for column in lacking)
 
 
 def byte_size(count: int) -> str:

@@ -34,9 +34,13 @@ from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
 
 _WORTH_A_MESSAGE = 1 << 18
-"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them."""
+"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them. A writer to
+several servers has so many for each, up to _FULL, because each of them gets fewer items."""
+_FULL = 1 << 20
+"""Bytes that fill a message."""
 _LINGER = 0.002
-"""The most seconds that such items wait after an acknowledgement."""
+"""The most seconds that such items wait, for each server of the writer: several together then get no more messages than
+one."""
 
 
 class Pipeline:
@@ -45,7 +49,8 @@ class Pipeline:
     * Any thread may call `offer` and `drained`. They never wait: if the answer is no, they keep the given callback and
       call it when the caller should try again, on the event loop in most cases.
     * Each server has a line of its own; the bounds are those of all lines together. Items that a server has not
-      acknowledged stay in its line while it is away, and count among those in flight.
+      acknowledged stay in its line while it is away. They count among those in flight only while all servers are
+      away: new items go to other servers, and their writer need not wait for this one.
     * `lock` guards the queues and counters. It is never held while something waits.
     """
 
@@ -71,6 +76,7 @@ class Pipeline:
         self._room: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
         fleet.connect()
+        fleet.listeners.append(self._shard_changed)
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
@@ -80,18 +86,15 @@ class Pipeline:
                 if when_room is not None:
                     self._fleet.when_decided(when_room)
                 return False
-            if self._in_flight and (
-                self._in_flight >= self.max_in_flight or self._bytes + item.nbytes > self.max_bytes
-            ):
+            if not self._has_room(item):
                 if when_room is not None:
                     self._room.append(when_room)
                 return False
             self._in_flight += 1
             self._bytes += item.nbytes
-            line = self._line_for(item)
-            wake = line.add(item)
-        if wake:
-            self.loop.call_soon_threadsafe(line.send)
+            wake = self._line_for(item).add(item)
+        if wake is not None:
+            self.loop.call_soon_threadsafe(wake)
         return True
 
     def drained(self, when_drained: Callable[[], None]) -> bool:
@@ -121,6 +124,8 @@ class Pipeline:
 
     async def close(self) -> None:
         """Stop sending. The servers may have inserted items that they have not acknowledged."""
+        if self._shard_changed in self._fleet.listeners:
+            self._fleet.listeners.remove(self._shard_changed)
         for line in list(self._lines.values()):
             await line.close()
         self._fail(ServerClosedError("the writer is closed"))
@@ -159,6 +164,40 @@ class Pipeline:
                 self._in_flight -= line.in_flight
                 self._bytes -= line.bytes_in_flight
         self._tell(now=True)
+
+    @property
+    def max_in_a_line(self) -> int:
+        """The part of `max_in_flight` of each server that has had items."""
+        return max(1, self.max_in_flight // max(1, len(self._lines)))
+
+    @property
+    def worth_a_message(self) -> int:
+        """Bytes that do not wait for more."""
+        return min(_FULL, _WORTH_A_MESSAGE * len(self._lines))
+
+    @property
+    def linger(self) -> float:
+        """Seconds that a few small items wait for others."""
+        return _LINGER * len(self._lines)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no server has work of this writer."""
+        return not any(line.is_sent for line in self._lines.values())
+
+    def _has_room(self, item: Item) -> bool:
+        in_flight, nbytes = self._in_flight, self._bytes + item.nbytes
+        if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
+            return True
+        if self._fleet.only is None and self._fleet.up():
+            for shard, line in self._lines.items():
+                if not shard.is_up:
+                    in_flight -= line.in_flight
+                    nbytes -= line.bytes_in_flight
+        return not in_flight or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
+
+    def _shard_changed(self, _: Shard) -> None:
+        self._tell()
 
     def _line_for(self, item: Item) -> InsertLine:
         shard = self._placement.shard_for(item)
@@ -202,7 +241,7 @@ class InsertLine:
         self._unsent_bytes = 0
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._awake = False
+        self._awake = self._lingers = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -214,26 +253,45 @@ class InsertLine:
     def bytes_in_flight(self) -> int:
         return self._unsent_bytes + sum(item.nbytes for item in self._unacknowledged)
 
-    def add(self, item: Item) -> bool:
-        """Takes the item. Returns whether the caller must call `send`. The caller holds the lock."""
+    @property
+    def is_sent(self) -> bool:
+        """Whether the server has work of this line."""
+        return bool(self._unacknowledged)
+
+    def add(self, item: Item) -> Callable[[], None] | None:
+        """Takes the item. Returns what the caller must call on the event loop. The caller holds the lock."""
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
-        wake = not self._awake and self._worth_sending()
-        self._awake = self._awake or wake
-        return wake
+        if self._awake:
+            return None
+        if self._worth_sending():
+            self._awake = True
+            return self.send
+        if self._unacknowledged or self._lingers:
+            return None
+        self._lingers = True
+        return self.linger
 
     def wakes(self) -> bool:
-        """As `add`, where nothing may wait for other items any more."""
+        """Whether `send` must be called, where nothing may wait for other items any more. The caller holds the lock."""
         wake = not self._awake and bool(self._unsent)
         self._awake = self._awake or wake
         return wake
 
     def send(self) -> None:
         """Sends what is unsent. Call it on the event loop."""
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._lingers = False
         self._wake.set()
         if self._task is None:
             self._task = self._pipeline.loop.create_task(self._run())
+
+    def linger(self) -> None:
+        """Sends what is unsent after some time. Call it on the event loop."""
+        if self._timer is None:
+            self._timer = self._pipeline.loop.call_later(self._pipeline.linger, self.send)
 
     def waiting(self) -> str:
         address = self.shard.connection.address
@@ -247,15 +305,16 @@ class InsertLine:
     def _worth_sending(self) -> bool:
         """Whether to send what is unsent now, and not with the next acknowledgement.
 
-        A message costs both sides as much as ten small items. Small items therefore wait for each other while the
-        server has work of this writer. An item that comes when the server has none, or when somebody waits for all
-        items, is sent at once.
+        A message costs both sides as much as ten small items. Small items therefore wait for each other while any
+        server has work of this writer. An item that comes when none has, or when somebody waits for all items, is
+        sent at once.
         """
+        pipeline = self._pipeline
         return (
-            not self._unacknowledged
-            or self._pipeline.is_awaited
-            or self._unsent_bytes >= _WORTH_A_MESSAGE
-            or 2 * len(self._unsent) >= self._pipeline.max_in_flight
+            pipeline.is_awaited
+            or self._unsent_bytes >= pipeline.worth_a_message
+            or 2 * len(self._unsent) >= pipeline.max_in_a_line
+            or (not self._unacknowledged and pipeline.is_idle)
         )
 
     async def _run(self) -> None:
@@ -339,8 +398,8 @@ class InsertLine:
                 items = [self._unacknowledged.popleft() for _ in range(response.decided)]
             self._pipeline.decided(self, items, response)
             with self._lock:
-                if self._unsent and not self._awake and self._timer is None:
-                    self._timer = self._pipeline.loop.call_later(_LINGER, self.send)
+                if self._unsent and not self._awake:
+                    self.linger()
         # A server ends an insert stream only with an error.
         raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 

@@ -1553,7 +1553,7 @@ class TableInfo(_message.Message):
     WAITING_ROWS_FIELD_NUMBER: _builtins.int
     LACKING_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
-    EXTENDED_FIELD_NUMBER: _builtins.int
+    WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
@@ -1583,6 +1583,8 @@ class TableInfo(_message.Message):
     waiting_rows: _builtins.int
     """Items that are in the table and cannot be drawn yet: they wait for columns that it requires."""
     extensions: _builtins.int
+    waiting_seconds: _builtins.float
+    """Since when items wait for columns and none of them was extended; 0: none waits."""
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1607,8 +1609,6 @@ class TableInfo(_message.Message):
     def sampled(self) -> Global___Rhythm: ...
     @_builtins.property
     def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]: ...
-    @_builtins.property
-    def extended(self) -> Global___Rhythm: ...
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
         """Of a table that balances: the values that its items have, by name."""
@@ -1649,12 +1649,12 @@ class TableInfo(_message.Message):
         waiting_rows: _builtins.int = ...,
         lacking: _abc.Iterable[Global___Lacking] | None = ...,
         extensions: _builtins.int = ...,
-        extended: Global___Rhythm | None = ...,
+        waiting_seconds: _builtins.float = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "extended", b"extended", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extended", b"extended", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

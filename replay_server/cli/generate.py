@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_server.cli.connection import parse_tags
 from replay_server.cli.options import ConfigFile, as_worker, in_flags, options_of
 from replay_server.cli.output import fail, in_words, need, print_json, say
 from replay_server.cli.process import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
     from replay_client.generator.engines import Engine
     from replay_client.generator.group_maker import PromptSource
+    from replay_client.generator.rollouts import RolloutHook
 
 _GENERATOR = options_of(
     "replay_client/generator/config.py",
@@ -39,7 +41,7 @@ _GENERATOR = options_of(
         *("sampling", "chat_template", "advantage_scale", "follow_policy", "solved_reward"),
         *("insert_timeout", "permit_timeout", "stop_grace"),
         # Options of another name or form, below:
-        *("tables", "max_concurrent_groups", "metrics_path"),
+        *("tables", "tags", "max_concurrent_groups", "metrics_path"),
     ),
 )
 _SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
@@ -55,12 +57,16 @@ def generate(
         str, typer.Option(help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub.")
     ],
     reward: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="`exact_match` (against the row's `answer`) or package.module:function, `=0.5` after it for a weight; "
-            "may be repeated."
+            "may be repeated. Needed, unless the rollouts of --rollout bring their rewards."
         ),
-    ],
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that plays each rollout, for several turns. [one completion]"),
+    ] = None,
     config: ConfigFile = None,
     engine: Annotated[str, typer.Option(help="vllm, vllm-server or transformers.")] = "vllm",
     base_url: Annotated[
@@ -75,6 +81,10 @@ def generate(
         ),
     ] = None,
     table: Annotated[list[str] | None, typer.Option(help="Table to insert into; may be repeated. [rollouts]")] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Tag of each group, like environment=math; may be repeated."),
+    ] = None,
     prompt_field: Annotated[str, typer.Option(help="Field of a row that holds the text or the messages.")] = "prompt",
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
     chat: Annotated[bool, typer.Option(help="Make each text prompt a chat message of the user.")] = False,
@@ -100,7 +110,9 @@ def generate(
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
     from replay_client.generator.rewards import load_reward
+    from replay_client.generator.rollouts import single_turn
     from replay_client.scoring import carries_gradient
+    from replay_client.settings import load_function
     from replay_client.waits import beat
 
     log_to_stderr("warning", log_format)
@@ -112,12 +124,16 @@ def generate(
         settings = GeneratorConfig(
             sampling=SamplingConfig(**sampling, seed=seed),
             tables=tuple(table or ["rollouts"]),
+            tags=parse_tags(tag),
             max_concurrent_groups=max_concurrent_groups or None,
             metrics_path=metrics,
             **generator,
         )
         rows = load_rows(prompts, prompt_field, split, chat, system, seed)
-        scorer = [load_reward(name) for name in reward]
+        if not (reward or rollout):
+            raise ValueError("--reward exact_match or --reward package.module:function is needed")
+        scorer = [load_reward(name) for name in reward] if reward else None
+        hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
         client = AsyncReplayClient.from_env(timeout, **access)
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         if (engine == "vllm-server") != bool(base_url):
@@ -131,7 +147,9 @@ def generate(
     report = Report(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:
-        stats = run_generator(lambda: client, running_engine, rows, scorer, settings, keep=keep, on_group=report.tell)
+        stats = run_generator(
+            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report.tell
+        )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report.print(stats)

@@ -89,9 +89,11 @@ def items(
 
     out = console()
     if found.items:
-        columns = ("key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes")
-        # Most items have no tags; then there is no column for them.
-        tagged = any(item.tags for item in found.items)
+        # Most items have no tags and wait for nothing; then there is no column for it.
+        waiting, tagged = any(item.waits_for for item in found.items), any(item.tags for item in found.items)
+        columns = ["key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"]
+        columns += ["waits for"] if waiting else []
+        columns += ["tags"] if tagged else []
         rows = (
             (
                 str(item.key),
@@ -102,11 +104,12 @@ def items(
                 str(item.staleness),
                 str(item.times_sampled),
                 byte_size(item.nbytes),
-                *([_tag_words(item.tags)] if tagged else []),
+                *([", ".join(item.waits_for)] if waiting else ()),
+                *([_tag_words(item.tags)] if tagged else ()),
             )
             for item in found.items
         )
-        out.print(plain_table((*columns, "tags") if tagged else columns, rows, left=("tags",)))
+        out.print(plain_table(columns, rows, left=("tags",)))
     out.print(
         f"{len(found.items)} of {counted(found.matching, 'item')}"
         + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
@@ -170,8 +173,8 @@ def all_items(
 
 def item_document(item: ItemInfo) -> Document:
     """The key is a string, as in every document."""
-    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes}
-    facts |= {"tags": item.tags, "columns": sorted(item.labels.columns)}
+    labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
+    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
     return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replay_client.shards.merging import rates_between, shards_of
-from replay_client.units import byte_size, counted, duration, waiting
+from replay_client.units import byte_size, counted, duration, waiting, waits_for
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -162,7 +162,7 @@ def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
 
 
 def waits(info: ServerInfo) -> list[Text]:
-    """A line for each side that is gone, and for each kind of request that waits, with the reason."""
+    """A line for each side that is gone, each kind of request that waits, with the reason, and for items that wait."""
     gone = [Text(f"{silence.side} gone: {silence.reason}", style="red") for silence in info.silences]
     lines = []
     for table in info.tables.values():
@@ -171,6 +171,7 @@ def waits(info: ServerInfo) -> list[Text]:
                 lines.append(f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}")
     if info.admission is not None and (wait := info.admission.acquiring).count:
         lines.append(f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}")
+    lines += [f"{table.name} {waits_for(table.lacking)}" for table in info.tables.values() if table.waiting_rows]
     return gone + [Text(line, style="yellow") for line in lines]
 
 

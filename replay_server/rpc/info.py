@@ -99,7 +99,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         values=[pb.ValueInfo(**vars(value)) for value in table.balanced.values()] if table.balanced else [],
         waiting_rows=table.waiting.count,
         lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
-        extended=_rhythm(table.extended, now),
+        waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
         **table.counts(),
     )
 

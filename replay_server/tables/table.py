@@ -129,7 +129,8 @@ class Table:
         self.rng = np.random.default_rng(self.config.seed)
         self.inserted = Activity(self.clock())
         self.sampled = Activity(self.clock())
-        self.extended = Activity(self.clock())
+        self.waits_since = self.clock()
+        """While rows wait: since when, and none of them was extended."""
         self.insert_blocked = BlockedTime(self.clock())
         self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
@@ -282,6 +283,8 @@ class Table:
         """Adds rows to the selectors."""
         ready = slots
         if self.config.requires:
+            if not self.waiting.count:
+                self.waits_since = self.clock()
             ready = self.waiting.add(slots, labels)
             self.limiter.waiting = self.waiting.count
         if ready.size:
@@ -323,8 +326,10 @@ class Table:
         columns.size[slot] += nbytes
         self.bytes += nbytes
         self.counters.extensions += 1
-        self.extended.add(1, self.clock())
-        if columns.state[slot] != WAITING or not self.waiting.complete(slot, labels):
+        if columns.state[slot] != WAITING:
+            return False
+        self.waits_since = self.clock()
+        if not self.waiting.complete(slot, labels):
             return False
         self.limiter.waiting = self.waiting.count
         self.sampler.insert(np.array([slot]))

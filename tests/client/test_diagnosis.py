@@ -78,6 +78,9 @@ HEALTHY = {
     "a pool that clients feed directly and sample often": server(
         table("pool", {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100)
     ),
+    "items that wait a moment for a column": tutorial(
+        {"waiting_rows": 1, "lacking": [pb.Lacking(name="value", items=1)], "waiting_seconds": LONG / 2}
+    ),
     "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
     "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
     "tables with bounds of their own on a server without one": server(
@@ -119,6 +122,18 @@ WARNINGS = {
         "1 insert waits, none was served for 40 s: 9 > max_diff 8",
     ),
     "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", "1 sample request waits"),
+    "items that nobody extends": (
+        tutorial(
+            {
+                "waiting_rows": 14,
+                "lacking": [pb.Lacking(name="teacher_logprobs", items=14)],
+                "waiting_seconds": 3 * LONG,
+            },
+            clients=[pb.ClientInfo(name="gpu-7", role="teacher, trainer", age=61.0)],
+        ),
+        "rollouts",
+        "waits for teacher_logprobs: 14 items; nobody has extended one for 1 min; last seen: gpu-7 (1 min 1 s ago)",
+    ),
     "a table that fills once and blocks": (
         server(table("pool", {"when_full": "block"})),
         "pool",
@@ -185,6 +200,19 @@ FAILURES = {
         "permits",
         "a trainer waits for groups of rollouts: neither can move",
     ),
+    "a queue full of items that nobody extends": (
+        tutorial(
+            {
+                "waiting_rows": 2,
+                "lacking": [pb.Lacking(name="teacher_logprobs", items=2), pb.Lacking(name="value", items=1)],
+                "waiting_seconds": 2 * LONG,
+                "inserting": waiting(),
+                "sampling": waiting(),
+            }
+        ),
+        "rollouts",
+        "waits for teacher_logprobs: 2 items, value: 1 item; nobody has extended one for 40 s",
+    ),
     "both sides of a table wait": (
         server(table("pool", inserting=waiting(), sampling=waiting())),
         "pool",
@@ -244,6 +272,18 @@ FAILURES = {
             tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
             ["Generators are blocked: no policy version was published"],
             id="no version comes",
+        ),
+        pytest.param(
+            tutorial(
+                {
+                    "waiting_rows": 1,
+                    "lacking": [pb.Lacking(name="value", items=1)],
+                    "waiting_seconds": LONG,
+                    "sampling": waiting(),
+                }
+            ),
+            ["rollouts is blocked: nobody extends its items"],
+            id="the teacher does not come",
         ),
         pytest.param(
             tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version")]),

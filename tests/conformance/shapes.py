@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -46,7 +45,8 @@ def make_shape(
     )
 
 
-def with_extras(group: RolloutGroup, axes: dict[str, str], **extras: Array) -> RolloutGroup:
+def with_extras(group: RolloutGroup, extras: dict[str, Array], axes: dict[str, str]) -> RolloutGroup:
+    """The same with more arrays."""
     return replace(group, extras=group.extras | extras, axes=group.axes | axes)
 
 
@@ -74,41 +74,38 @@ def with_routing(group: RolloutGroup) -> RolloutGroup:
     """The experts of each layer, for the shared prompt and for all tokens behind it (R3)."""
     rows = group.prompt_ids.size + group.num_tokens
     chosen = np.random.default_rng(2).integers(0, 256, (rows, LAYERS, EXPERTS), dtype=np.uint8)
-    return with_extras(group, {"routed_experts": "whole"}, routed_experts=chosen)
+    return with_extras(group, {"routed_experts": chosen}, {"routed_experts": "whole"})
 
 
-def with_sampling_masks(group: RolloutGroup) -> RolloutGroup:
+Columns = tuple[dict[str, Array], dict[str, str]]
+"""Arrays and their axes."""
+
+
+def sampling_masks_of(group: RolloutGroup) -> Columns:
     """The tokens that top-p kept, a set for each token; those of tools have none."""
     rng = np.random.default_rng(3)
     sizes_T = rng.integers(1, 40, group.num_tokens) * group.trained_mask
     offsets = np.concatenate(([0], np.cumsum(sizes_T))).astype(np.int64)
     kept = rng.integers(0, 150_000, int(offsets[-1]), dtype=np.int32)
-    return with_extras(group, {"kept": "ragged:token"}, **{"kept": kept, "kept/offsets": offsets})
+    return {"kept": kept, "kept/offsets": offsets}, {"kept": "ragged:token"}
 
 
-def teacher_of(group: RolloutGroup) -> dict[str, Array]:
+def teacher_of(group: RolloutGroup) -> Columns:
     """The 20 likeliest tokens of a teacher, and their log-probabilities in half the bytes."""
     rng = np.random.default_rng(4)
     shape = (group.num_tokens, 20)
-    return {
-        "teacher_ids": rng.integers(0, 150_000, shape, dtype=np.int32),
-        "teacher_logprobs": (-rng.exponential(size=shape)).astype(ml_dtypes.bfloat16),
-    }
+    likeliest = rng.integers(0, 150_000, shape, dtype=np.int32)
+    logprobs = (-rng.exponential(size=shape)).astype(ml_dtypes.bfloat16)
+    axes = {"teacher_ids": "token", "teacher_logprobs": "token"}
+    return {"teacher_ids": likeliest, "teacher_logprobs": logprobs}, axes
 
 
-TEACHER_AXES = {"teacher_ids": "token", "teacher_logprobs": "token"}
-
-
-def with_teacher(group: RolloutGroup) -> RolloutGroup:
-    return with_extras(group, TEACHER_AXES, **teacher_of(group))
-
-
-def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
+def turn_rewards_of(group: RolloutGroup) -> Columns:
     """Rewards of turns, each a sequence of its own, and of judges, for each rollout."""
     rng = np.random.default_rng(5)
     turns, judges = rng.normal(size=group.num_sequences), rng.normal(size=(group.group_size, 3))
     axes = {"turn_rewards": "sequence", "rewards/judges": "rollout"}
-    return with_extras(group, axes, **{"turn_rewards": turns.astype(np.float32), "rewards/judges": judges})
+    return {"turn_rewards": turns.astype(np.float32), "rewards/judges": judges}, axes
 
 
 def with_images(group: RolloutGroup) -> RolloutGroup:
@@ -116,30 +113,29 @@ def with_images(group: RolloutGroup) -> RolloutGroup:
     rng = np.random.default_rng(6)
     pixels = rng.integers(0, 2**16, (2, 3, 96, 128), dtype=np.uint16).view(ml_dtypes.bfloat16)
     drawn = rng.normal(size=(group.group_size, 3, 8, 8)).astype(ml_dtypes.bfloat16)
-    axes = {"pixels": "group", "drawn": "rollout"}
-    return with_extras(group, axes, pixels=pixels, drawn=drawn, grid=np.array([[1, 6, 8]] * 2))
+    extras = {"pixels": pixels, "drawn": drawn, "grid": np.array([[1, 6, 8]] * 2)}
+    return with_extras(group, extras, {"pixels": "group", "drawn": "rollout"})
 
 
 LENGTHS = (11, 0, 30, 7)
 COUNTS = (2, 1, 1)
 SINGLE = make_shape(LENGTHS)
 AGENTS = make_shape(LENGTHS, counts=COUNTS)
-EVERYTHING = with_images(
-    with_turn_rewards(
-        with_teacher(
-            with_sampling_masks(with_routing(with_token_advantages(with_contexts(with_tools(AGENTS), (3, 0, 9, 7)))))
-        )
-    )
-)
+TOOLS = with_tools(SINGLE)
+EVERYTHING = with_images(with_routing(with_token_advantages(with_contexts(with_tools(AGENTS), (3, 0, 9, 7)))))
+for columns_of in (teacher_of, sampling_masks_of, turn_rewards_of):
+    EVERYTHING = with_extras(EVERYTHING, *columns_of(EVERYTHING))
 
 SHAPES = {
     "one turn": SINGLE,
     "one turn with nothing but what is needed": replace(SINGLE, finish_reasons=None, sampling={}, prompt_id=""),
     "log-probabilities that are unknown": replace(SINGLE, rollout_logprobs=np.full(48, np.nan, np.float32)),
     "versions that change on the way": with_extras(
-        replace(SINGLE, policy_version_end=9), {"policy_versions": "token"}, policy_versions=7 + np.arange(48) // 16
+        replace(SINGLE, policy_version_end=9),
+        {"policy_versions": 7 + np.arange(48) // 16},
+        {"policy_versions": "token"},
     ),
-    "several turns in one flat sequence": with_tools(SINGLE),
+    "several turns in one flat sequence": TOOLS,
     "rows with prompts of their own": with_contexts(SINGLE, (1, 0, 30, 2)),
     "several sequences of a rollout": AGENTS,
     "contexts that were compacted": with_contexts(AGENTS, (0, 0, 12, 7)),
@@ -147,26 +143,32 @@ SHAPES = {
     "advantages of tokens": with_token_advantages(with_tools(SINGLE)),
     "routed experts": with_routing(SINGLE),
     "routed experts of agents": with_routing(AGENTS),
-    "sampling masks": with_sampling_masks(with_tools(SINGLE)),
-    "likeliest tokens of a teacher": with_teacher(with_tools(SINGLE)),
-    "rewards of turns": with_turn_rewards(AGENTS),
+    "sampling masks": with_extras(TOOLS, *sampling_masks_of(TOOLS)),
+    "likeliest tokens of a teacher": with_extras(TOOLS, *teacher_of(TOOLS)),
+    "rewards of turns": with_extras(AGENTS, *turn_rewards_of(AGENTS)),
     "images in bfloat16": with_images(SINGLE),
     "everything": EVERYTHING,
     "arrays without an axis, numbers and nothing": with_extras(
         SINGLE,
+        {"like_tokens": np.arange(48), "number": np.float64(0.1), "nothing": np.zeros((0, 3), np.complex64)},
         {},
-        like_tokens=np.arange(48),
-        number=np.float64(0.1),
-        nothing=np.zeros((0, 3), np.complex64),
     ),
 }
 """The groups by what they are."""
 
 
-@cache
-def later() -> dict[str, RolloutGroup]:
-    """Groups whose columns arrive after they were stored, as they are in the end."""
-    return {f"{name}, with the columns of a teacher later": with_teacher(SHAPES[name]) for name in LATER}
+LATER = {
+    f"{name}, with columns that arrive later": name
+    for name in ("one turn", "several turns in one flat sequence", "several sequences of a rollout")
+}
+"""Shapes that are stored without some of their columns: the name of what is stored first."""
+COLUMNS = (teacher_of, sampling_masks_of, turn_rewards_of)
+"""What arrives later, one after the other."""
 
 
-LATER = ("one turn", "several turns in one flat sequence", "several sequences of a rollout")
+def in_the_end() -> dict[str, RolloutGroup]:
+    """The groups of LATER when all columns are there."""
+    groups = {name: SHAPES[first] for name, first in LATER.items()}
+    for later in COLUMNS:
+        groups = {name: with_extras(group, *later(group)) for name, group in groups.items()}
+    return groups

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from replay_client import ReplayClient, RolloutGroup
-from replay_client.columns import encode_columns
 from replay_server import ReplayServer, TableConfig
 from tests.commands import run_replay
-from tests.conformance.shapes import SHAPES, TEACHER_AXES, later, teacher_of
+from tests.conformance.shapes import COLUMNS, LATER, SHAPES, in_the_end
 from tests.factories import server_process
 
 Groups = dict[str, RolloutGroup]
-EXPECTED: Groups = SHAPES | later()
+EXPECTED: Groups = SHAPES | in_the_end()
 TABLES = """
 [[tables]]
 name = "kept"
@@ -27,18 +26,17 @@ rate_limiter = { type = "queue", max_size = 512 }
 """
 
 
-def stored(name: str) -> RolloutGroup | bytes:
-    """What is inserted: the group or, where columns arrive later, the group with their segment behind it."""
-    if name in SHAPES:
-        return SHAPES[name]
-    group = SHAPES[name.partition(", with")[0]]
-    return group.encode() + b"".join(encode_columns(teacher_of(group), TEACHER_AXES))
-
-
 def store(client: ReplayClient, *tables: str) -> dict[int, str]:
-    """Inserts every shape. Returns their names by key."""
+    """Inserts every shape, and then the columns that arrive later. Returns the names of the shapes by key."""
+    begun = SHAPES | {name: SHAPES[first] for name, first in LATER.items()}
     with client.writer() as writer:
-        return {writer.insert(stored(name), dict.fromkeys(tables, 1.0)): name for name in EXPECTED}
+        names = {writer.insert(group, dict.fromkeys(tables, 1.0)): name for name, group in begun.items()}
+    for key, name in names.items():
+        for later in COLUMNS if name in LATER else ():
+            columns, axes = later(begun[name])
+            assert client.extend(key, columns, axes=axes).added == tuple(columns)
+            assert client.extend(key, columns, axes=axes).present == tuple(sorted(columns))
+    return names
 
 
 def found(client: ReplayClient, names: dict[int, str]) -> Groups:

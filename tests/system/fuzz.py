@@ -15,8 +15,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["replay_protos", "replay_client", "replay_server", "tests.system.targets"]):
+    from replay_client.columns import encode_columns
     from replay_protos import replay_pb2 as pb
-    from tests.factories import make_group
+    from tests.factories import make_group, make_sequences
     from tests.system import targets
 
 
@@ -30,6 +31,8 @@ def seeds(name: str) -> Iterator[bytes]:
     stream = pb.DrawRequest(draw=sample, take=[1 << 40])
     if name == "rollout":
         yield group
+        later = encode_columns({"kept": [1], "kept/offsets": [0, 1, 1, 1, 1, 1, 1]}, {"kept": "ragged:token"})
+        yield make_sequences(extras={"x": [1, 2]}, axes={"x": "rollout"}).encode() + b"".join(later)
     elif name == "frame":
         yield from (message.SerializeToString() for message in (insert, pb.SampleResponse(batch=1, payloads=b"x")))
     else:

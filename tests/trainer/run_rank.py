@@ -105,8 +105,9 @@ def main(folder: Path) -> None:
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     if effect:
         batches[1][3] = poisoned_sample()
-    if pieces:  # a sequence for each token
-        batches = [[make_sample(in_tokens(each.group), key=each.info.key) for each in batch] for batch in batches]
+    if pieces:  # of the groups of the first of two ranks
+        for batch in batches:
+            batch[:2] = [make_sample(in_tokens(each.group), key=each.info.key) for each in batch[:2]]
     (stored,) = make_batches(1, seed=9, groups=pool_size)
     pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
 

@@ -58,6 +58,10 @@ BAD: dict[str, tuple[Sample, str]] = {
     "a NaN advantage": (changed(advantages=[math.nan, 0.0]), "advantages holds nan"),
     "an infinite advantage": (changed(advantages=[0.0, math.inf]), "advantages holds inf"),
     "an advantage beyond float32's squares": (changed(advantages=[1e30, 0.0]), "holds 1e+30, beyond ±1e+09"),
+    "a NaN advantage of a token": (
+        changed(token_advantages=np.array([0.5, math.nan, 0.0], np.float32)),
+        "token_advantages holds nan",
+    ),
     "a NaN reward": (changed(rewards=[math.nan, 0.0]), "rewards holds nan"),
     "a reward that is too large": (changed(rewards=[0.0, -3e38]), "rewards holds -3e+38, beyond ±1e+09"),
     "foreign bytes": (foreign(), "not a rollout group: 11 bytes that begin with b'not of o'"),

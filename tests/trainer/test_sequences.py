@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from tests.trainer.factories import (
     make_model,
     make_sample,
     make_trainer,
+    poison,
+    poisoned_sample,
 )
 
 Cuts = Sequence[Sequence[int]]
@@ -56,6 +59,7 @@ WAYS: dict[str, list[Cuts]] = {
     "one token each": [[[1, 2, 3, 4, 5], [1], [1, 2, 3]], [[1, 2], [1, 2, 3, 4]]],
     "an empty sequence": [[[0, 3], [2], []], [[3, 3], []]],
 }
+HALVES = WAYS["every turn alone"]
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "bnpo": {"loss_type": "bnpo"},
@@ -361,3 +365,38 @@ def test_rows_that_cannot_be_one_rollout_are_refused(
     changed = {name: torch.tensor(value) for name, value in fields.items()}
     with pytest.raises(ValueError, match=words):
         from_padded(replace(to_padded(groups), rollout_B=torch.tensor(rollouts), **changed))
+
+
+@pytest.mark.parametrize("effect", ["nan", "memory"])
+def test_a_rollout_in_pieces_that_makes_a_step_fail_leaves_it_with_its_group(tmp_path: Path, effect: str) -> None:
+    sound = [
+        make_sample(in_pieces(group, cuts), key=key) for key, (group, cuts) in enumerate(zip(FLAT, HALVES, strict=True))
+    ]
+    bad = make_sample(in_pieces(poisoned_sample().group, [[1, 2], []]), key=77)
+    models = {}
+    for name, samples in {"without": sound, "with": [sound[0], bad, sound[1]]}.items():
+        client = FakeClient([samples])
+        options = {"loss_type": "gspo", "max_tokens_per_micro_batch": 1, "groups_per_step": len(samples)}
+        trainer = make_trainer(client, tmp_path / name, max_steps=1, **options)
+        poison(trainer.model, effect)
+        trainer.train()
+        models[name] = trainer.model
+        assert [key for _, key in client.deleted if key == 77] == ([77, 77] if name == "with" else [])
+    assert lines_of(tmp_path / "with")[0]["train/groups_skipped"] == 1
+    assert_same_weights(models["with"], models["without"], **NEAR)
+
+
+def test_a_rollout_in_pieces_is_shown_as_what_the_policy_wrote_in_them(tmp_path: Path) -> None:
+    group = make_group(
+        rewards=[0.5, 0.5],
+        prompt=[9],
+        completions=[[4, 8], [6, 7], [5, 12, 3]],
+        context_lengths=[0, 0, 2],
+        logprobs=[-1.0, -1.0, -1.0, -1.0, math.nan, math.nan, -1.0],
+        sequence_counts=[1, 2],
+        token_advantages=[0.0, 0.0, 1.0, 3.0, 9.0, 9.0, 2.0],
+    )
+    make_trainer(FakeClient([[make_sample(group)]]), tmp_path, max_steps=1, log_completions=True).train()
+    (shown,) = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())
+    assert (shown["prompt"], shown["completion"]) == ("9", "6 7\n3")  # step 1: the second rollout
+    assert (shown["reward"], shown["advantage"]) == (0.5, 2.0)

@@ -467,7 +467,8 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
         rollout_B=torch.from_numpy(batch.rollout_B),
         token_advantages_BT=None if batch.token_advantages_BT is None else sampled(batch.token_advantages_BT),
     )
-    return PaddedBatch(**{name: None if each is None else each.to(device) for name, each in vars(padded).items()})
+    moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in vars(padded).items()}
+    return PaddedBatch(**moved)
 
 
 def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:

@@ -63,7 +63,7 @@ class GRPOConfig:
     finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
     than this share of the last 100 groups; 0: at the first one."""
     max_group_tokens: int | None = bounded(None, least=1)
-    """The most tokens of a group, prompt and completions together; a larger one cannot be trained on. None: no limit
+    """The most tokens of a group, prompt and sequences together; a larger one cannot be trained on. None: no limit
     but the model's, where it has an embedding for each position, and memory."""
     replay_share: float = bounded(0.0, least=0, most=0.9)
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
@@ -120,12 +120,13 @@ class GRPOConfig:
     is to the base model without it, which needs no copy."""
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
-    the whole "batch", or without division ("none"). None: use the advantages in the groups."""
+    the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
+    `token_advantages` keep those."""
     max_completion_length: int | None = bounded(None, least=1)
-    """The generator's limit in tokens; dr_grpo divides by it."""
+    """The generator's limit in tokens of a rollout, over all its turns and sequences; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss that the length limit ended. A denominator that counts tokens does not count
-    theirs; one that counts sequences still counts them, as in TRL."""
+    """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
+    theirs; one that counts rollouts still counts them, as in TRL."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 

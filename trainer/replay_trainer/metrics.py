@@ -47,7 +47,7 @@ class GroupFacts:
         group = sample.group
         return cls(
             rewards=tuple(group.rewards.tolist()),
-            lengths=tuple(np.bincount(group.sequence_rollouts, weights=group.sampled_lengths).astype(int).tolist()),
+            lengths=tuple(group.rollout_lengths.tolist()),
             truncated=(group.finish_reasons or ()).count("length"),
             staleness=sample.info.staleness,
             age=sample.info.age,

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -169,10 +169,11 @@ class Passes:
         """Whether the loss of a token depends on tokens in another micro-batch. The same on every rank."""
         if self.config.loss_type != "gspo" and not self.config.correction.judges_rollouts:
             return False
-        parts = (
-            [np.unique(batch.rollout_B[rows]) for rows, _ in self._micro_batches(batch)] if batch.rollouts.joins else []
-        )
-        return any(self.ranks.all(sum(map(len, parts)) > len(batch.rollouts.first_J)))
+        split = False
+        if batch.rollouts.joins:
+            parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
+            split = sum(map(len, parts)) > len(batch.rollouts.first_J)
+        return any(self.ranks.all(split))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
         """Call `work` with each micro-batch. Returns the groups of the one in which memory ran out, where it stops.
@@ -198,13 +199,15 @@ class Passes:
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
         """As micro_batches. If weights are partitioned, every rank makes as many forward passes as the busiest."""
-        most = self.config.max_tokens_per_micro_batch
-        parts = list(micro_batches(batch, most, packed=self.policy.route == "packed"))
+        parts = list(self._cut(batch))
         if self.partitioned:
             # A forward pass of partitioned layers waits for all ranks.
             idle = max(self.ranks.all(len(parts))) - len(parts)
             parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
         return parts
+
+    def _cut(self, batch: Batch) -> Iterator[tuple[Ints, Batch]]:
+        return micro_batches(batch, self.config.max_tokens_per_micro_batch, packed=self.policy.route == "packed")
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies."""

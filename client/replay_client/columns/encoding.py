@@ -25,6 +25,8 @@ ALIGNMENT = 64
 MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
 _PREFIX = MAGIC_BYTES + 8
+_FIELDS = 4
+"""Name, dtype, shape and offset of an array in the header. A fifth is its axis."""
 _MAX_HEADER = 4 * 2**20
 """The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
 DTYPES = {
@@ -59,7 +61,9 @@ def encode_arrays(
     arrays, table, offset = [], [], 0
     for name, array in columns:
         array = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name]).reshape(array.shape)
-        table.append([name, array.dtype.name, list(array.shape), offset, *([axes[name]] if name in axes else [])])
+        table.append([name, array.dtype.name, list(array.shape), offset])
+        if name in axes:
+            table[-1].append(axes[name])
         arrays.append(array)
         offset += _aligned(array.nbytes)
     try:
@@ -107,27 +111,32 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
     table = header["arrays"]
     body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
     arrays, axes, end = {}, {}, 0
-    for name, dtype, shape, offset, *axis in table:
-        arrays[name] = array = _view(body, name, dtype, shape, offset)
-        end = max(end, offset + _aligned(array.nbytes))
-        if axis:
-            (axes[name],) = axis
+    for entry in table:
+        if len(entry) > _FIELDS:
+            *entry, axis = entry
+            axes[entry[0]] = axis
+        name, dtype, shape, offset = entry
+        arrays[name], stop = _view(body, name, dtype, shape, offset)
+        if stop > end:
+            end = stop
     if len(arrays) != len(table):
         raise ValueError("an array is named twice")
-    return Decoded(header["fields"], arrays, axes, body[end:])
+    return Decoded(header["fields"], arrays, axes, body[_aligned(end) :])
 
 
 def _aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> npt.NDArray[Any]:
+def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> tuple[npt.NDArray[Any], int]:
+    """The array, and where it ends."""
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (offset, *shape)) or len(shape) > 32:
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
-    size = math.prod(shape) * dtype.itemsize
-    if offset % ALIGNMENT or offset + size > len(body):
-        raise ValueError(f"array {name!r} lies at {offset} to {offset + size}, outside {len(body)} bytes or unaligned")
-    return np.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=offset if size else 0).reshape(shape)
+    count = math.prod(shape)
+    stop = offset + count * dtype.itemsize
+    if offset % ALIGNMENT or stop > len(body):
+        raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
+    return np.frombuffer(body, dtype=dtype, count=count, offset=offset if count else 0).reshape(shape), stop

@@ -66,5 +66,7 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
 def split_extras(arrays: dict[str, Array], axes: dict[str, str]) -> tuple[dict[str, Array], dict[str, str]]:
     """The extras among `arrays`, and their axes. They are taken out of `arrays`."""
     names = [name for name in arrays if name.startswith(PREFIX)]
+    if not names and not axes:
+        return {}, {}
     extras = {name[len(PREFIX) :]: arrays.pop(name) for name in names}
     return extras, {name.removeprefix(PREFIX): axis for name, axis in axes.items()}

@@ -12,6 +12,7 @@ from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.rewards import Priority, load_priority
 from replay_client.settings import bounded, check_fields, suggests_names
+from replay_protos.labels import labels_of
 
 
 @suggests_names
@@ -21,12 +22,19 @@ class GeneratorConfig:
 
     group_size: int = bounded(8, least=1)
     """Completions of each prompt, G."""
+    min_rollouts: int | None = bounded(None, least=1)
+    """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
+    rollout_timeout: float | None = bounded(None, above=0)
+    """Seconds after which a rollout has failed; otherwise it may take any time."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
     tables: tuple[str, ...] = ("rollouts",)
     """Tables of each group."""
+    tags: Mapping[str, str | int] = field(default_factory=dict)
+    """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
+    both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
     priority: str | Priority = "advantage"
     """The priority of each group in its tables: advantage, learnability, or package.module:function.
 
@@ -98,6 +106,9 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.min_rollouts is not None and self.min_rollouts > self.group_size:
+            raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if not self.tables:
             raise ValueError("tables must name at least one table")
+        labels_of((), self.tags)
         load_priority(self.priority)

@@ -1,6 +1,6 @@
 """RolloutGenerator: keeps tables supplied with groups, as many under way at a time as permits allow.
 
-prompts ──▶ permit ──▶ group: engine, rewards, advantages (group_maker.py) ──▶ insert (server.py)
+prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (group_maker.py) ──▶ insert (server.py)
                                 ▲
                       new weights (policy_follower.py)
 
@@ -29,6 +29,7 @@ from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, Gr
 from replay_client.generator.policy_follower import PolicyFollower, StaleGroups
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
+from replay_client.generator.rollouts import RolloutHook, single_turn
 from replay_client.generator.server import GeneratorServer
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
@@ -62,16 +63,18 @@ class RolloutGenerator:
         client: AsyncReplayClient,
         engine: Engine,
         prompts: Iterable[PromptSource],
-        reward: Rewards,
+        reward: Rewards | None = None,
         config: GeneratorConfig | None = None,
         *,
+        rollout: RolloutHook = single_turn,
         keep: Callable[[RolloutGroup], bool] | None = None,
         on_group: Callable[[GeneratorStats], None] | None = None,
     ) -> None:
         """The engine belongs to the generator from now on: the end of `run` closes it. The client stays the caller's.
 
-        `prompts`: anything that `Prompt.of` takes. `keep` decides whether a finished group is inserted. `on_group` is
-        called on the event loop after each group, with the current statistics.
+        `prompts`: anything that `Prompt.of` takes. `rollout` plays each rollout; without it a rollout is one completion
+        of its prompt. `reward` None: rollouts bring their own. `keep` decides whether a finished group is inserted.
+        `on_group` is called on the event loop after each group, with the current statistics.
         """
         self.config = config or GeneratorConfig()
         self._engine = engine
@@ -80,7 +83,7 @@ class RolloutGenerator:
         self._policy = PolicyFollower(
             client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
         )
-        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep)
+        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout)
         path = self.config.metrics_path
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
         self._server = GeneratorServer(client, self.config, self._metrics.stats)
@@ -179,13 +182,14 @@ class RolloutGenerator:
         stats["reloads"] = policy.reloads
         stats["probe_max_difference"] = policy.difference
         stats["groups_under_way"] = len(self._groups)
+        stats["rollouts_failed"] = self._maker.rollouts_failed
         # Only the engine that has servers counts them.
         stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
         stats["servers_away"] = getattr(self._engine, "servers_away", 0)
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room for it and a permit."""
-        admission = await self._server.needs_permits()
+        admission = await self._server.begin()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
                 "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
@@ -227,7 +231,7 @@ class RolloutGenerator:
                 self._check_permit(lease, time.monotonic() - acquired)
             staleness = max(0, self._policy.newest_version - group.policy_version)
             times.insert = -time.monotonic()
-            await self._server.insert(group, lease)
+            await self._server.insert(group, lease, prompt.tags)
             times.insert += time.monotonic()
         except (LeftOut, PromptError) as error:
             # First of all: another group may wait for this permit.
@@ -276,9 +280,10 @@ def run_generator(
     connect: Callable[[], AsyncReplayClient],
     engine: Engine,
     prompts: Iterable[PromptSource],
-    reward: Rewards,
+    reward: Rewards | None = None,
     config: GeneratorConfig | None = None,
     *,
+    rollout: RolloutHook = single_turn,
     keep: Callable[[RolloutGroup], bool] | None = None,
     on_group: Callable[[GeneratorStats], None] | None = None,
 ) -> GeneratorStats:
@@ -290,7 +295,9 @@ def run_generator(
 
     async def main() -> GeneratorStats:
         async with connect() as client:
-            generator = RolloutGenerator(client, engine, prompts, reward, config, keep=keep, on_group=on_group)
+            generator = RolloutGenerator(
+                client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group
+            )
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
                 for number in (signal.SIGINT, signal.SIGTERM):
                     asyncio.get_running_loop().add_signal_handler(number, generator.stop)

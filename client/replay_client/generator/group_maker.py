@@ -1,10 +1,11 @@
 """GroupMaker: makes a scored group of a prompt.
 
-prompt ──▶ tokens ──▶ engine ──▶ rewards ──▶ advantages, priority
+prompt ──▶ tokens ──▶ rollouts (rollouts.py), which ask the engine ──▶ rewards ──▶ advantages
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -14,15 +15,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.completions import group_from_completions
 from replay_client.generator.config import GeneratorConfig
-from replay_client.generator.engines import Completion, Engine, SamplingConfig
+from replay_client.generator.engines import Engine, SamplingConfig
 from replay_client.generator.metrics import GroupTimes
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Message, Prompt, PromptError
 from replay_client.generator.rewards import RewardError, Rewards, Scorer
+from replay_client.generator.rollouts import Rollout, RolloutHook, Task, group_of_rollouts, play
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
+
+logger = logging.getLogger(__name__)
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
 
@@ -36,17 +39,21 @@ class LeftOut(Exception):
 
 
 class GroupMaker:
-    """Lets an engine complete prompts, and reward functions score the completions. It knows no server."""
+    """Lets a hook play rollouts of prompts, and reward functions score them. It knows no server."""
 
     def __init__(
         self,
         engine: Engine,
         policy: PolicyFollower,
-        reward: Rewards,
+        reward: Rewards | None,
         config: GeneratorConfig,
         keep: Callable[[RolloutGroup], bool] | None,
+        rollout: RolloutHook,
     ) -> None:
         self._engine = engine
+        self._rollout = rollout
+        self.rollouts_failed = 0
+        """Since the start, those in groups that were left out included."""
         self._policy = policy
         self._scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
         self._config = config
@@ -77,20 +84,40 @@ class GroupMaker:
         times.generate = -time.monotonic()
         async with self._policy.generation():
             version = self._policy.version
-            completions = await self._engine.generate(prompt_ids, self._sampling(number), self._config.group_size)
+            rollouts = await self._play(prompt, prompt_ids, number)
         times.generate += time.monotonic()
         times.reward = -time.monotonic()
         try:
-            rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in completions])
+            rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         times.reward += time.monotonic()
-        group = self._assemble(prompt, prompt_ids, completions, version, rewards, by_function)
-        if group.num_tokens == 0 or (group.loss_mask is not None and not group.loss_mask.any()):
+        group = self._assemble(prompt, rollouts, version, rewards, by_function)
+        if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
             raise LeftOut("filtered")
         return group, by_function
+
+    async def _play(self, prompt: Prompt, prompt_ids: list[int], number: int) -> list[Rollout]:
+        """The rollouts that were finished. Raises PromptError if they are too few."""
+        config, sampling = self._config, self._sampling(number)
+        messages = None if isinstance(prompt.content, str) else prompt.content
+        tokenizer, longest = self._engine.tokenizer, self._engine.max_length
+        tasks = [
+            Task(prompt.prompt_id, prompt_ids, prompt.row, messages, index, sampling, tokenizer, longest)
+            for index in range(config.group_size)
+        ]
+        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout)
+        if not (failures := played.failures):
+            return played.rollouts
+        self.rollouts_failed += len(failures)
+        least = config.group_size if config.min_rollouts is None else config.min_rollouts
+        said = f"{len(failures)} of {config.group_size} rollouts failed, the first with {failures[0]!r:.300}"
+        if len(played.rollouts) < least:
+            raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
+        logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, len(played.rollouts))
+        return played.rollouts
 
     def _sampling(self, number: int) -> SamplingConfig:
         """How to draw the group with this number. Each has its own seed, or equal prompts would complete equally."""
@@ -102,40 +129,27 @@ class GroupMaker:
     def _assemble(
         self,
         prompt: Prompt,
-        prompt_ids: list[int],
-        completions: list[Completion],
+        rollouts: list[Rollout],
         version: int,
         rewards: npt.NDArray[np.float32],
         by_function: dict[str, npt.NDArray[np.float32]],
     ) -> RolloutGroup:
-        """`version`: of the engine before the generation; it counts if there are no tokens with versions."""
-        versions_T = np.array([v for each in completions for v in each.policy_versions], dtype=np.int64)
-        first, last = (int(versions_T.min()), int(versions_T.max())) if versions_T.size else (version, version)
-        extras: dict[str, npt.NDArray[Any]] = {}
-        axes: dict[str, str] = {}
-        if first != last:
-            extras["policy_versions"], axes["policy_versions"] = versions_T, "token"
-        if len(by_function) > 1:
-            extras |= {f"rewards/{name}": values for name, values in by_function.items()}
-            axes |= {f"rewards/{name}": "rollout" for name in by_function}
-        mask = None
-        if self._config.truncated == "mask" and any(each.finish_reason == "length" for each in completions):
-            mask = np.repeat(
-                [each.finish_reason != "length" for each in completions],
-                [len(each.token_ids) for each in completions],
-            )
-        return group_from_completions(
-            prompt_ids=prompt_ids,
-            completions=[each.token_ids for each in completions],
-            logprobs=[each.logprobs for each in completions],
+        """`version`: of the engine before the generation; it counts if no token was drawn."""
+        reasons = tuple(each.finish_reason or each.sequences[-1].finish_reason for each in rollouts)
+        group = group_of_rollouts(
+            rollouts,
+            version,
             rewards=rewards,
             advantages=group_advantages(rewards, scale=self._config.advantage_scale),
-            policy_version=first,
-            policy_version_end=last if last != first else None,
             prompt_id=prompt.prompt_id,
-            loss_mask=mask,
-            finish_reasons=tuple(each.finish_reason for each in completions),
+            finish_reasons=reasons,
             sampling=self._config.sampling.describe(),
-            extras=extras,
-            axes=axes,
         )
+        if len(by_function) > 1:
+            for name, values in by_function.items():
+                group.extras[f"rewards/{name}"], group.axes[f"rewards/{name}"] = values, "rollout"
+        if self._config.truncated == "mask" and "length" in reasons:
+            ended_S = np.array([reason != "length" for reason in reasons])[group.sequence_rollouts]
+            ended_T = np.repeat(ended_S, group.completion_lengths)
+            group.loss_mask = ended_T if group.loss_mask is None else group.loss_mask & ended_T
+        return group

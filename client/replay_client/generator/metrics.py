@@ -42,6 +42,8 @@ class GeneratorStats(TypedDict):
     """Of the latest weights, in nats; NaN without a probe."""
     skipped: int
     """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
+    rollouts_failed: int
+    """Rollouts whose hook raised an exception, or took too long."""
     filtered: int
     """Groups that the caller's `keep` rejected."""
     stale_refused: int

@@ -21,17 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
+from replay_client.generator.rollouts import Rollout
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
 
-RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
-"""Takes the prompt's row and a completion's text, and returns a reward. If it is async, all calls for a group run at
-once. Otherwise it runs in a thread beside the event loop, for one group at a time."""
-GroupRewardFunction = Callable[[Mapping[str, Any], list[str]], Sequence[float] | Awaitable[Sequence[float]]]
-"""Takes the prompt's row and the texts of all G completions, and returns G rewards; see `group_reward`."""
+RewardFunction = Callable[..., float | Awaitable[float]]
+"""Takes the prompt's row and the text that the policy wrote last, and returns a reward. One with a parameter `rollout`
+gets the whole Rollout too: its turns with their texts, the output of tools, and its `info`.
+
+If it is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for one group at
+a time."""
+GroupRewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards; see `group_reward`. One with a
+parameter `rollouts` gets all of them too."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+OWN_REWARD = "rollout"
+"""The name, among those of reward functions, of what environments gave."""
 _SCORES_GROUPS = "scores_groups"
 _THREAD_SAFE = "thread_safe"
 _SAFE_THREADS = 8
@@ -79,35 +86,47 @@ Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunctio
 class Scorer:
     """Calls reward functions without blocking the event loop."""
 
-    def __init__(self, rewards: Rewards, *, threads: int | None = None, timeout: float | None = None) -> None:
+    def __init__(self, rewards: Rewards | None, *, threads: int | None = None, timeout: float | None = None) -> None:
         """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
-        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. Raises ValueError for an
-        empty list, and for two functions with one name."""
-        listed = rewards if isinstance(rewards, Sequence) else [rewards]
+        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. `rewards` None: rollouts
+        bring their own. Raises ValueError for an empty list, and for two functions with one name."""
+        listed = [] if rewards is None else rewards if isinstance(rewards, Sequence) else [rewards]
         self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
         names = [reward.name for reward in self.rewards]
-        if not names:
-            raise ValueError("rewards must name at least one function")
-        if len(set(names)) < len(names):
+        if not names and rewards is not None:
+            raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
+        if len({*names, OWN_REWARD}) <= len(names):
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
 
     async def score(
-        self, row: Mapping[str, Any], texts: Sequence[str]
+        self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
-        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError."""
-        by_name = {reward.name: await self._call(reward, row, list(texts)) for reward in self.rewards}
+        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
+
+        `texts`: what the policy wrote last in each rollout. What environments gave counts as the function "rollout"
+        with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only texts.
+        """
+        by_name = {reward.name: await self._call(reward, row, texts, rollouts) for reward in self.rewards}
         total = sum((reward.weight * by_name[reward.name] for reward in self.rewards), np.zeros(len(texts)))
+        own = [rollout.reward for rollout in rollouts or ()] or [None] * len(texts)
+        if any(reward is not None for reward in own) or not self.rewards:
+            by_name[OWN_REWARD] = _own_rewards(own)
+            total = total + by_name[OWN_REWARD]
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
-    async def _call(self, reward: Reward, row: Mapping[str, Any], texts: list[str]) -> npt.NDArray[np.float64]:
+    async def _call(
+        self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
+    ) -> npt.NDArray[np.float64]:
+        if (wanted := _wanted(reward.function)) and rollouts is None:
+            raise _failed(reward, f"has a parameter {wanted!r}, and here are texts without rollouts")
         # The clock starts with the call: a function does not answer for the groups that wait for its thread.
         async with self._thread(reward.function):
             try:
                 async with asyncio.timeout(self._timeout) as limit:
-                    results = await _results(reward.function, row, texts)
+                    results = await _results(reward.function, row, list(texts), list(rollouts or ()))
             except TimeoutError as error:
                 if not limit.expired():
                     raise _failed(reward, f"raised TimeoutError: {error}", error) from error
@@ -142,11 +161,39 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-async def _results(function: Callable[..., Any], row: Mapping[str, Any], texts: list[str]) -> Any:
-    whole = getattr(function, _SCORES_GROUPS, False)
+def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
+    """What the environments of the rollouts gave (G,). Raises RewardError."""
+    if (missing := sum(reward is None for reward in rewards)) > 0:
+        raise RewardError(
+            f"{missing} of {len(rewards)} rollouts have no reward: the hook returns Rollout(..., reward=...) for each, "
+            f"or the generator gets a reward function"
+        )
+    own = np.array(rewards, np.float64)
+    if not np.isfinite(own).all():
+        raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite")
+    return own
+
+
+def _wanted(function: Callable[..., Any]) -> str | None:
+    """Whether the function asks for rollouts beside texts: by a parameter named "rollout", or "rollouts"."""
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C
+        return None
+    return next((name for name in ("rollout", "rollouts") if name in named), None)
+
+
+async def _results(
+    function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
+) -> Any:
+    whole, wanted = getattr(function, _SCORES_GROUPS, False), _wanted(function)
 
     def call() -> Any:
-        return function(row, texts) if whole else [function(row, text) for text in texts]
+        if whole:
+            return function(row, texts, **({wanted: rollouts} if wanted else {}))
+        if not wanted:
+            return [function(row, text) for text in texts]
+        return [function(row, text, **{wanted: rollout}) for text, rollout in zip(texts, rollouts, strict=True)]
 
     results = call() if _is_async(function) else await in_daemon_thread(call)
     if whole:

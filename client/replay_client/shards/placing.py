@@ -42,6 +42,8 @@ Rows = npt.NDArray[np.int64]
 
 _MOST_REMEMBERED = 1 << 20
 """Keys whose shard a client remembers; the one used longest ago is forgotten first."""
+_BLOCK = 256
+"""Keys that follow each other, whose owners are worked out at once: for one key alone that takes 20 us."""
 _PAUSE = 0.1
 """Seconds before the next attempt at a shard that shuts down."""
 
@@ -51,10 +53,21 @@ class Rendezvous:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
+        self._block: tuple[int, list[int]] = -1, []
+        """The number of a block of keys, and their owners. Any thread may replace it by another one."""
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
         return np.asarray(np.argmax(self._scores(keys), axis=1), dtype=np.int64)
+
+    def owner(self, key: int) -> int:
+        """As `owners`, for one key. Fast for keys that follow each other, as those do that a client chooses."""
+        number, owners = self._block
+        if key // _BLOCK != number:
+            number = key // _BLOCK
+            owners = self.owners(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(key - key % _BLOCK)).tolist()
+            self._block = number, owners
+        return owners[key % _BLOCK]
 
     def order(self, key: int) -> list[int]:
         """All shards for one key, the owner first."""
@@ -117,6 +130,8 @@ class Placement:
     def _shard_for_key(self, key: int) -> Shard:
         """The shard by rules 3 to 5 of `shard_for`."""
         rendezvous, shards = self._ranking()
+        if chosen_by_client(key) and (owner := shards[rendezvous.owner(key)]).takes_inserts:
+            return owner
         order = [shards[index] for index in rendezvous.order(key)]
         candidates = [shard for shard in order if shard.takes_inserts or not shard.is_up] or order
         if candidates[0].is_up or not chosen_by_client(key):

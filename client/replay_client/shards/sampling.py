@@ -20,7 +20,10 @@ How many rows each shard gives, so that the merged batch is one of a single tabl
   are only their shard knows, so the weight that is left is an expectation: see `expected_rest`. With heavy-tailed
   priorities one row may take far more than expected. The batch is then drawn in several rounds of a few rows, and
   before each round the shards weigh what is left without the rows so far: see `rows_at_once`.
-* Every other sampler has an order of its own. The shards that have something give in turn.
+* Every other sampler has an order of its own. The shards that have something give in turn, each an equal run of rows. A
+  message costs a server and this client as much as many small rows. So where rows are used up, a run is as long as all
+  batches that a sampler draws ahead would need from one shard: together they have the same rows, and each asks fewer
+  shards.
 * A table that balances its draws over the values of a tag: see `balance.py`.
 """
 
@@ -42,7 +45,15 @@ from replay_client.records import Sample, samples_of
 from replay_client.sampling import AsyncSampler, DrawStreams, OnLease, check_prefetch, new_id
 from replay_client.shards.balance import BalancedBatch
 from replay_client.shards.fleet import LATE_SECONDS, Deadline, Fleet, Shard
-from replay_client.shards.sharing import Weight, most_rows, rows_at_once, share_of_total, share_out, use_up
+from replay_client.shards.sharing import (
+    Weight,
+    most_rows,
+    rows_at_once,
+    share_in_turn,
+    share_of_total,
+    share_out,
+    use_up,
+)
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
@@ -84,8 +95,10 @@ class Drawer(DrawStreams):
     batch; its own timeout does not count.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, ahead: int = 1) -> None:
+        """`ahead`: how many batches are drawn at the same time."""
         super().__init__(fleet)
+        self._ahead = ahead
         self._rng = np.random.default_rng()
         self._turn = int(self._rng.integers(1 << 30))
         """The shard that gives first, where they give in turn."""
@@ -125,7 +138,6 @@ class Drawer(DrawStreams):
             possible = sum(most_rows(weight, distinct) for weight in weights.values())
             rows = min(request.num_samples, possible)
             if rows == request.num_samples or (last_look and rows >= max(1, _least(request))):
-                self._turn += 1
                 drawn = await self._draw_rows(request, rows, weights, deadline, lease, weigh=age > WEIGHTS_AGE / 2)
                 if len(drawn) >= rows:
                     return drawn
@@ -217,7 +229,11 @@ class Drawer(DrawStreams):
             while True:
                 rest, given = rest_of(request, drawn), list(weights.values())
                 now = rows_at_once(given, rows - len(drawn)) if distinct else rows
-                counts = share_out(given, now, distinct=distinct, first=self._turn, rng=self._rng)
+                if any(weight.ordered for weight in given):
+                    ahead = self._ahead if any(weight.consuming for weight in given) else 1
+                    counts, self._turn = share_in_turn(given, now, distinct=distinct, first=self._turn, ahead=ahead)
+                else:
+                    counts = share_out(given, now, distinct=distinct, rng=self._rng)
                 more = await self._draw_parts(rest, weights, counts, lease, weigh=weigh)
                 if drawn:  # the shards say the probability among what the rounds before have left
                     left = sum(weight.total for weight in given) / first_total
@@ -388,7 +404,7 @@ class ShardedSampler(AsyncSampler):
         """`request.lease`: seconds for which the caller has each batch; 0: for good."""
         check_prefetch(prefetch)
         _check_rows(request)
-        self._drawer, self._request = Drawer(fleet), request
+        self._drawer, self._request = Drawer(fleet, max(1, prefetch)), request
         self._prefetch, self._timeout = prefetch, timeout
         self._lease, self._on_lease = request.lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()

@@ -62,21 +62,30 @@ def rows_at_once(weights: Sequence[Weight], rows: int) -> int:
     return max(1, math.floor(most))
 
 
-def share_out(
-    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, rng: np.random.Generator
-) -> list[int]:
-    """How many rows each shard gives, at most `rows` together. Ordered samplers begin with shard `first`."""
+def share_in_turn(
+    weights: Sequence[Weight], rows: int, *, distinct: bool, first: int, ahead: int
+) -> tuple[list[int], int]:
+    """How many rows each shard of ordered samplers gives, at most `rows` together, and which one is next.
+
+    Beginning with shard `first`, each gives a run: its part of `ahead` batches of `rows` rows, at most a batch.
+    """
+    left = [most_rows(weight, distinct) for weight in weights]
+    counts, turn = [0] * len(weights), first
+    run = min(rows, math.ceil(rows * ahead / max(1, sum(limit > 0 for limit in left))))
+    while rows and any(left):
+        index = turn % len(weights)
+        given = min(run, left[index], rows)
+        counts[index] += given
+        left[index] -= given
+        rows -= given
+        turn += given == run or not left[index]  # else the run was cut short, and goes on with the next batch
+    return counts, turn
+
+
+def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator) -> list[int]:
+    """How many rows each shard gives by its weight, at most `rows` together."""
     most = [most_rows(weight, distinct) for weight in weights]
     counts = [0] * len(weights)
-    if any(weight.ordered for weight in weights):
-        turn = first
-        while rows and any(count < limit for count, limit in zip(counts, most, strict=True)):
-            index = turn % len(weights)
-            if counts[index] < most[index]:
-                counts[index] += 1
-                rows -= 1
-            turn += 1
-        return counts
     rest = [weight.total if limit else 0.0 for weight, limit in zip(weights, most, strict=True)]
     for number in rng.random(rows).tolist():
         if (total := sum(rest)) <= 0:

@@ -142,6 +142,7 @@ class Run:
             loss_mask=self.numbers.random(total) > 0.05 if number % 7 == 0 else None,
             sampling={"temperature": 1.0, "top_p": 1.0},
             extras=extras,
+            axes=dict.fromkeys(extras, "token"),
             meta={"worker": f"generator-{number % 3}"},
         )
 

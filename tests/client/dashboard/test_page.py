@@ -18,7 +18,7 @@ from replay_server import ReplayServer, TableConfig
 from replay_server.rpc import info as rpc_info
 from tests.client.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.client.dashboard.load import HOSTILE, make_tokenizer
-from tests.factories import make_group, server_process
+from tests.factories import make_group, make_sequences, server_process
 
 AXE = Path(__file__).with_name("axe.min.js").read_text()
 LEVEL_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
@@ -253,6 +253,24 @@ def test_a_group_is_read_token_by_token(opened, page_url):
     tab.click("text=Copy as Python")
     tab.wait_for_selector("dialog[open]")
     assert "client.get([" in tab.evaluate("navigator.clipboard.readText()")
+
+
+def test_each_sequence_says_which_rollout_it_is_of_and_each_extra_which_axis_it_has(opened):
+    group = make_sequences(extras={"entropy": np.arange(8.0), "image": np.zeros((2, 2))}, axes={"entropy": "whole"})
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server, ReplayClient(server.address) as client:
+        key = client.insert(group, {"pool": 1.0})
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url).go(f"group/{key}")
+            tab.wait_for_selector(".completion .t")
+            said = tab.eval_on_selector_all(".completion > p", "all => all.map(each => each.innerText.split(' · ')[0])")
+            # By reward: both sequences of the first rollout have that of the rollout.
+            assert said == ["rollout 0, sequence 1 of 2", "rollout 0, sequence 2 of 2", "2 tokens"]
+            assert "0.50 mean of 2, 0 to 1" in tab.inner_text(".about")
+            tab.click(".about summary")
+            assert "float64 [8] axis whole: 0 1" in tab.inner_text(".about details")
+            assert "float64 [2, 2] 0 0" in tab.inner_text(".about details")
+            tab.hover(".prompt .t >> nth=1")
+            tab.wait_for_selector(".inspector >> text=entropy 1")
 
 
 def test_hostile_text_stays_text_in_every_view(opened, tmp_path):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from replay_client.shards.sharing import expected_rest, rows_at_once, share_out
+from replay_client.shards.sharing import expected_rest, rows_at_once, share_in_turn, share_out
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
@@ -46,7 +46,7 @@ class Merged:
                 rest = SampleRequest(self.rows, 1, self.distinct, exclude=frozenset(keys))
                 weights = [message(table, rest) for table in self.tables]
             rows = self.rows_of_round(weights, self.rows - len(keys))
-            counts = share_out(weights, rows, distinct=self.distinct, first=0, rng=self.rng)
+            counts = share_out(weights, rows, distinct=self.distinct, rng=self.rng)
             exclude = frozenset(keys)
             for table, count in zip(self.tables, counts, strict=True):
                 if count:
@@ -176,16 +176,38 @@ def test_aged_weights_of_two_tables_compare_whatever_their_newest_items_are():
     assert both.total == pytest.approx(1.0)
 
 
-def test_queues_give_in_turn_and_those_with_nothing_are_passed_over():
-    rng = np.random.default_rng(0)
+def make_queues(*sizes: int) -> list[pb.Weight]:
     tables = [
-        make_table("fifo", 0, dict.fromkeys(range(begin, begin + size), 1.0))
-        for begin, size in ((1, 5), (10, 0), (20, 2))
+        make_table("fifo", 0, dict.fromkeys(range(100 * number + 1, 100 * number + 1 + size), 1.0))
+        for number, size in enumerate(sizes)
     ]
-    weights = [message(table, SampleRequest(1, 1)) for table in tables]
-    assert share_out(weights, 4, distinct=True, first=0, rng=rng) == [2, 0, 2]
-    assert share_out(weights, 3, distinct=True, first=2, rng=rng) == [1, 0, 2]
-    assert share_out(weights, 9, distinct=True, first=1, rng=rng) == [5, 0, 2]
+    return [message(table, SampleRequest(1, 1)) for table in tables]
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "counts"), [(4, 0, [2, 0, 2]), (3, 2, [1, 0, 2]), (9, 1, [5, 0, 2])], ids=str
+)
+def test_queues_give_in_turn_and_those_with_nothing_are_passed_over(rows, first, counts):
+    weights = make_queues(5, 0, 2)
+    assert share_in_turn(weights, rows, distinct=True, first=first, ahead=1)[0] == counts
+
+
+@pytest.mark.parametrize(("ahead", "shards_of_a_batch"), [(1, 4), (2, 2), (4, 1), (9, 1)])
+def test_batches_that_are_drawn_ahead_ask_fewer_queues_each_and_all_alike_together(ahead, shards_of_a_batch):
+    weights, turn, given = make_queues(99, 99, 99, 99), 3, np.zeros(4, dtype=int)
+    for _ in range(4):
+        counts, turn = share_in_turn(weights, 8, distinct=True, first=turn, ahead=ahead)
+        assert sum(count > 0 for count in counts) == shards_of_a_batch
+        given += counts
+    assert given.tolist() == [8] * 4
+
+
+def test_a_queue_whose_run_was_cut_short_is_first_in_the_next_batch():
+    weights, turn, given = make_queues(99, 99, 99), 0, np.zeros(3, dtype=int)
+    for _ in range(3):
+        counts, turn = share_in_turn(weights, 10, distinct=True, first=turn, ahead=1)
+        given += counts
+    assert given.tolist() == [10] * 3
 
 
 def test_a_rate_limiter_bounds_what_its_shard_gives():
@@ -194,4 +216,4 @@ def test_a_rate_limiter_bounds_what_its_shard_gives():
         pb.Weight(total=100.0, squares=100.0, items=100, samples=2),
         pb.Weight(total=1.0, squares=1.0, items=9, samples=9),
     ]
-    assert share_out(weights, 8, distinct=True, first=0, rng=rng) == [2, 6]
+    assert share_out(weights, 8, distinct=True, rng=rng) == [2, 6]

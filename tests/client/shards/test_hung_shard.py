@@ -52,6 +52,7 @@ def hangs(tmp_path):
 def client(hangs):
     # Less than the 40 s after which gRPC itself gives up a connection that stands still.
     with ReplayClient(hangs.addresses, timeout=20.0) as client:
+        until(lambda: client.server_info().gone == ())  # a connection stands to each
         yield client
 
 
@@ -82,8 +83,32 @@ def test_a_writer_goes_on_with_the_others(client, hangs):
         later = [writer.insert(b"x", {"queue": 1.0}) for _ in range(60)]
         until(lambda: len(client.get(later)) == 60)
         hangs.go_on()
+    until(lambda: client.server_info().gone == ())
     assert {item.key for item in client.get(first + later)} == {*first, *later}
     assert client.server_info().tables["queue"].size == 120
+
+
+def test_a_writer_whose_window_lies_with_it_goes_on_with_the_others(client, hangs):
+    keys: list[int] = []
+    with client.writer(max_in_flight=4) as writer:
+        hangs.stop()
+
+        def write() -> None:
+            for _ in range(60):
+                keys.append(writer.insert(b"x", {"queue": 1.0}))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            until(lambda: len(keys) == 60)
+            assert is_away(client, hangs)
+            assert writer.refused == {}
+        finally:
+            hangs.go_on()
+            thread.join()
+    until(lambda: client.server_info().gone == ())
+    assert {item.key for item in client.get(keys)} == set(keys)
+    assert client.server_info().tables["queue"].size == 60
 
 
 def test_an_insert_whose_answer_is_open_stays_with_it(client, hangs):

@@ -25,8 +25,14 @@ def test_another_shard_takes_its_share_and_nothing_else_moves():
 def test_the_owner_comes_first_whatever_the_order_of_the_names():
     there, back = Rendezvous(NAMES), Rendezvous(NAMES[::-1])
     for key in (0, 1, 1 << 63, (1 << 64) - 1):
-        assert there.order(key)[0] == there.owners(np.array([key], np.uint64))[0]
+        assert there.order(key)[0] == there.owner(key) == there.owners(np.array([key], np.uint64))[0]
         assert [NAMES[index] for index in there.order(key)] == [NAMES[::-1][index] for index in back.order(key)]
+
+
+def test_the_owner_of_one_key_after_the_other_is_that_of_all_at_once():
+    there = Rendezvous(NAMES)
+    keys = [*range(250, 600), 7, *range((1 << 64) - 300, 1 << 64)]
+    assert [there.owner(key) for key in keys] == there.owners(np.array(keys, np.uint64)).tolist()
 
 
 def test_a_key_that_a_client_chose_is_known_by_its_range():

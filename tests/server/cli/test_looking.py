@@ -92,8 +92,27 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     assert set(data["tables"]["replay"]) == set(pb.TableInfo.DESCRIPTOR.fields_by_name)
     page = document(replay("items", "replay", "--json"))
     assert sorted(page) == ["items", "matching", "next_page", "table"]
-    item_fields = "age bytes columns effective_priority key policy_version priority staleness tags times_sampled"
-    assert sorted(page["items"][0]) == [*item_fields.split(), "waits_for"]
+    item_fields = (
+        "age bytes columns effective_priority key policy_version priority staleness tags times_sampled waits_for"
+    )
+    assert sorted(page["items"][0]) == item_fields.split()
+
+
+def test_items_that_wait_for_a_column_say_so_everywhere(client, replay):
+    client.update_table("rollouts", requires=["teacher_logprobs"])
+    keys = [client.insert(make_group(), {"rollouts": 1.0}) for _ in range(3)]
+    client.extend(keys[0], {"teacher_logprobs": np.zeros(6, np.float32)})
+    assert "rollouts waits for teacher_logprobs: 2 items" in replay("tables").stdout
+    shown = replay("items", "rollouts").stdout.splitlines()
+    assert "waits for" in shown[0]
+    assert ["teacher_logprobs" in line for line in shown if line.startswith(tuple(map(str, keys)))] == [
+        True,
+        True,
+        False,
+    ]
+    rows = document(replay("items", "rollouts", "--json", "--descending"))["items"]
+    assert [row["waits_for"] for row in rows] == [[], ["teacher_logprobs"], ["teacher_logprobs"]]
+    assert rows[0]["columns"] == ["teacher_logprobs"]
 
 
 def test_items_are_filtered_ordered_and_paged(client, replay):

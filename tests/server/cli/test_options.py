@@ -20,6 +20,7 @@ DEFAULTS = {
     "--model": None,
     "--prompts": None,
     "--reward": None,
+    "--rollout": None,
     "--config": None,
     "--engine": "vllm",
     "--base-url": None,
@@ -30,6 +31,8 @@ DEFAULTS = {
     "--chat": False,
     "--system": None,
     "--group-size": 8,
+    "--min-rollouts": None,
+    "--rollout-timeout": None,
     "--temperature": 1.0,
     "--top-p": 1.0,
     "--top-k": 0,
@@ -69,7 +72,7 @@ DEFAULTS = {
 
 def test_generate_has_these_options_with_these_defaults():
     assert {name: option.default for name, option in OPTIONS.items()} == DEFAULTS
-    assert {name for name, option in OPTIONS.items() if option.required} == {"--model", "--prompts", "--reward"}
+    assert {name for name, option in OPTIONS.items() if option.required} == {"--model", "--prompts"}
     switches = {name: option.secondary_opts for name, option in OPTIONS.items() if option.secondary_opts}
     assert switches == {name: [f"--no-{name[2:]}"] for name in ("--chat", "--wait-for-policy", "--drop-zero-variance")}
 

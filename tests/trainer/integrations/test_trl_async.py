@@ -96,6 +96,11 @@ def begun(address: str, model: Path, rollouts: ServerRollouts | None = None, **o
     return trainer
 
 
+def rows_of(trainer: AsyncGRPOTrainer, count: int) -> list[dict[str, Any]]:
+    """The next samples that TRL reads from its queue."""
+    return list(islice(iter(trainer._rollout_dataset), count))
+
+
 def put(address: str, *groups: Any) -> None:
     with ReplayClient(address) as client:
         for group in groups:
@@ -184,7 +189,7 @@ def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: Se
         trainer = begun(server.address, model)
         trainer._sync_weight()
         assert (trainer.model_version, client.policy().version) == (1, 41)
-        list(islice(iter(trainer._rollout_dataset), 6))
+        rows_of(trainer, 6)
         assert trainer._metrics["train"]["sample/staleness_max"] == [3.0] * 3 + [1.0] * 3
         trainer.rollout_worker.stop()
 
@@ -211,7 +216,7 @@ def test_trl_reads_the_groups_that_generators_inserted(model: Path, server: Serv
     put(server.address, first, second)
     trainer = begun(server.address, model)
     trainer.model_version = 1
-    rows = list(islice(iter(trainer._rollout_dataset), 6))
+    rows = rows_of(trainer, 6)
     for group, part in ((first, rows[:3]), (second, rows[3:])):
         assert len({row["group_id"] for row in part}) == 1
         end = 0
@@ -241,7 +246,7 @@ def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_
     group = in_pieces(make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8, 9]], version=1), [[1, 2], []])
     put(server.address, group)
     trainer = begun(server.address, model)
-    rows = list(islice(iter(trainer._rollout_dataset), 4))
+    rows = rows_of(trainer, 4)
     prompt = group.prompt_ids.tolist()
     assert [row["input_ids"].tolist() for row in rows] == [[*prompt, *ids] for ids in ([5], [5, 6], [5, 6, 7], [8, 9])]
     assert [row["completion_mask"][2:].tolist() for row in rows] == [[1], [0, 1], [0, 0, 1], [1, 1]]
@@ -256,7 +261,7 @@ def test_advantages_of_tokens_are_refused_with_the_key_of_their_group(model: Pat
         key = client.insert(group, {"rollouts": 1.0})
     trainer = begun(server.address, model)
     with pytest.raises(ValueError, match=rf"key {key} in table 'rollouts' has token_advantages, .* a table without"):
-        next(iter(trainer._rollout_dataset))
+        rows_of(trainer, 1)
     trainer.rollout_worker.stop()
 
 
@@ -264,7 +269,7 @@ def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server:
     informative, barren = make_group(version=1), make_group(rewards=(1.0, 1.0, 1.0), seed=5, version=2)
     put(server.address, informative, barren)
     trainer = begun(server.address, model)
-    rows = list(islice(iter(trainer._rollout_dataset), 6))
+    rows = rows_of(trainer, 6)
     # Drawn as a fresh one, the first group has joined the pool, and comes again in the place of the second.
     assert [row["input_ids"].tolist() for row in rows[3:]] == [row["input_ids"].tolist() for row in rows[:3]]
     assert [row["advantage"] for row in rows[3:]] == [row["advantage"] for row in rows[:3]]

@@ -117,7 +117,9 @@ function tableCard(table, look) {
         h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img",
           "aria-label": `Inserts and samples a second of ${table.name}` }),
         h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")),
-          table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`)),
+          table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`),
+          table.waiting_rows > 0 && h("small", null, `waits for ${table.lacking.map((column) =>
+            `${visible(column.name)}: ${plural(column.items, "group")}`).join(", ")}`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
         limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
@@ -143,12 +145,12 @@ function waitOf(verb, wait, table) {
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
-function limiterOf({ limiter, size, inserting, sampling }) {
+function limiterOf({ limiter, size, waiting_rows, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
-    const enough = size >= limiter.min_size;
+    const ready = size - waiting_rows, enough = ready >= limiter.min_size, what = waiting_rows ? "size without those that wait" : "size";
     return h("p", { class: "limiter" }, h("b", null, "Limiter "),
-      enough ? `open: size ${size} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
-      : `samples wait: size ${size} < min_size ${limiter.min_size}`);
+      enough ? `open: ${what} ${ready} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
+      : `samples wait: ${what} ${ready} < min_size ${limiter.min_size}`);
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
   const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > long / 4) || (at < 0.02 && sampling.seconds > long / 4);

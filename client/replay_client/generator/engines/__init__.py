@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from replay_client.errors import ReplayError
 from replay_client.settings import bounded, check_fields, suggests_names
@@ -60,6 +62,12 @@ class Completion:
     """Why it ended: "stop" (the model ended it), "length" (`max_tokens` or the engine's `max_length`), or another."""
     policy_versions: list[int]
     """(T,) of each token, the version of the weights that drew it."""
+    loss_mask: list[bool] | None = None
+    """(T,) False for tokens that the policy did not write, for an engine that plays turns of its own: no trainer trains
+    on them. None: it wrote all of them."""
+    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Arrays with a row for each token (T, ...), such as log-probabilities of other tokens. The group has them as
+    `extras` with the axis "token", and 0 for tokens whose completion has none."""
 
 
 class Engine(Protocol):

@@ -1,0 +1,329 @@
+"""Rollouts: what the policy did with one task, and the hook that plays it.
+
+    async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        while True:
+            turn = sequence.sampled(await policy.generate(sequence.token_ids))
+            if (answer := await tool(turn.text)) is None:
+                return Rollout([sequence])
+            sequence.given(task.tokenizer.encode(answer), role="tool", text=answer)
+
+The generator calls the hook once for each of the G rollouts of a group, all at the same time, and does everything
+else: permits, new weights, rewards, advantages, the insert. A hook that raises loses its own rollout alone.
+
+Token in, token out: a sequence keeps the ids that the engine drew, and the policy is asked with them. Nothing is
+decoded and tokenized again, because that gives other ids now and then, whose log-probabilities nobody has measured.
+What the policy did not write (the output of a tool, the words of a user) is given with `given`. No trainer trains on
+it.
+
+A rollout may have several sequences: of an agent and its sub-agents, or from before and after a compaction. It still
+counts once, with one reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.completions import group_from_rows
+from replay_client.errors import ReplayError
+from replay_client.generator.engines import Completion, Engine, SamplingConfig
+from replay_client.rollout import RolloutGroup
+
+
+class RolloutError(ReplayError):
+    """A rollout failed. The others of its group go on."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rollout has to do. The generator makes it; the hook reads it."""
+
+    prompt_id: str
+    """The same for the same prompt in every epoch."""
+    prompt_ids: list[int]
+    """(P,) tokens of the prompt, through the tokenizer's chat template if it consists of messages."""
+    row: Mapping[str, Any]
+    """The whole row with the prompt, which reward functions see too."""
+    messages: tuple[Mapping[str, Any], ...] | None
+    """The messages of the prompt; None: it is a text."""
+    index: int
+    """The number of this rollout in its group, from 0 to G - 1."""
+    sampling: SamplingConfig
+    """How tokens are drawn, unless the hook asks for something else."""
+    tokenizer: Any
+    """Of the engine."""
+    max_length: int
+    """The most tokens that the engine takes, with those that it draws."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens of a sequence that one side wrote."""
+
+    role: str
+    """"assistant" for what the policy wrote; "prompt", "tool", "user" or any other for what it was given."""
+    tokens: int
+    text: str = ""
+
+
+class RolloutSequence:
+    """The tokens of one sequence in order, each either drawn from the policy or given to it."""
+
+    def __init__(self, token_ids: Sequence[int], *, text: str = "") -> None:
+        """`token_ids`: what it begins with, for example `task.prompt_ids`."""
+        self.token_ids: list[int] = []
+        """All tokens so far."""
+        self.sampled_mask: list[bool] = []
+        """For each token, whether the policy wrote it, and may be trained on it."""
+        self.logprobs: list[float] = []
+        """For each token, in nats; NaN: unknown, or given."""
+        self.policy_versions: list[int] = []
+        """For each token, the version that drew it. A given one has that of the token before it, or -1."""
+        self.extras: list[tuple[int, Mapping[str, npt.NDArray[Any]]]] = []
+        """The extras of each completion, with the place of its first token."""
+        self.turns: list[Turn] = []
+        self.finish_reason = ""
+        """Of the last completion; "": there was none."""
+        self.given(token_ids, role="prompt", text=text)
+
+    def sampled(self, completion: Completion) -> Turn:
+        """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
+        n = len(completion.token_ids)
+        if completion.extras:
+            self.extras.append((len(self.token_ids), completion.extras))
+        mask = [True] * n if completion.loss_mask is None else completion.loss_mask
+        self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
+        self.finish_reason = completion.finish_reason
+        self.turns.append(Turn("assistant", n, completion.text))
+        return self.turns[-1]
+
+    def given(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
+        """Adds what the policy did not write."""
+        n, version = len(token_ids), self.policy_versions[-1] if self.policy_versions else -1
+        self._add(token_ids, [False] * n, [float("nan")] * n, [version] * n)
+        self.turns.append(Turn(role, n, text))
+
+    def _add(
+        self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        self.token_ids += token_ids
+        self.sampled_mask += mask
+        self.logprobs += logprobs
+        self.policy_versions += versions
+
+    @property
+    def head(self) -> int:
+        """How many tokens stand before the first that the policy wrote."""
+        first = 0
+        for turn in self.turns:
+            if turn.role == "assistant":
+                break
+            first += turn.tokens
+        return first
+
+
+@dataclass
+class Rollout:
+    """What the policy did with one task."""
+
+    sequences: list[RolloutSequence]
+    """At least one. Each begins with what the policy was given."""
+    reward: float | None = None
+    """What the environment gave. It is added to what reward functions give; None: they alone decide."""
+    finish_reason: str = ""
+    """Why it ended; "": as the last completion of its last sequence."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever reward functions want to know of it, for example which tools were called. It is not stored."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of all sequences, one sequence after the other."""
+        return [turn for sequence in self.sequences for turn in sequence.turns]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote last: the text that plain reward functions score."""
+        return next((turn.text for turn in reversed(self.turns) if turn.role == "assistant"), "")
+
+
+class RolloutPolicy:
+    """The policy as the rollouts of one group see it.
+
+    Rollouts that ask for the same tokens at the same moment, as all do in their first turn, share one request of the
+    engine, which then computes their common beginning once.
+    """
+
+    def __init__(self, engine: Engine, sampling: SamplingConfig) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._asked: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self._sent = 0
+        self.failure: BaseException | None = None
+        """Why the engine failed; None: it did not."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
+        """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
+
+        Raises RolloutError if the tokens leave no room for one more, and any error of the engine.
+        """
+        if not 0 < len(token_ids) < self._engine.max_length:
+            raise RolloutError(
+                f"the policy was asked to go on after {len(token_ids)} tokens; the engine takes 1 to "
+                f"{self._engine.max_length - 1}, so that with one more they fit its maximum length"
+            )
+        request = tuple(token_ids), sampling or self._sampling
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        if (waiting := self._asked.get(request)) is None:
+            waiting = self._asked[request] = []
+            # After all rollouts that can go on now: they may ask for the same.
+            asyncio.get_running_loop().call_soon(self._send, request)
+        waiting.append(done)
+        return await done
+
+    def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
+        waiting = [done for done in self._asked.pop(request) if not done.done()]
+        if waiting:
+            task = asyncio.create_task(self._ask(*request, waiting))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+
+    async def _ask(
+        self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
+    ) -> None:
+        if sampling.seed is not None and self._sent:
+            # Otherwise two rollouts that come to the same tokens, one after the other, would go on equally.
+            seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
+            sampling = replace(sampling, seed=seed)
+        self._sent += 1
+        try:
+            completions = await self._engine.generate(list(token_ids), sampling, len(waiting))
+        except Exception as error:
+            self.failure = self.failure or error
+            for done in waiting:
+                if not done.done():
+                    done.set_exception(error)
+            return
+        for done, completion in zip(waiting, completions, strict=True):
+            if not done.done():  # its rollout was given up meanwhile
+                done.set_result(completion)
+
+    async def close(self) -> None:
+        """Ends the requests that nobody waits for any more."""
+        for task in list(self._requests):
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+
+RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
+"""Plays one rollout. It may raise any exception: then the rollout has failed."""
+
+
+async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
+    """One completion of the prompt: what the generator does without a hook."""
+    sequence = RolloutSequence(task.prompt_ids)
+    sequence.sampled(await policy.generate(task.prompt_ids))
+    return Rollout([sequence])
+
+
+@dataclass(frozen=True)
+class Played:
+    """How the rollouts of one group ended."""
+
+    rollouts: list[Rollout]
+    """Those that were finished."""
+    failures: list[Exception]
+    """Why the others were not."""
+
+
+async def play(hook: RolloutHook, tasks: Sequence[Task], engine: Engine, timeout: float | None) -> Played:
+    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
+
+    Raises any error of the engine: it is not the rollouts' own.
+    """
+    policy = RolloutPolicy(engine, tasks[0].sampling)
+
+    async def one(task: Task) -> Rollout | Exception:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return _checked(await hook(task, policy))
+        except Exception as error:
+            if policy.failure is not None:
+                raise policy.failure from None
+            if isinstance(error, TimeoutError) and limit.expired():
+                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout)")
+            return error
+
+    running = [asyncio.create_task(one(task)) for task in tasks]
+    try:
+        ended = await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await policy.close()
+    return Played(
+        [each for each in ended if isinstance(each, Rollout)], [each for each in ended if isinstance(each, Exception)]
+    )
+
+
+def _checked(rollout: Any) -> Rollout:
+    if not isinstance(rollout, Rollout):
+        raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
+    if not rollout.sequences:
+        raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
+    return rollout
+
+
+def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) -> RolloutGroup:
+    """The group of these rollouts; `fields` are its rewards, its advantages, and others of RolloutGroup.
+
+    What all sequences begin with becomes the shared prompt. `version`: of the policy before the generation; it counts
+    if no token was drawn. Raises ValueError as RolloutGroup does.
+    """
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    heads = [sequence.head for sequence in sequences]
+    counts = [len(rollout.sequences) for rollout in rollouts]
+    if len(sequences) > len(rollouts):
+        fields["sequence_counts"] = np.array(counts, np.int32)
+    masks = [np.array(sequence.sampled_mask[head:], np.bool_) for sequence, head in zip(sequences, heads, strict=True)]
+    group = group_from_rows(
+        prompts=[sequence.token_ids[:head] for sequence, head in zip(sequences, heads, strict=True)],
+        completions=[sequence.token_ids[head:] for sequence, head in zip(sequences, heads, strict=True)],
+        logprobs=[sequence.logprobs[head:] for sequence, head in zip(sequences, heads, strict=True)],
+        loss_masks=None if all(mask.all() for mask in masks) else masks,
+        **fields,
+    )
+    spans = group.sampled_spans()
+    drawn = [np.array(s.policy_versions[head:], np.int64) for s, head in zip(sequences, heads, strict=True)]
+    known = np.concatenate([versions[versions >= 0] for versions in drawn])
+    group.policy_version, last = (int(known.min()), int(known.max())) if known.size else (version, version)
+    if last != group.policy_version:
+        group.policy_version_end = last
+        _set_column(group, "policy_versions", list(zip(spans, drawn, strict=True)), fill=group.policy_version)
+    pieces: dict[str, list[tuple[slice, npt.NDArray[Any]]]] = {}
+    for sequence, head, span in zip(sequences, heads, spans, strict=True):
+        for start, extras in sequence.extras:
+            for name, values in extras.items():
+                at = span.start + start - head
+                pieces.setdefault(name, []).append((slice(at, at + len(values)), np.asarray(values)))
+    for name, parts in pieces.items():
+        _set_column(group, name, parts, fill=0)
+    if any(len(sequence.turns) > 2 for sequence in sequences):
+        group.meta["turns"] = [[[turn.role, turn.tokens] for turn in sequence.turns] for sequence in sequences]
+    return group
+
+
+def _set_column(group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int) -> None:
+    """An extra with an entry for each of the T tokens: `parts` in their places, and `fill` elsewhere."""
+    first = parts[0][1]
+    column = np.full((group.num_tokens, *first.shape[1:]), fill, first.dtype)
+    for span, values in parts:
+        column[span] = values
+    group.extras[name], group.axes[name] = column, "token"

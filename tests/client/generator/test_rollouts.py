@@ -1,0 +1,413 @@
+"""Rollouts of several turns: what the hook plays is what the group holds, and a rollout that fails fails alone."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from replay_client import AsyncReplayClient, RolloutGroup
+from replay_client.generator import (
+    GeneratorConfig,
+    PromptError,
+    Rollout,
+    RolloutError,
+    RolloutGenerator,
+    RolloutPolicy,
+    RolloutSequence,
+    Task,
+)
+from replay_client.generator.engines import Completion, EngineError, SamplingConfig
+from replay_client.generator.engines.transformers import TransformersEngine
+from replay_client.generator.rewards import group_reward
+from replay_client.generator.tool_loop import ToolCall, json_calls, tool_loop
+from replay_server import ReplayServer, TableConfig
+from tests.client.generator.factories import EOS, RecordingClient, ScriptedEngine, make_prompts, recomputed
+
+pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
+
+SAID = Completion([7, 8], [-0.1, -0.2], "78", "stop", [])
+
+
+async def two_turns(task: Task, policy: RolloutPolicy) -> Rollout:
+    """The policy writes, a tool answers with the tokens 9 and 5, and the policy writes again."""
+    sequence = RolloutSequence(task.prompt_ids)
+    first = sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.given([9, 5], text=f"{first.text}?")
+    sequence.sampled(await policy.generate(sequence.token_ids))
+    return Rollout([sequence], info={"index": task.index})
+
+
+def zero(row: Any, text: str) -> float:
+    return 0.0
+
+
+async def generate(
+    client: Any, engine: Any, hook: Any, *, reward: Any = zero, prompts: Any = None, **config: Any
+) -> Any:
+    config = {"group_size": 4, "max_groups": 1, "max_concurrent_groups": 1} | config
+    prompts = make_prompts() if prompts is None else prompts
+    generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**config), rollout=hook)
+    await generator.run()
+    return generator.stats
+
+
+async def played(hook: Any, engine: Any = None, **config: Any) -> RolloutGroup:
+    """The group that a hook makes of one prompt."""
+    client = RecordingClient()
+    await generate(client, ScriptedEngine(completions=[SAID]) if engine is None else engine, hook, **config)
+    return client.inserts[0][0]
+
+
+# ------------------------------------------------------------------------------------------- what a group holds
+
+
+async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a_tools_have_none(model: Path) -> None:
+    sampling = SamplingConfig(temperature=0.8, max_tokens=8)
+    with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server:
+        async with AsyncReplayClient(server.address) as client:
+            engine = TransformersEngine(model, seed=0)
+            await generate(client, engine, two_turns, sampling=sampling, prompts=["12+3="])
+            ((sample,),) = [await client.sample("rollouts")]
+    group = sample.group
+    assert group.prompt_ids.tolist() == engine.tokenizer.encode("12+3=")
+    assert group.group_size == group.num_sequences == 4
+    assert group.context_lengths is None
+    for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+        trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
+        (tool,) = [at for at in range(ids.size - 1) if not trained[at : at + 2].any()]
+        assert ids[tool : tool + 2].tolist() == [9, 5]
+        assert trained.sum() == ids.size - 2
+        assert np.isnan(logprobs[tool : tool + 2]).all()
+        expected = np.array(recomputed(model, group.prompt_ids.tolist(), ids.tolist(), sampling))
+        np.testing.assert_allclose(logprobs[trained], expected[trained], atol=1e-5)
+    assert group.meta["turns"][0][2] == ["tool", 2]
+
+
+async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook() -> None:
+    async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        sequence.sampled(await policy.generate(sequence.token_ids))
+        return Rollout([sequence])
+
+    client = RecordingClient()
+    generator = RolloutGenerator(
+        client,  # type: ignore[arg-type]
+        ScriptedEngine(),
+        make_prompts(),
+        zero,
+        GeneratorConfig(group_size=3, max_groups=1),
+    )
+    await generator.run()
+    assert await played(hook, ScriptedEngine(), group_size=3) == client.inserts[0][0]
+    assert client.inserts[0][0].loss_mask is client.inserts[0][0].sequence_counts is None
+    assert client.inserts[0][0].meta == {}
+
+
+async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_begin_with() -> None:
+    async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
+        main = RolloutSequence(task.prompt_ids)
+        main.sampled(await policy.generate(main.token_ids))
+        helper = RolloutSequence([*task.prompt_ids, 20, 21])
+        helper.sampled(await policy.generate(helper.token_ids))
+        return Rollout([main, helper], reward=float(task.index))
+
+    group = await played(with_sub_agent, reward=None, group_size=2)
+    prompt_ids = group.prompt_ids.tolist()
+    assert (group.group_size, group.num_sequences) == (2, 4)
+    assert group.sequence_counts is not None
+    assert group.sequence_counts.tolist() == [2, 2]
+    assert group.context_lengths is not None
+    assert group.context_lengths.tolist() == [0, 2, 0, 2]
+    assert [ids.tolist() for ids in group.prompts()] == [prompt_ids, [*prompt_ids, 20, 21]] * 2
+    assert [ids.tolist() for ids in group.completions()] == [[7, 8], [20, 21, 7, 8]] * 2
+    assert group.rewards.tolist() == [0.0, 1.0]
+
+
+async def test_masks_and_extras_of_a_completion_stand_at_its_tokens() -> None:
+    alternatives = np.array([[1, 2, 3], [4, 5, 6]], np.int16)
+    engine = ScriptedEngine(
+        completions=[Completion([7, 8], [-0.1, float("nan")], "78", "stop", [], [True, False], {"top": alternatives})]
+    )
+    group = await played(two_turns, engine, group_size=2)
+    turn, tool = alternatives.tolist(), [[0, 0, 0]] * 2
+    assert group.extras["top"].tolist() == [*turn, *tool, *turn] * 2
+    assert group.axes == {"top": "token"}
+    assert group.trained_mask.tolist() == [True, False, False, False, True, False] * 2
+
+
+async def test_tokens_of_a_tool_have_the_version_of_the_token_before_them() -> None:
+    class NewWeightsEachTime(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+            self.version += 1
+            return await super().generate(prompt_ids, sampling, n)
+
+    group = await played(two_turns, NewWeightsEachTime(completions=[SAID]), group_size=1)
+    assert (group.policy_version, group.policy_version_end) == (1, 2)
+    assert group.extras["policy_versions"].tolist() == [1, 1, 1, 1, 2, 2]
+    assert group.axes["policy_versions"] == "token"
+
+
+async def test_rollouts_that_ask_for_the_same_at_the_same_moment_share_one_request() -> None:
+    engine = ScriptedEngine(completions=[SAID, Completion([6], [-0.3], "6", "stop", [])])
+    await played(two_turns, engine, group_size=4, sampling=SamplingConfig(seed=3))
+    # One for all first turns, and one for each of the two ways in which they went on, each with a seed of its own.
+    assert len(engine.seeds) == len(set(engine.seeds)) == 3
+
+
+# ------------------------------------------------------------------------------------------- rollouts that fail
+
+
+async def fails_at_odd(task: Task, policy: RolloutPolicy) -> Rollout:
+    if task.index % 2:
+        raise OSError(f"the browser of {task.index} is gone")
+    return await two_turns(task, policy)
+
+
+async def test_the_others_make_the_group_if_they_are_enough() -> None:
+    client = RecordingClient(admission=True)
+
+    def reward(row: Any, text: str, rollout: Rollout) -> float:
+        return float(rollout.info["index"])
+
+    engine = ScriptedEngine(completions=[SAID])
+    stats = await generate(client, engine, fails_at_odd, reward=reward, min_rollouts=2)
+    group = client.inserts[0][0]
+    assert group.rewards.tolist() == [0.0, 2.0]
+    np.testing.assert_allclose(group.advantages, np.array([-1, 1]) / (np.sqrt(2) + 1e-4), rtol=1e-6)
+    assert (stats["groups"], stats["rollouts_failed"], stats["skipped"]) == (1, 2, 0)
+
+
+async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back() -> None:
+    client = RecordingClient(admission=True)
+    engine = ScriptedEngine(completions=[SAID])
+    stats = await generate(client, engine, fails_at_odd, max_groups=3, on_prompt_error="skip", min_rollouts=3)
+    assert (client.inserts, client.leases) == ([], [])
+    assert (stats["skipped"], stats["rollouts_failed"]) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (fails_at_odd, r"'p0': 2 of 4 rollouts failed, the first with OSError\('the browser of 1 is gone'\).* is 4"),
+        ("text", "the hook returned 'text', not a Rollout: return Rollout"),
+        (Rollout([]), "the hook returned a rollout without sequences"),
+    ],
+)
+async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(hook: Any, says: str) -> None:
+    async def returns(task: Task, policy: RolloutPolicy) -> Any:
+        return hook
+
+    with pytest.raises(PromptError, match=says):
+        await played(hook if callable(hook) else returns)
+
+
+async def test_a_rollout_that_takes_too_long_fails() -> None:
+    async def hangs(task: Task, policy: RolloutPolicy) -> Rollout:
+        if task.index == 0:
+            await asyncio.Event().wait()
+        return await two_turns(task, policy)
+
+    group = await played(hangs, rollout_timeout=0.5, min_rollouts=1)
+    assert group.group_size == 3
+
+
+async def test_a_rollout_that_outgrows_the_engine_fails_alone() -> None:
+    async def endless(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        while task.index == 0:
+            sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.sampled(await policy.generate(sequence.token_ids))
+        return Rollout([sequence])
+
+    assert (await played(endless, min_rollouts=3)).group_size == 3
+    with pytest.raises(PromptError, match="asked to go on after 64 tokens; the engine takes 1 to 63"):
+        await played(endless)
+
+
+async def test_an_engine_that_dies_ends_the_run_whatever_the_hook_catches() -> None:
+    class Dying(ScriptedEngine):
+        async def generate(self, *_: Any) -> list[Completion]:
+            raise EngineError("the engine is dead")
+
+    async def careless(task: Task, policy: RolloutPolicy) -> Rollout:
+        try:
+            return await two_turns(task, policy)
+        except Exception as error:
+            raise RuntimeError("something went wrong") from error
+
+    with pytest.raises(EngineError, match="the engine is dead"):
+        await played(careless, Dying(), min_rollouts=1)
+
+
+# ------------------------------------------------------------------------------------------- rewards
+
+
+async def test_rewards_see_the_turns_the_texts_and_what_the_hook_tells() -> None:
+    @group_reward
+    def of_group(row: Any, texts: list[str], rollouts: list[Rollout]) -> list[float]:
+        assert texts == ["78"] * 4
+        return [len(each.turns) + each.info["index"] for each in rollouts]
+
+    def of_one(row: Any, text: str, rollout: Rollout) -> float:
+        return float([turn.text for turn in rollout.turns if turn.role == "tool"] == ["78?"])
+
+    group = await played(two_turns, reward=[of_group, of_one])
+    assert group.rewards.tolist() == [5.0, 6.0, 7.0, 8.0]
+    assert group.extras["rewards/of_one"].tolist() == [1.0] * 4
+    assert group.axes["rewards/of_one"] == "rollout"
+
+
+async def test_the_reward_of_the_environment_is_added_to_those_of_functions() -> None:
+    async def rewarded(task: Task, policy: RolloutPolicy) -> Rollout:
+        rollout = await two_turns(task, policy)
+        rollout.reward = task.index / 2
+        return rollout
+
+    assert (await played(rewarded, reward=None)).rewards.tolist() == [0.0, 0.5, 1.0, 1.5]
+    group = await played(rewarded, reward=lambda row, text: 2.0)
+    assert group.rewards.tolist() == [2.0, 2.5, 3.0, 3.5]
+    assert group.extras["rewards/rollout"].tolist() == [0.0, 0.5, 1.0, 1.5]
+
+
+async def test_rollouts_without_any_reward_are_refused_with_the_remedy() -> None:
+    with pytest.raises(PromptError, match="4 of 4 rollouts have no reward: the hook returns Rollout"):
+        await played(two_turns, reward=None)
+
+
+# ------------------------------------------------------------------------------------------- the tool loop
+
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+FORGETS = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] if loop.last else '' }}")
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    """A token for each character, and one each for the marks of turns."""
+    vocabulary = {"<pad>": 0, "<e>": EOS, "<s>": 2} | {chr(code): code for code in [10, *range(32, 127)]}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<e>", pad_token="<pad>", additional_special_tokens=["<s>"]
+    )
+    fast.chat_template = template
+    return fast
+
+
+@dataclass
+class Talking(ScriptedEngine):
+    """An engine that writes the next of `says` in each turn, and remembers what it read."""
+
+    tokenizer: Any = field(default_factory=chat_tokenizer)
+    max_length: int = 1000
+    says: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        self.read.append("".join(self.tokenizer.convert_ids_to_tokens(prompt_ids)))
+        text = self.says[len(self.read) - 1]
+        ids = [*map(ord, text), EOS]
+        return [Completion(ids, [-0.5] * len(ids), text, "stop", [0] * len(ids))] * n
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: One of them.
+        b: The other.
+    """
+    return a + b
+
+
+async def slow_add(a: int, b: int) -> str:
+    """Adds two numbers.
+
+    Args:
+        a: One of them.
+        b: The other.
+    """
+    await asyncio.sleep(0)
+    return f"it is {a + b}"
+
+
+CHAT = [{"prompt": [{"role": "user", "content": "2+3?"}]}]
+
+
+async def talk(
+    *says: str, tools: Any = (add,), template: str = TEMPLATE, **options: Any
+) -> tuple[RolloutGroup, Talking]:
+    engine = Talking(says=list(says), tokenizer=chat_tokenizer(template))
+    return await played(tool_loop(tools, **options), engine, group_size=1, prompts=CHAT), engine
+
+
+@pytest.mark.parametrize(("tool", "answer"), [(add, "5"), (slow_add, "it is 5")])
+async def test_the_policy_reads_what_its_tool_answers_and_the_answer_is_not_trained_on(tool: Any, answer: str) -> None:
+    call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{"a": 2, "b": 3}}}}</tool_call>'
+    group, engine = await talk(call, "5", tools=[tool])
+    begin = "<s>user\n2+3?<e>\n<s>assistant\n"
+    between = f"\n<s>tool\n{answer}<e>\n<s>assistant\n"
+    assert engine.read == [begin, f"{begin}{call}<e>{between}"]
+    tokens = "".join(engine.tokenizer.convert_ids_to_tokens(group.completion_ids))
+    assert tokens == f"{call}<e>{between}5<e>"
+    assert group.trained_mask.sum() == len(call) + 1 + len("5") + 1
+    assert not group.trained_mask[len(call) + 1 : -2].any()
+    assert group.finish_reasons == ("stop",)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}', r"error: TypeError: .* missing 1 required positional argument"),
+        ('{"name": "sub", "arguments": {}}', "error: there is no tool 'sub'; there are add"),
+        ('{"name": "add", ', r"error: not a call: \{\"name\": \"add\","),
+        ('{"name": 3, "arguments": {}}', "error: not a call: .*; the name is a string"),
+    ],
+)
+async def test_a_call_that_fails_is_told_to_the_policy(call: str, answer: str) -> None:
+    _, engine = await talk(f"<tool_call>{call}</tool_call>", "so be it")
+    assert re.search(rf"<s>tool\n{answer}", engine.read[1])
+
+
+async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_engine() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    group, engine = await talk(*[call] * 9, max_turns=3)
+    assert (len(engine.read), group.finish_reasons) == (3, ("turns",))
+    assert group.trained_mask[-1]
+    group, engine = await talk(*[call] * 99, max_turns=99)
+    assert group.finish_reasons == ("length",)
+
+
+async def test_a_template_that_renders_earlier_turns_differently_is_refused() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    with pytest.raises(PromptError, match="renders earlier turns differently after an answer of a tool"):
+        await talk(call, "5", template=FORGETS)
+
+
+async def test_a_prompt_without_messages_is_refused() -> None:
+    with pytest.raises(PromptError, match="a tool loop needs prompts of messages"):
+        await played(tool_loop([add]))
+
+
+def test_calls_are_found_in_a_text() -> None:
+    two = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> and <tool_call>{"name": "g"}</tool_call>'
+    assert json_calls(f"I think. {two}") == [ToolCall("f", {"x": 1}), ToolCall("g", {})]
+    assert json_calls("nothing") == []
+
+
+def test_tools_of_one_name_and_no_turns_are_refused() -> None:
+    with pytest.raises(ValueError, match="tools need names of their own, not add, add"):
+        tool_loop([add, add])
+    with pytest.raises(ValueError, match="max_turns must be at least 1, not 0"):
+        tool_loop([add], max_turns=0)
+    with pytest.raises(ValueError, match="min_rollouts 9 is more than group_size 4"):
+        GeneratorConfig(group_size=4, min_rollouts=9)
+    assert issubclass(RolloutError, Exception)
