@@ -36,7 +36,7 @@ from replay_client.records import (
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened
+from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened, tag_filters
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
 from replay_client.shards.fleet import Deadline, Fleet, Shard
@@ -349,10 +349,13 @@ class AsyncReplayClient:
         max_priority: float | None = None,
         min_staleness: int | None = None,
         max_staleness: int | None = None,
+        tags: Mapping[str, str | int] | None = None,
         timeout: Timeout = DEFAULT,
     ) -> ItemPage:
         """One page of the items of a table, without their payloads. All bounds are inclusive.
 
+        `tags`: only items that have all of these. Values are compared as text, so "3" finds the number 3; "" finds
+        items without the tag. A tag that the table indexes is found at once; for others the server looks at each item.
         `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
         """
         request = message_of(
@@ -366,6 +369,7 @@ class AsyncReplayClient:
             max_priority=max_priority,
             min_staleness=min_staleness,
             max_staleness=max_staleness,
+            tags=tag_filters(tags),
         )
         if self._fleet.only is not None:
             answers = await self._fleet.ask("ListItems", request, timeout)

@@ -100,6 +100,11 @@ class StoredItem:
     labels: Labels = NO_LABELS
     """Its tags, and the names of its columns."""
 
+    @property
+    def tags(self) -> dict[str, str | int]:
+        """The tags with which the item was inserted."""
+        return self.labels.tags
+
     @cached_property
     def group(self) -> RolloutGroup:
         """The payload as a group, decoded at the first use. Its arrays are read-only.
@@ -126,6 +131,11 @@ class ItemInfo:
     """Its tags, and the names of its columns."""
     waits_for: tuple[str, ...] = ()
     """Names of the columns that it lacks and the table requires. While there are some, it is not sampled."""
+
+    @property
+    def tags(self) -> dict[str, str | int]:
+        """The tags with which the item was inserted."""
+        return self.labels.tags
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
 from replay_protos import replay_pb2 as pb
+from replay_protos.labels import TagValue, labels_of
 
 M = TypeVar("M", bound=Message)
 
@@ -58,6 +59,14 @@ def once(request: M) -> M:
     """Give the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
     cast("Any", request).request = secrets.randbits(63) | 1
     return request
+
+
+def tag_filters(tags: Mapping[str, TagValue] | None) -> list[pb.TagFilter]:
+    """The tags that items must have. Raises InvalidRequestError for what no item can have."""
+    try:
+        return [pb.TagFilter(name=name, value=str(value)) for name, value in labels_of((), tags).pairs]
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def message_of(kind: type[M], **fields: Any) -> M:

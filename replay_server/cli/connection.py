@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from replay_server.cli.options import in_flags, typed
-from replay_server.cli.output import fail
+from replay_server.cli.output import fail, misuse
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
@@ -70,6 +70,23 @@ def parse_key(text: str) -> int:
     return key
 
 
+def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
+    """Tags by name. Ends the command with one line for what is not NAME=VALUE, or a name that comes twice."""
+    tags: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            misuse(f"--tag {text!r} is not NAME=VALUE, for example --tag environment=math")
+        if name in tags:
+            misuse(f"--tag names {name!r} twice: an item has one value of each tag")
+        tags[name] = value
+    return tags
+
+
 TableName = Annotated[str, typer.Argument(metavar="TABLE", help="A table.", autocompletion=complete_table)]
 Key = Annotated[int, typer.Argument(metavar="KEY", parser=parse_key, help="Key of an item.")]
-Keys = Annotated[list[int], typer.Argument(metavar="KEY...", parser=parse_key, help="Keys of items.")]
+TagTexts = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="NAME=VALUE", help="Only items with this tag; several: with all of them."),
+]
+MaybeKeys = Annotated[list[int] | None, typer.Argument(metavar="[KEY]...", parser=parse_key, help="Keys of items.")]

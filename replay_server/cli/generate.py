@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_server.cli.connection import parse_tags
 from replay_server.cli.options import ConfigFile, as_worker, in_flags, options_of
 from replay_server.cli.output import fail, in_words, need, print_json, say
 from replay_server.cli.process import (
@@ -40,7 +41,7 @@ _GENERATOR = options_of(
         *("sampling", "chat_template", "advantage_scale", "follow_policy", "solved_reward"),
         *("insert_timeout", "permit_timeout", "stop_grace"),
         # Options of another name or form, below:
-        *("tables", "max_concurrent_groups", "metrics_path"),
+        *("tables", "tags", "max_concurrent_groups", "metrics_path"),
     ),
 )
 _SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
@@ -80,6 +81,10 @@ def generate(
         ),
     ] = None,
     table: Annotated[list[str] | None, typer.Option(help="Table to insert into; may be repeated. [rollouts]")] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Tag of each group, like environment=math; may be repeated."),
+    ] = None,
     prompt_field: Annotated[str, typer.Option(help="Field of a row that holds the text or the messages.")] = "prompt",
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
     chat: Annotated[bool, typer.Option(help="Make each text prompt a chat message of the user.")] = False,
@@ -119,6 +124,7 @@ def generate(
         settings = GeneratorConfig(
             sampling=SamplingConfig(**sampling, seed=seed),
             tables=tuple(table or ["rollouts"]),
+            tags=parse_tags(tag),
             max_concurrent_groups=max_concurrent_groups or None,
             metrics_path=metrics,
             **generator,

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from replay_protos.state import Document, plain
-from replay_server.cli.connection import Key, Keys, TableName, Timeout, ask, connect
+from replay_server.cli.connection import Key, MaybeKeys, TableName, TagTexts, Timeout, ask, connect, parse_tags
 from replay_server.cli.options import with_access
-from replay_server.cli.output import AsJson, Yes, confirm, console, fail, plain_table, print_json, say
+from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from replay_client import RolloutGroup
+    from replay_client import ReplayClient, RolloutGroup
     from replay_client.records import ItemInfo, Membership, StoredItem
 
+_ITEMS_PER_PAGE = 1000
+_KEYS_PER_CALL = 10_000
 _HEAD = 64
 """Bytes that are shown of a payload that is not a rollout group."""
 _ARRAYS = {"ids", "logprobs", "loss_mask", "token_advantages"}
@@ -46,6 +50,7 @@ def items(
     max_priority: Annotated[float | None, typer.Option(help="Only items of at most this priority.")] = None,
     min_staleness: Annotated[int | None, typer.Option(help="Only items of at least this staleness.")] = None,
     max_staleness: Annotated[int | None, typer.Option(help="Only items of at most this staleness.")] = None,
+    tag: TagTexts = None,
     limit: Annotated[int, typer.Option(min=1, help="Most items on a page.")] = 20,
     page: Annotated[str, typer.Option(help="Show this page; the page before names it.")] = "",
     as_json: AsJson = False,
@@ -54,6 +59,7 @@ def items(
     """List the items of a table, one page at a time."""
     from replay_client.units import counted
 
+    tags = parse_tags(tag)
     with connect(access, timeout) as client:
         found = ask(
             lambda: client.list_items(
@@ -66,6 +72,7 @@ def items(
                 max_priority=max_priority,
                 min_staleness=min_staleness,
                 max_staleness=max_staleness,
+                tags=tags,
             )
         )
     if as_json:
@@ -82,9 +89,11 @@ def items(
 
     out = console()
     if found.items:
-        waiting = any(item.waits_for for item in found.items)
+        # Most items have no tags and wait for nothing; then there is no column for it.
+        waiting, tagged = any(item.waits_for for item in found.items), any(item.tags for item in found.items)
         columns = ["key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"]
         columns += ["waits for"] if waiting else []
+        columns += ["tags"] if tagged else []
         rows = (
             (
                 str(item.key),
@@ -96,10 +105,11 @@ def items(
                 str(item.times_sampled),
                 byte_size(item.nbytes),
                 *([", ".join(item.waits_for)] if waiting else ()),
+                *([_tag_words(item.tags)] if tagged else ()),
             )
             for item in found.items
         )
-        out.print(plain_table(columns, rows))
+        out.print(plain_table(columns, rows, left=("tags",)))
     out.print(
         f"{len(found.items)} of {counted(found.matching, 'item')}"
         + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
@@ -110,30 +120,66 @@ def items(
 def delete(
     access: dict[str, Any],
     table: TableName,
-    keys: Keys,
+    keys: MaybeKeys = None,
+    tag: TagTexts = None,
     yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Delete items from one table. Other tables keep them. Status 1 if a key was not there."""
+    """Delete items from one table, by their keys or by their tags. Other tables keep them.
+
+    Status 1 if a key was not there.
+    """
     from replay_client.units import counted
 
-    confirm(f"Delete {counted(len(set(keys)), 'item')} from {table}?", yes)
+    tags = parse_tags(tag)
+    if bool(keys) == bool(tags):
+        misuse("name the items to delete by their keys, or by --tag NAME=VALUE")
     with connect(access, timeout) as client:
-        result = ask(lambda: client.delete(table, keys))
+        chosen = list(keys or ())
+        if tags:
+            chosen = [item.key for item in ask(lambda: list(all_items(client, table, tags)))]
+        confirm(f"Delete {counted(len(set(chosen)), 'item')} from {table}?", yes)
+        deleted, missing = 0, list[int]()
+        for start in range(0, len(chosen), _KEYS_PER_CALL):
+            part = chosen[start : start + _KEYS_PER_CALL]
+            result = ask(partial(client.delete, table, part))
+            deleted += result.applied
+            missing += result.missing
+    if tags:
+        missing = []  # what has left since the list was made, has left
     if as_json:
-        print_json({"deleted": result.applied, "missing": [str(key) for key in result.missing]})
+        print_json({"deleted": deleted, "missing": [str(key) for key in missing]})
     else:
-        say(f"{result.applied} deleted from {table}")
-    if result.missing:
-        fail(f"not in {table}: {', '.join(map(str, result.missing))}")
+        say(f"{deleted} deleted from {table}")
+    if missing:
+        fail(f"not in {table}: {', '.join(map(str, missing))}")
+
+
+def all_items(
+    client: ReplayClient, table: str, tags: Mapping[str, str], limit: int | None = None
+) -> Iterator[ItemInfo]:
+    """The items of a table that have these tags, the oldest first, page by page; with `limit` at most so many."""
+    left = _ITEMS_PER_PAGE if limit is None else limit
+    page = ""
+    while left > 0:
+        found = client.list_items(table, limit=min(_ITEMS_PER_PAGE, left), descending=True, page=page, tags=tags)
+        yield from found.items
+        left -= 0 if limit is None else len(found)
+        page = found.next_page
+        if not page:
+            return
 
 
 def item_document(item: ItemInfo) -> Document:
     """The key is a string, as in every document."""
-    labels = {"tags": item.labels.tags, "columns": sorted(item.labels.columns)}
+    labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
     facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
     return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
+
+
+def _tag_words(tags: Mapping[str, str | int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in tags.items())
 
 
 class Decoder(Protocol):
@@ -261,9 +307,11 @@ def _item_lines(item: StoredItem) -> list[str]:
         f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {held.times_sampled} times)"
         for name, held in item.tables.items()
     )
+    tags = [f"tags {_tag_words(item.tags)}"] if item.tags else []
     return [
         f"key {item.key}  {len(item.payload)} bytes  inserted {duration(item.age)} ago",
         f"policy version {item.policy_version}, staleness {item.staleness}",
+        *tags,
         f"in {tables}" if tables else "in no table: only a batch that is being sent still holds it",
     ]
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_protos.state import document, plain
-from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect, reach
-from replay_server.cli.items import item_document, load_tokenizer
+from replay_server.cli.connection import TableName, TagTexts, Timeout, ask, complete_table, connect, parse_tags, reach
+from replay_server.cli.items import all_items, item_document, load_tokenizer
 from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient, RolloutGroup
-    from replay_client.records import StoredItem
+    from replay_client.records import ItemInfo, StoredItem
 
 FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
 
@@ -90,6 +90,7 @@ def export(
     payloads: Annotated[
         bool, typer.Option("--payloads/--no-payloads", help="Write the bytes of the items, which `import` needs.")
     ] = True,
+    tag: TagTexts = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only this many items, the oldest first. [all]")] = None,
     as_json: AsJson = False,
     timeout: Timeout = 60.0,
@@ -98,9 +99,10 @@ def export(
     from replay_client.units import counted
 
     format_of(file)
+    tags = parse_tags(tag)
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     with connect(access, timeout) as client:
-        rows = _rows(client, table, limit, decoder, payloads)
+        rows = _rows(client, all_items(client, table, tags, limit), table, decoder, payloads)
         columns = _columns(decoder is not None, payloads)
         try:
             count = ask(lambda: _write(file, columns, rows))
@@ -152,7 +154,6 @@ def _insert_all(client: ReplayClient, file: Path, table: str | None) -> int:
 
 Row = dict[str, Any]
 
-_ITEMS_PER_PAGE = 1000
 _PAYLOADS_PER_CALL = 32
 
 
@@ -199,20 +200,10 @@ def _columns(texts: bool, payloads: bool) -> dict[str, str]:
     return kinds | (_TEXT_COLUMNS if texts else {}) | ({_PAYLOAD: "bytes"} if payloads else {})
 
 
-def _rows(client: ReplayClient, table: str, limit: int | None, decoder: Any, payloads: bool) -> Iterator[Row]:
-    """A row for each item of the table, the oldest first. Leaves out items that go away meanwhile."""
-    left = limit
-    page = ""
-    while left is None or left > 0:
-        size = _ITEMS_PER_PAGE if left is None else min(_ITEMS_PER_PAGE, left)
-        found = client.list_items(table, limit=size, descending=True, page=page)
-        for start in range(0, len(found), _PAYLOADS_PER_CALL):
-            infos = found.items[start : start + _PAYLOADS_PER_CALL]
-            yield from _rows_of(client, table, infos, decoder, payloads)
-        left = None if left is None else left - len(found)
-        page = found.next_page
-        if not page:
-            return
+def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, decoder: Any, payloads: bool) -> Iterator[Row]:
+    """A row for each of `items`. Leaves out items that go away meanwhile."""
+    while infos := list(islice(items, _PAYLOADS_PER_CALL)):
+        yield from _rows_of(client, table, infos, decoder, payloads)
 
 
 def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payloads: bool) -> Iterator[Row]:
@@ -221,7 +212,7 @@ def _rows_of(client: ReplayClient, table: str, infos: Any, decoder: Any, payload
         if (item := stored.get(info.key)) is None:
             continue
         group = _group_of(item)
-        facts = item_document(info) | {"table": table, "tags": item.labels.tags}
+        facts = item_document(info) | {"table": table}
         row = {name: facts[name] for name in _ITEM_COLUMNS}
         row |= {name: None if group is None else of(group) for name, (_, of) in _GROUP_COLUMNS.items()}
         if decoder is not None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.label_columns import columns_message, tags_message
-from replay_protos.labels import Labels
+from replay_protos.labels import MOST_TAGS, Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid
 from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
@@ -19,6 +20,9 @@ from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.table import Table
+
+ITEMS_PER_LOOK = 4096
+"""Items whose tags are looked at between two other requests: some 2 ms."""
 
 
 class ItemMethods:
@@ -90,6 +94,9 @@ class ItemMethods:
             min_version=current - request.max_staleness if request.HasField("max_staleness") else -math.inf,
             max_version=current - request.min_staleness if request.HasField("min_staleness") else math.inf,
         )
+        if request.tags:
+            slots = await self._with_tags(table, slots, _tags(request))
+            columns = table.columns
         start = int(request.page or 0)
         limit = min(request.limit or 100, MAX_ROWS)
         chosen = slots[start : start + limit]
@@ -110,6 +117,33 @@ class ItemMethods:
             tags=tags_message(labels),
             lacking=_lacking(table, chosen),
         )
+
+    async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:
+        """Those of `slots` (n,) whose items have all these tags. What leaves the table meanwhile is left out."""
+        columns = table.columns
+        for name, tag in columns.tags.items():
+            if name in wanted:
+                slots = slots[tag.have(slots, wanted[name])]
+        rest = [(name, value) for name, value in wanted.items() if name not in columns.tags]
+        if not rest or not slots.size:
+            return slots
+        # Tags without an index stand in the items alone: look at some at a time, so that other requests go on.
+        items, found, keys = self.buffer.items, list[int](), columns.key[slots]
+        for start in range(0, slots.size, ITEMS_PER_LOOK):
+            for key in keys[start : start + ITEMS_PER_LOOK].tolist():
+                if (item := items.get(key)) is not None and all(item.labels.text(tag) == text for tag, text in rest):
+                    found.append(key)
+            await asyncio.sleep(0)
+        there = table.columns.find(np.array(found, dtype=np.uint64))
+        return there[there >= 0]
+
+
+def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
+    """The tags that items must have. Raises Refused."""
+    wanted = {each.name: each.value for each in request.tags}
+    if len(wanted) < len(request.tags) or len(wanted) > MOST_TAGS:
+        raise invalid(f"{len(request.tags)} tags to look for: name each once, and at most {MOST_TAGS}")
+    return wanted
 
 
 def _lacking(table: Table, slots: IntArray) -> list[pb.Columns]:

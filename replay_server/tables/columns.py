@@ -152,6 +152,11 @@ class TagColumn:
                 self.values[code] = ""
                 self._unused.append(code)
 
+    def have(self, slots: IntArray, value: str) -> npt.NDArray[np.bool_]:
+        """Whether each of `slots` (n,) has `value`; "" for no value."""
+        code = self.code(value)
+        return np.zeros(slots.size, dtype=np.bool_) if code is None else np.asarray(self.codes[slots] == code)
+
     def lengthen(self, slots: int) -> None:
         """Makes room for `slots` slots."""
         self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.system import extending
 from tests.system.crash import run
 
 
@@ -21,3 +22,14 @@ def test_kills_of_one_of_three_shards_break_no_promise(tmp_path, kills):
     assert ledger.violations == []
     assert ledger.totals["kills"] == kills
     assert ledger.totals["inserts"] >= 10 * kills
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_kills_cost_no_column_and_put_none_on_another_item(tmp_path, transport, kills):
+    """The clients of this process put all their payloads into rings, or none."""
+    ledger = extending.run(kills=kills, seed=7, folder=tmp_path, fsync="always")
+    assert ledger.violations == []
+    assert ledger.totals["kills"] == kills
+    assert ledger.totals["added"] >= 10 * kills
+    assert ledger.totals["columns seen"] > 0
+    assert (ledger.totals["clients over rings"] > 0) == (transport == "shared memory")

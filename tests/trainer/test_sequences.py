@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,6 @@ from tests.trainer.factories import (
 )
 
 Cuts = Sequence[Sequence[int]]
-OLD = LogprobModel(make_model(seed=2))
-
 FLAT = [
     make_group(
         rewards=[1.0, 0.0, 0.5],
@@ -81,21 +80,23 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def passes_of(folder: Path, **options: Any) -> Passes:
-    config = GRPOConfig(output_dir=folder, device="cpu", **options)
-    reference = LogprobModel(make_model(seed=1), config.packing) if config.beta else None
-    return Passes(LogprobModel(make_model(), config.packing), reference, None, config, Ranks("cpu"), partitioned=False)
+@cache
+def model_of(seed: int, packing: bool = True) -> LogprobModel:
+    """A tiny model that nobody trains: it is made once."""
+    return LogprobModel(make_model(seed=seed), packing)
 
 
 def gradient_of(groups: Sequence[RolloutGroup], folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The gradient of a step of a tiny model by each of its weights, and its loss and metrics. Changes no weight."""
-    passes, batch = passes_of(folder, **options), to_batch(groups)
+    config = GRPOConfig(output_dir=folder, device="cpu", **options)
+    policy, reference = model_of(0, config.packing), model_of(1, config.packing) if config.beta else None
+    passes, batch = Passes(policy, reference, None, config, Ranks("cpu"), partitioned=False), to_batch(groups)
+    policy.zero_grad(set_to_none=True)
     with torch.no_grad():  # another policy is the old one, as after a first update, so that ratios are not 1
-        old_BT, _ = OLD(batch)
+        old_BT, _ = model_of(2)(batch)
     _, loss, metrics = passes.backward(batch, old_BT)
-    gradients = {
-        name: weight.grad for name, weight in passes.policy.model.named_parameters() if weight.grad is not None
-    }
+    named = policy.model.named_parameters()
+    gradients = {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
     return gradients, {**metrics, "loss": loss}
 
 
@@ -230,6 +231,7 @@ def sgd_run(client: Any, folder: Path, **options: Any) -> tuple[Any, list[dict[s
 
 
 STEPS: dict[str, dict[str, Any]] = {
+    "gspo": {"loss_type": "gspo", "num_iterations": 2},
     "grpo": {"loss_type": "grpo", "num_iterations": 2, "scale_rewards": "batch"},
     "truncated rollouts": {"mask_truncated_completions": True, "scale_rewards": "group"},
     "rollouts are rejected": {"correction": CorrectionConfig(level="geometric", veto=0.5, batch_normalize=True)},
@@ -315,7 +317,7 @@ def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path: Path)
         each(padded.input_ids_BS, attention_mask=padded.attention_mask_BS, position_ids=padded.position_ids_BS).logits[
             :, padded.prompt_ids_BP.shape[1] - 1 : -1
         ]
-        for each in (model, OLD.model)
+        for each in (model, make_model(seed=2))
     ]
     logprobs_BT, old_BT = (
         each.log_softmax(-1).gather(-1, padded.completion_ids_BT[..., None]).squeeze(-1) for each in logits_BTV

@@ -20,11 +20,13 @@ from replay_client import ReplayClient, Sample
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from replay_trainer import GRPOTrainer, grpo, leases, publication
+from replay_trainer import GRPOConfig, GRPOTrainer, grpo, leases, publication
 from replay_trainer.background import ServerWaits
 from replay_trainer.leases import GroupLeases, TrainedGroups
+from replay_trainer.publication import Publication
+from replay_trainer.ranks import Ranks
 from replay_trainer.weights import published
-from tests.factories import ctrl_c_raises, make_group, until
+from tests.factories import ctrl_c_raises, make_group, run_ranks, until
 from tests.trainer.factories import lines_of, make_trainer
 
 STEPS = 4
@@ -220,3 +222,33 @@ def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(
             held.acknowledge(held.trained())
             held.settled()
         assert held.unconfirmed.keys == set(keys[-2:])
+
+
+CAME_BACK = (101, 102, 103)
+"""Keys of groups that a full state contains, and whose shard is away when they are acknowledged."""
+
+
+def draw_as_rank(address: str, folder: Path) -> None:
+    """One of two ranks. No server confirms the groups to the first; they come back, and the other one draws them."""
+    ranks, config = Ranks("cpu"), GRPOConfig(output_dir=folder / "run", report_to=())
+    with ReplayClient(address) as client:
+        held = GroupLeases(client, "rollouts", 60.0, folder, ranks.index)
+        none: Any = None  # nothing is published
+        published_by = Publication(none, none, none, client, config, ranks, False, held)
+        if ranks.is_first:
+            held.acknowledge(TrainedGroups({("away", 7): list(CAME_BACK)}))
+        published_by.check()
+        if ranks.is_first:
+            for key in (*CAME_BACK, 104):
+                client.insert(b"", {"rollouts": 1.0}, key=key)
+        ranks.wait()
+        if not ranks.is_first:
+            batch = client.sample("rollouts", 4, lease=60.0, timeout=60.0)
+            assert {sample.info.key for sample in batch} == {*CAME_BACK, 104}
+            assert [sample.info.key for sample in held.hold(batch)] == [104]
+        ranks.wait()
+
+
+def test_other_ranks_leave_groups_out_that_the_first_could_not_acknowledge(tmp_path: Path) -> None:
+    with ReplayServer(DEFAULT_TABLES, port=0) as server:
+        assert run_ranks(2, draw_as_rank, server.address, tmp_path) == ["", ""]

@@ -83,6 +83,8 @@ def item_facts(item: StoredItem) -> dict[str, Any]:
         "age": item.age,
         "policy_version": item.policy_version,
         "staleness": item.staleness,
+        "tags": item.tags,
+        "columns": sorted(item.labels.columns),
         "tables": {name: vars(held) for name, held in item.tables.items()},
     }
 

@@ -12,6 +12,7 @@ from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.rewards import Priority, load_priority
 from replay_client.settings import bounded, check_fields, suggests_names
+from replay_protos.labels import labels_of
 
 
 @suggests_names
@@ -31,6 +32,9 @@ class GeneratorConfig:
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
     tables: tuple[str, ...] = ("rollouts",)
     """Tables of each group."""
+    tags: Mapping[str, str | int] = field(default_factory=dict)
+    """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
+    both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
     priority: str | Priority = "advantage"
     """The priority of each group in its tables: advantage, learnability, or package.module:function.
 
@@ -106,4 +110,5 @@ class GeneratorConfig:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if not self.tables:
             raise ValueError("tables must name at least one table")
+        labels_of((), self.tags)
         load_priority(self.priority)

@@ -189,7 +189,7 @@ class RolloutGenerator:
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room for it and a permit."""
-        admission = await self._server.needs_permits()
+        admission = await self._server.begin()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
                 "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
@@ -231,7 +231,7 @@ class RolloutGenerator:
                 self._check_permit(lease, time.monotonic() - acquired)
             staleness = max(0, self._policy.newest_version - group.policy_version)
             times.insert = -time.monotonic()
-            await self._server.insert(group, lease)
+            await self._server.insert(group, lease, prompt.tags)
             times.insert += time.monotonic()
         except (LeftOut, PromptError) as error:
             # First of all: another group may wait for this permit.

@@ -124,6 +124,7 @@ class GeneratorMetrics:
         """`by_function`: the rewards (G,) of each function; `staleness`: versions behind the trainer on arrival."""
         # What the policy did not write has no log-probability to know.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
+        unknown += group.meta.get("unknown_logprobs", 0)
         self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean())))
         (first, first_tokens, _), (last, _, _) = self._recent[0], self._recent[-1]
         tokens = sum(tokens for _, tokens, _ in self._recent) - first_tokens

@@ -8,12 +8,13 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from replay_client.errors import ReplayError
 from replay_client.json_lines import json_lines
+from replay_protos.labels import TagValue, labels_of
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
@@ -40,13 +41,15 @@ class Prompt:
     """A text, which is completed as it is, or the messages of a chat, which go through the tokenizer's template."""
     row: Mapping[str, Any]
     """The whole row with the prompt."""
+    tags: Mapping[str, TagValue] = field(default_factory=dict)
+    """Tags of its groups: the row's `tags`, if that is an object; those that are null are not there."""
 
     @classmethod
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
         """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
 
         Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content. Raises ValueError if the content is
-        missing, empty, or neither a text nor messages.
+        missing, empty, or neither a text nor messages, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
@@ -60,7 +63,7 @@ class Prompt:
         if prompt_id is None:
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
             prompt_id = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return cls(prompt_id=str(prompt_id), content=content, row=row)
+        return cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
 
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
@@ -95,6 +98,14 @@ class Prompt:
             return [int(token) for token in ids]
         except Exception as error:
             raise PromptError(f"prompt {self.prompt_id!r} cannot be tokenized: {error}") from error
+
+
+def _tags(given: Any) -> dict[str, TagValue]:
+    """A data set may have a column `tags` of its own, such as lists of keywords: that is not meant for the server."""
+    if not isinstance(given, Mapping):
+        return {}
+    # A data set has all fields in each row, and null where a row lacks one.
+    return labels_of((), {name: value for name, value in given.items() if value is not None}).tags
 
 
 def _content(name: str, value: Any) -> str | tuple[Message, ...]:

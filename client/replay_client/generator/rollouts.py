@@ -293,6 +293,7 @@ def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) 
     if len(sequences) > len(rollouts):
         fields["sequence_counts"] = np.array(counts, np.int32)
     masks = [np.array(sequence.sampled_mask[head:], np.bool_) for sequence, head in zip(sequences, heads, strict=True)]
+    unknown = _leave_out_unknown(sequences, heads, masks) if len(sequences) > len(rollouts) else 0
     group = group_from_rows(
         prompts=[sequence.token_ids[:head] for sequence, head in zip(sequences, heads, strict=True)],
         completions=[sequence.token_ids[head:] for sequence, head in zip(sequences, heads, strict=True)],
@@ -315,9 +316,27 @@ def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) 
                 pieces.setdefault(name, []).append((slice(at, at + len(values)), np.asarray(values)))
     for name, parts in pieces.items():
         _set_column(group, name, parts, fill=0)
+    if unknown:
+        group.meta["unknown_logprobs"] = unknown
     if any(len(sequence.turns) > 2 for sequence in sequences):
         group.meta["turns"] = [[[turn.role, turn.tokens] for turn in sequence.turns] for sequence in sequences]
     return group
+
+
+def _leave_out_unknown(
+    sequences: Sequence[RolloutSequence], heads: Sequence[int], masks: Sequence[npt.NDArray[np.bool_]]
+) -> int:
+    """Masks tokens whose log-probability the engine does not know, where it knows others. Returns how many.
+
+    RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from those of tools.
+    """
+    count = 0
+    for sequence, head, mask in zip(sequences, heads, masks, strict=True):
+        unknown = mask & np.isnan(sequence.logprobs[head:])
+        if unknown.any() and (mask & ~unknown).any():
+            count += int(unknown.sum())
+            mask &= ~unknown
+    return count
 
 
 def _set_column(group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int) -> None:

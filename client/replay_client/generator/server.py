@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from replay_client.errors import (
@@ -30,6 +32,7 @@ from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.merging import restarted
 from replay_client.waits import WaitLog, patiently
+from replay_protos.labels import TagValue
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+NO_TAGS: Mapping[str, TagValue] = MappingProxyType({})
 
 _RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
 SECONDS_PER_LOOK = 5.0
@@ -57,14 +61,20 @@ class GeneratorServer:
         self._priority = load_priority(config.priority)
         self._keys = KeySequence()
         self._seen: ServerInfo | None = None
+        self._tells_prompts = False
+        """Whether a table that groups come to indexes the tag `prompt_id`."""
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
         self._table_full = WaitLog()
 
-    async def needs_permits(self) -> bool:
-        """Whether groups for the configured tables need permits: one of the tables is that of [admission]."""
+    async def begin(self) -> bool:
+        """Asks the server what it is. Returns whether groups for the configured tables need permits.
+
+        They do if one of the tables is that of [admission].
+        """
         info = await self._answer(self._client.server_info)
         self._see(info)
+        self._tells_prompts = _index_prompts(info, self._config.tables)
         return (admission := info.admission) is not None and admission.table in self._config.tables
 
     async def acquire(self) -> PermitLease:
@@ -89,8 +99,10 @@ class GeneratorServer:
         """Says that this generator ends on purpose, if the server can be reached soon."""
         await self._client.leave(timeout=_RELEASE_SECONDS)
 
-    async def insert(self, group: RolloutGroup, lease: PermitLease | None) -> None:
-        """Returns when the group is in its tables and its permit is used up.
+    async def insert(
+        self, group: RolloutGroup, lease: PermitLease | None, tags: Mapping[str, TagValue] = NO_TAGS
+    ) -> None:
+        """Returns when the group is in its tables and its permit is used up. `tags` are those of its prompt.
 
         Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
         Raises PromptError if the group is too large for the server, or its priority function fails.
@@ -102,7 +114,10 @@ class GeneratorServer:
         priorities = dict.fromkeys(self._config.tables, priority)
         # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
         key, timeout = next(self._keys), self._config.insert_timeout
-        attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout)
+        tags = {**self._config.tags, **tags}
+        if self._tells_prompts:
+            tags.setdefault("prompt_id", group.prompt_id)
+        attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout, tags=tags)
         try:
             await self._answer(attempt, counts_as="insert_waits")
             self._table_full.go_on()
@@ -173,3 +188,17 @@ class GeneratorServer:
                 info.policy.version,
             )
         self._seen = info
+
+
+def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:
+    """Whether one of these tables, or one that they forward to, indexes the tag `prompt_id`."""
+    names = list(tables)
+    for name in names:
+        if (table := info.tables.get(name)) is None:
+            continue
+        config = json.loads(table.config)
+        if "prompt_id" in config["index"] or (config["balance"] or {}).get("tag") == "prompt_id":
+            return True
+        if (target := config["forward_to"]) is not None and target not in names:
+            names.append(target)
+    return False

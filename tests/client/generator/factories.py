@@ -202,6 +202,7 @@ class RecordingClient:
         key: int,
         permits: PermitLease | None,
         timeout: float | None,
+        tags: Mapping[str, str | int],
     ) -> int:
         await asyncio.sleep(0)
         self.insert_keys.append(key)
@@ -231,6 +232,7 @@ class RecordingClient:
         class Info:
             admission: object | None
             server_id: int = 1
+            tables: Mapping[str, Any] = field(default_factory=dict)
 
         return Info(admission=AdmissionInfo(table="rollouts") if self.admission else None)
 

@@ -48,6 +48,15 @@ def zero(row: Any, text: str) -> float:
     return 0.0
 
 
+async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
+    """A second agent knows the tokens 20 and 21 from elsewhere."""
+    main = RolloutSequence(task.prompt_ids)
+    main.sampled(await policy.generate(main.token_ids))
+    helper = RolloutSequence([*task.prompt_ids, 20, 21])
+    helper.sampled(await policy.generate(helper.token_ids))
+    return Rollout([main, helper], reward=float(task.index))
+
+
 async def generate(
     client: Any, engine: Any, hook: Any, *, reward: Any = zero, prompts: Any = None, **config: Any
 ) -> Any:
@@ -111,13 +120,6 @@ async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook() -> No
 
 
 async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_begin_with() -> None:
-    async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
-        main = RolloutSequence(task.prompt_ids)
-        main.sampled(await policy.generate(main.token_ids))
-        helper = RolloutSequence([*task.prompt_ids, 20, 21])
-        helper.sampled(await policy.generate(helper.token_ids))
-        return Rollout([main, helper], reward=float(task.index))
-
     group = await played(with_sub_agent, reward=None, group_size=2)
     prompt_ids = group.prompt_ids.tolist()
     assert (group.group_size, group.num_sequences) == (2, 4)
@@ -128,6 +130,18 @@ async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_b
     assert [ids.tolist() for ids in group.prompts()] == [prompt_ids, [*prompt_ids, 20, 21]] * 2
     assert [ids.tolist() for ids in group.completions()] == [[7, 8], [20, 21, 7, 8]] * 2
     assert group.rewards.tolist() == [0.0, 1.0]
+
+
+async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_masked_and_counted() -> None:
+    client = RecordingClient()
+    half, none = ([7, 8], [np.nan, -0.2], "78", "stop", []), ([7], [np.nan], "7", "stop", [])
+    engine = ScriptedEngine(completions=[Completion(*half)])
+    stats = await generate(client, engine, with_sub_agent, reward=None, group_size=2)
+    (group, _), *_ = client.inserts
+    assert group.completion_ids[group.trained_mask].tolist() == [8] * 4
+    assert group.meta["unknown_logprobs"] == stats["nan_logprobs"] == 4
+    group = await played(with_sub_agent, ScriptedEngine(completions=[Completion(*none)]), reward=None, group_size=2)
+    assert group.completion_ids[group.trained_mask].tolist() == [7] * 4
 
 
 async def test_masks_and_extras_of_a_completion_stand_at_its_tokens() -> None:

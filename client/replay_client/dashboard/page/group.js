@@ -50,7 +50,8 @@ function about() {
   const rows = [["in", tables.map(([name,
     held]) => `${name} (priority ${number(held.priority)}${held.effective_priority !== null && held.effective_priority !== held.priority ? `, now ${number(held.effective_priority)}` : ""}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
     ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}`
-      : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)]];
+      : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)],
+    ...Object.entries(item.tags).map(([name, value]) => [`tag ${name}`, value])];
   if (group) {
     const rewards = group.rewards, mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     rows.unshift(["prompt", group.prompt_id || "without a name"],

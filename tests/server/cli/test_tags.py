@@ -1,0 +1,68 @@
+"""`--tag` of `items`, `export` and `delete`, and tags in what `items`, `show` and `tables` print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_server import ReplayServer, TableConfig
+from tests.commands import fails, run_replay
+
+
+@pytest.fixture
+def keys(client) -> list[int]:
+    tags = [{"environment": "math", "level": 3}, {"environment": "code"}, {}]
+    return [client.insert(b"x", {"replay": 1.0}, tags=each) for each in tags]
+
+
+def test_items_shows_and_finds_tags(replay, client, keys):
+    shown = replay("items", "replay").stdout
+    assert "environment=math, level=3" in shown
+    found = replay("items", "replay", "--tag", "environment=math", "--tag", "level=3").stdout
+    assert str(keys[0]) in found
+    assert "1 of 1 item" in found
+    (item,) = json.loads(replay("items", "replay", "--tag", "environment=code", "--json").stdout)["items"]
+    assert (item["key"], item["tags"], item["columns"]) == (str(keys[1]), {"environment": "code"}, [])
+    assert "tags environment=math, level=3" in replay("show", str(keys[0])).stdout
+    assert json.loads(replay("show", str(keys[0]), "--json").stdout)["tags"] == {"environment": "math", "level": 3}
+
+
+def test_items_without_tags_have_no_column_for_them(replay, client):
+    client.insert(b"x", {"replay": 1.0})
+    assert "tags" not in replay("items", "replay").stdout
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.parquet"])
+def test_export_writes_the_items_with_a_tag_and_import_brings_their_tags_back(replay, client, keys, tmp_path, name):
+    file = tmp_path / name
+    written = replay("export", "replay", str(file), "--tag", "environment=math")
+    assert written.stdout == f"1 item of replay written to {file}\n", written.stderr
+    with ReplayServer([TableConfig(name="there")], port=0) as target, ReplayClient(target.address) as there:
+        imported = run_replay("import", str(file), "--table", "there", address=target.address)
+        assert imported.stdout == f"1 item of {file} inserted\n", imported.stderr
+        (item,) = there.list_items("there").items
+        assert (item.key, item.tags) == (keys[0], {"environment": "math", "level": 3})
+
+
+def test_delete_by_tag_takes_exactly_those_items_and_asks_first(replay, client, keys):
+    asked = replay("delete", "replay", "--tag", "environment=math")
+    assert "say --yes to do it" in asked.stderr
+    assert client.server_info().tables["replay"].size == 3
+    assert replay("delete", "replay", "--tag", "environment=math", "--yes").stdout == "1 deleted from replay\n"
+    assert {item.key for item in client.list_items("replay").items} == set(keys[1:])
+    assert replay("delete", "replay", "--tag", "environment=math", "--yes").stdout == "0 deleted from replay\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("items replay --tag environment", "--tag 'environment' is not NAME=VALUE, for example --tag environment=math"),
+        ("items replay --tag a=1 --tag a=2", "--tag names 'a' twice: an item has one value of each tag"),
+        ("delete replay --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
+        ("delete replay 5 --tag a=1 --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
+    ],
+)
+def test_a_tag_that_makes_no_sense_is_one_line(command, words):
+    assert fails(*command.split(), status=2, address="127.0.0.1:1") == f"replay: {words}\n"

@@ -1,0 +1,116 @@
+"""Tags on the wire: who lists by them finds what has them, indexed or not, and stops nobody."""
+
+import threading
+
+import pytest
+
+import replay_server.rpc.items
+from replay_client import ReplayClient
+from replay_client.errors import InvalidRequestError
+from replay_server import ReplayServer, TableConfig
+from tests.factories import until
+
+TABLES = [TableConfig(name="plain"), TableConfig(name="indexed", index=["environment", "level"])]
+TAGS = [
+    {"environment": "math", "level": 1},
+    {"environment": "math", "level": "1"},
+    {"environment": "code", "level": -5},
+    {"environment": "", "source": "web"},
+    {},
+]
+
+
+@pytest.fixture
+def client(monkeypatch):
+    monkeypatch.setattr(replay_server.rpc.items, "ITEMS_PER_LOOK", 2)  # several looks for a few items
+    with ReplayServer(TABLES, 0) as server, ReplayClient(server.address, timeout=30.0) as client:
+        yield client
+
+
+@pytest.fixture
+def keys(client):
+    return [client.insert(b"x", {"plain": 1.0, "indexed": float(row)}, tags=tags) for row, tags in enumerate(TAGS)]
+
+
+@pytest.mark.parametrize("table", ["plain", "indexed"])
+@pytest.mark.parametrize(
+    ("tags", "rows"),
+    [
+        (None, [0, 1, 2, 3, 4]),
+        ({"environment": "math"}, [0, 1]),
+        ({"environment": "math", "level": 1}, [0, 1]),
+        ({"level": "-5"}, [2]),
+        ({"environment": "law"}, []),
+        ({"environment": ""}, [3, 4]),
+        ({"source": "web"}, [3]),
+        ({"environment": "math", "source": ""}, [0, 1]),
+        ({"nobody": "has this"}, []),
+        ({"nobody": ""}, [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_a_list_by_tags_has_the_items_that_have_all_of_them(client, keys, table, tags, rows):
+    found = client.list_items(table, tags=tags, descending=True)
+    assert [item.key for item in found.items] == [keys[row] for row in rows]
+    assert found.matching == len(rows)
+    assert [item.tags for item in found.items] == [TAGS[row] for row in rows]
+
+
+@pytest.mark.parametrize("table", ["plain", "indexed"])
+def test_pages_orders_and_bounds_hold_for_a_list_by_tags(client, keys, table):
+    client.update_priorities(table, {keys[0]: 7.0, keys[1]: 9.0, keys[2]: 8.0})
+    first = client.list_items(table, tags={"environment": "math"}, order_by="priority", descending=True, limit=1)
+    assert ([item.key for item in first.items], first.matching) == ([keys[1]], 2)
+    options = {"order_by": "priority", "descending": True, "limit": 1}
+    second = client.list_items(table, tags={"environment": "math"}, page=first.next_page, **options)
+    assert ([item.key for item in second.items], second.next_page) == ([keys[0]], "")
+    assert not client.list_items(table, tags={"environment": "math"}, min_priority=9.5).items
+
+
+@pytest.mark.parametrize(
+    ("tags", "line"),
+    [
+        ({"": "math"}, "tag '' has a name of 0 bytes: 1 to 64"),
+        ({"level": 1.5}, "tag 'level' is 1.5: a tag is a string, or an integer of 64 bits"),
+        ({f"t{n}": "" for n in range(9)}, "an item has at most 8 tags, not 9"),
+    ],
+    ids=["no name", "a float", "nine"],
+)
+def test_tags_that_no_item_can_have_are_refused_with_one_line(client, tags, line):
+    with pytest.raises(InvalidRequestError, match=f"^{line}"):
+        client.list_items("plain", tags=tags)
+
+
+def test_an_index_that_begins_while_the_server_runs_finds_the_items_of_before(client, keys):
+    client.update_table("plain", index=["source"])
+    assert [item.key for item in client.list_items("plain", tags={"source": "web"}).items] == [keys[3]]
+    later = client.insert(b"x", {"plain": 1.0}, tags={"source": "book"})
+    assert [item.key for item in client.list_items("plain", tags={"source": "book"}).items] == [later]
+    client.update_table("plain", index=[])
+    assert [item.key for item in client.list_items("plain", tags={"source": "web"}).items] == [keys[3]]
+
+
+def test_what_leaves_while_its_tags_are_looked_at_is_left_out_and_others_are_served(client):
+    with client.writer() as writer:
+        for _ in range(400):
+            writer.insert(b"x", {"plain": 1.0}, tags={"source": "web"})
+        writer.flush()
+    answers, stop = [], threading.Event()
+
+    def list_again_and_again():
+        while not stop.is_set():
+            answers.append(client.list_items("plain", tags={"source": "web"}, limit=400))
+
+    thread = threading.Thread(target=list_again_and_again)
+    thread.start()
+    until(lambda: answers)
+    for _ in range(10):
+        client.delete("plain", [item.key for item in client.list_items("plain", limit=20).items])
+    client.reset("plain")
+    seen = len(answers)
+    until(lambda: len(answers) > seen + 1)
+    stop.set()
+    thread.join()
+    assert answers[0].matching == 400
+    assert all(len(answer.items) == answer.matching for answer in answers)
+    assert answers[-1].matching == 0
