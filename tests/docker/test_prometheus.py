@@ -109,6 +109,7 @@ HEALTHY = {
     "replay_fell_back": "0x60",
     'replay_silent_seconds{side="trainer"}': "0x60",
     'replay_table_waiting_seconds{table="rollouts",operation="sample"}': "0x60",
+    'replay_table_waiting_items_seconds{table="rollouts"}': "0x60",
     "replay_permits_waiting_seconds": "0x60",
     "replay_long_wait_seconds": "20x60",
     "replay_bytes": "5000000000x60",
@@ -125,6 +126,7 @@ SICK = {
     "ReplayFellBack": {"replay_fell_back": "1x60"},
     "ReplaySideGone": {'replay_silent_seconds{side="trainer"}': "94+10x60"},
     "ReplayWaits": {'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS},
+    "ReplayWaitsForColumns": {'replay_table_waiting_items_seconds{table="rollouts"}': GROWS},
     "ReplayPermitsWait": {"replay_permits_waiting_seconds": GROWS},
     "ReplayMemoryFull": {"replay_bytes": "9100000000x60"},
     "ReplayDiskFull": {"replay_disk_available_bytes": "4000000000x60"},
@@ -164,6 +166,7 @@ def test_each_alert_goes_off_for_its_trouble_and_no_other_does(tmp_path, alert):
             {
                 "replay_long_wait_seconds": "900x60",
                 'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS,
+                'replay_table_waiting_items_seconds{table="rollouts"}': GROWS,
                 "replay_permits_waiting_seconds": GROWS,
             },
             id="steps take five minutes",

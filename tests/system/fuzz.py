@@ -27,6 +27,15 @@ def seeds(name: str) -> Iterator[bytes]:
     insert = pb.InsertRequest(
         keys=[1, 2], targets=[pb.InsertTarget(table="plain", priorities=[1, 2])], payload_sizes=[1, 1], payloads=b"ab"
     )
+    segment = pb.InsertRequest(
+        keys=[1, 2],
+        extend=True,
+        requests=[9, 8],
+        columns=[pb.Columns(names=["c"])],
+        payload_sizes=[1, 1],
+        payloads=b"ab",
+    )
+    waits = pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="wait")], payload_sizes=[1, 1], payloads=b"ab")
     sample = pb.SampleRequest(table="plain", num_samples=1, timeout=0.0, scope="s", lease=1.0, id=1 << 40)
     stream = pb.DrawRequest(draw=sample, take=[1 << 40])
     if name == "rollout":
@@ -40,6 +49,9 @@ def seeds(name: str) -> Iterator[bytes]:
             made = {"InsertRequest": insert, "SampleRequest": sample, "DrawRequest": stream}
             data = made.get(method.input_type.name, pb.GetRequest(keys=[1])).SerializeToString()
             yield bytes([number]) + 2 * (struct.pack("<H", len(data)) + data)
+            if method.name == "InsertStream":
+                both = (waits.SerializeToString(), segment.SerializeToString())
+                yield bytes([number]) + b"".join(struct.pack("<H", len(data)) + data for data in both)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ TABLES = [
     TableConfig(name="plain", sampler="fifo", max_size=20, seed=1),
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool", seed=1),
     TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=8, max_staleness=2, seed=1),
+    TableConfig(name="wait", rate_limiter={"type": "queue", "max_size": 6}, requires=["c"], max_bytes=100, seed=1),
 ]
 
 
@@ -152,9 +153,16 @@ class Service:
         buffer, service = self.buffer, self._service
         backend = service.backend
         assert buffer.bytes == sum(item.nbytes for item in buffer.items.values())
+        keys = list(buffer.items)
+        payloads = buffer.payloads(keys, [buffer.items[key].nbytes for key in keys])
+        assert [sum(map(len, payload)) for payload in payloads] == [buffer.items[key].nbytes for key in keys]
         held = dict.fromkeys(buffer.items, 0)
         for table in buffer.tables.values():
             assert table.size <= table.config.max_size
+            slots, requires = table.columns.occupied(), set(table.config.requires)
+            rows: list[int] = table.columns.key[slots].tolist()
+            assert table.bytes == sum(buffer.items[key].nbytes for key in rows)
+            assert table.waiting.count == sum(not requires <= buffer.items[key].labels.columns for key in rows)
             for key in table.columns.key[table.columns.occupied()].tolist():
                 held[key] += 1
         for _, batch in buffer.outstanding.by_id.values():

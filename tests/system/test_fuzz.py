@@ -43,6 +43,8 @@ CHANGES = [
     {"rate_limiter": {"type": "min_size", "min_size": 2}},
     {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 2.0, "error_buffer": 8.0}},
     {"max_bytes": None, "max_size": 20},
+    {"requires": ["c"]},
+    {"requires": []},
     {"name": "other"},
     [],
 ]
@@ -120,8 +122,22 @@ def sensible_insert(draw: st.DrawFn) -> pb.InsertRequest:
     return pb.InsertRequest(keys=keys, targets=targets, payload_sizes=sizes, timeout=0.0, payloads=bytes(sum(sizes)))
 
 
+@st.composite
+def sensible_segment(draw: st.DrawFn) -> pb.InsertRequest:
+    keys = draw(KEYS)
+    size = draw(st.integers(0, 50))
+    return pb.InsertRequest(
+        keys=keys,
+        extend=True,
+        columns=[pb.Columns(names=draw(st.lists(st.sampled_from("cde"), min_size=1, max_size=2, unique=True)))],
+        requests=draw(st.just([]) | st.just([draw(st.integers(1, 3)) for _ in keys])),
+        payload_sizes=[size] * len(keys),
+        payloads=bytes(size * len(keys)),
+    )
+
+
 SENSIBLE = {
-    pb.InsertRequest: sensible_insert(),
+    pb.InsertRequest: sensible_insert() | sensible_segment(),
     pb.SampleRequest: SAMPLE,
     pb.DrawRequest: st.builds(
         pb.DrawRequest,

@@ -7,13 +7,15 @@ import os
 from contextlib import contextmanager
 
 import grpc
+import numpy as np
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.columns.segments import encode_columns
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import server_process
+from tests.factories import make_group, server_process
 from tests.system.proxy import Faults, FaultyProxy
 
 STEP = int(os.environ.get("REPLAY_CUT_STEP", "41"))
@@ -105,6 +107,37 @@ def test_a_deletion_names_as_missing_what_was_missing_the_first_time():
     )
 
 
+def test_a_column_is_added_once_and_the_answer_says_that_it_was_added():
+    def check(direct, key, result):
+        assert (result.added, result.present, result.missing) == (("value", "late"), (), False)
+        (item,) = direct.get([key])
+        assert item.group.extras["value"].tolist() == [key % 97] * 3
+        segment = b"".join(encode_columns(columns_of(key)))
+        assert len(item.payload) == len(make_group().encode()) + len(segment)
+
+    def columns_of(key):
+        return {"value": np.full(3, key % 97), "late": np.zeros(5)}
+
+    cut_anywhere(
+        lambda client, key: client.extend(key, columns_of(key)),
+        check,
+        prepare=lambda direct: direct.insert(make_group(), {"pool": 1.0}),
+    )
+
+
+def test_an_answer_that_an_item_was_missing_stays_so():
+    with serving() as (server, client), stub_of(server.address) as stub:
+        columns = [pb.Columns(names=["value"])]
+        request = pb.InsertRequest(
+            keys=[5], extend=True, requests=[31], columns=columns, payload_sizes=[3], payloads=b"abc"
+        )
+        first = stub.Insert(request)
+        assert first.unchanged[0].missing
+        client.insert(make_group(), {"pool": 1.0}, key=5)
+        assert stub.Insert(request) == first
+        assert client.get([5])[0].labels.columns == set()
+
+
 def test_a_reset_removes_what_was_there_when_it_was_asked_for():
     def check(direct, _, removed):
         assert removed == 2
@@ -189,6 +222,14 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
             "AcquirePermits": pb.AcquirePermitsRequest(count=5, timeout=1.0, request=21),
             "Delete": pb.DeleteRequest(table="pool", keys=[keys[5], 123], request=24),
             "UpdateTable": pb.UpdateTableRequest(table="pool", changes='{"max_size": 50}', request=25),
+            "Insert": pb.InsertRequest(
+                keys=[keys[0]],
+                extend=True,
+                requests=[27],
+                columns=[pb.Columns(names=["value"])],
+                payload_sizes=[3],
+                payloads=b"abc",
+            ),
         }
         ends = [pb.DrawRequest(take=[taken[0].info.lease]), pb.DrawRequest(give_back=[back[0].info.lease])]
         with stub_of(server.address) as stub:
@@ -206,8 +247,9 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
             again["release"] = stub.ReleasePermits(released)
         assert [(len(answer.done), len(answer.missing)) for answer in again["ends"]] == [(1, 0), (1, 0)]
         assert again["AcquirePermits"].lease == answers["AcquirePermits"].lease
-        for name in ("ends", "Delete", "UpdateTable", "release"):
+        for name in ("ends", "Delete", "UpdateTable", "release", "Insert"):
             assert again[name] == answers[name], name
+        assert [bytes(item.payload) for item in client.get(keys[:1])] == [b"xabc"]
         after = client.server_info()
         assert after.admission.running == before.admission.running == 3
         queue, pool = after.tables["queue"], after.tables["pool"]

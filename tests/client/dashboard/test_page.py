@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,27 @@ def test_it_says_first_what_blocks_the_run_and_cuts_nothing_off_and_then_that_it
                 client.sample(LONG_NAME, 2)
             until(lambda: "blocked" not in tab.inner_text(".verdict h1"))
         writer.close()
+
+
+def test_it_says_which_column_groups_wait_for_and_that_nobody_extends_them(opened, monkeypatch):
+    for name in ("LONG_WAIT", "FIRST_STEPS"):
+        monkeypatch.setattr(rpc_info, name, 1.0)
+    table = TableConfig(name="rollouts", sampler="fifo", requires=["teacher_logprobs"])
+    with ReplayServer(tables=[table], port=0) as server, ReplayClient(server.address, name="gen-a") as client:
+        keys = [client.insert(make_group(), {"rollouts": 1.0}) for _ in range(3)]
+        trainer = threading.Thread(target=lambda: client.sample("rollouts", 3, timeout=None))
+        trainer.start()
+        with serving(Settings({"address": server.address})) as url:
+            tab = opened(url).go("overview")
+            tab.wait_for_selector(".verdict h1 >> text=rollouts is blocked: nobody extends its items")
+            assert "waits for teacher_logprobs: 3 items; nobody has extended one for" in tab.inner_text(".verdict")
+            assert "waits for teacher_logprobs: 3 groups" in tab.inner_text("section[aria-label=rollouts]")
+            assert "samples wait: size without those that wait 0 < min_size 1" in tab.inner_text("figure, p.limiter")
+            check_accessibility(tab)
+            for key in keys:
+                client.extend(key, {"teacher_logprobs": np.zeros(6, np.float32)})
+            trainer.join()
+            until(lambda: "teacher_logprobs" not in tab.inner_text("main"))
 
 
 def test_a_trainer_that_is_gone_is_named(opened, monkeypatch):

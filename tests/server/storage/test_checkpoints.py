@@ -1,5 +1,6 @@
 """Checkpoints: written while a server goes on, listed, verified, kept, and restored from."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from replay_client import ReplayClient
@@ -18,7 +20,7 @@ from replay_server.rpc.backend import OpenCalls
 from replay_server.storage import checkpointer, checkpoints
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, read_contents
 from replay_server.tables.items import BYTES_PER_READ, MemoryStorage
-from tests.factories import small_disk, until
+from tests.factories import make_group, small_disk, until
 from tests.system.ledger import payload_of
 
 TABLES = (
@@ -126,6 +128,47 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
             assert all(bytes(item.payload) == payload_of(item.key) for item in client.get(mine))
             grew.append(len(mine))
     assert grew == sorted(grew)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, monkeypatch, durable):
+    monkeypatch.setattr(checkpointer, "ITEMS_PER_YIELD", 20)  # so that items are extended that are copied already
+    tables = (TableConfig(name="pool", requires=["c0"]),)
+    with serving(tmp_path, durable=durable, tables=tables) as client:
+        with client.writer() as writer:
+            keys = [writer.insert(make_group(), {"pool": 1.0}) for _ in range(1500)]
+        stop, extended = threading.Event(), []
+
+        def teach():
+            with ReplayClient(client.address) as other:
+                for number in itertools.count():
+                    if stop.is_set():
+                        return
+                    key = keys[(7 * number) % len(keys)]
+                    name = f"c{sum(key == before for before in extended)}"
+                    assert other.extend(key, {name: np.full(50, key % 1000)}).added
+                    extended.append(key)
+
+        teacher = threading.Thread(target=teach)
+        teacher.start()
+        before = []
+        for number in range(3):
+            until(lambda number=number: len(extended) > 40 * (number + 1))
+            before.append(len(extended))
+            client.checkpoint(f"taught-{number}")
+        stop.set()
+        teacher.join()
+    for number, least in enumerate(before):
+        with serving(tmp_path, restore=f"taught-{number}", tables=tables) as client:
+            items = [item for at in range(0, 1500, 500) for item in client.get(keys[at : at + 500])]
+            assert [item.key for item in items] == keys
+            assert all(item.labels.columns == item.group.extras.keys() for item in items)
+            assert all((values == item.key % 1000).all() for item in items for values in item.group.extras.values())
+            columns = sum(len(item.labels.columns) for item in items)
+            info = client.server_info()
+            assert least <= columns <= len(extended)
+            assert info.bytes == sum(len(item.payload) for item in items)
+            assert info.tables["pool"].waiting_rows == sum(not item.labels.columns for item in items)
 
 
 def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path, caplog):
