@@ -143,7 +143,11 @@ class Balanced(Selector):
     def holds(self, slot: int) -> bool:
         code = self._tag.codes.item(slot)
         part = self._parts.get(code)
-        return part is not None and self._left[code] > 0 and part.selector.holds(self._position.item(slot))
+        if part is None or not self._left[code] or slot >= self._position.size:
+            return False
+        # A slot that is not here, because it waits for columns, may have the position of an item before it.
+        position = self._position.item(slot)
+        return position < part.slots.size and part.slots[position] == slot and part.selector.holds(position)
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[ValueWeight]:
         """What each value could be drawn for, of those that have something to give; O(size)."""
@@ -246,7 +250,7 @@ class _Part(RowFacts):
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
-        """By position: the slot in the table."""
+        """By position: the slot in the table; -1 where the position is free."""
         self.size = 0
         self._free: list[int] = []
         self.selector = build(self)
@@ -270,6 +274,7 @@ class _Part(RowFacts):
 
     def free(self, positions: IntArray) -> None:
         self.size -= positions.size
+        self.slots[positions] = -1
         self.state[positions] = FREE
         self._free.extend(positions.tolist())
 
