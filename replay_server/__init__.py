@@ -12,10 +12,17 @@ import replay_protos  # noqa: F401, before `grpc` is imported
 if TYPE_CHECKING:
     from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
     from replay_server.server import ReplayServer
-    from replay_server.tables.config import AdmissionConfig, RateLimiterConfig, SelectorConfig, TableConfig
+    from replay_server.tables.config import (
+        AdmissionConfig,
+        BalanceConfig,
+        RateLimiterConfig,
+        SelectorConfig,
+        TableConfig,
+    )
 
 __all__ = [
     "AdmissionConfig",
+    "BalanceConfig",
     "CheckpointsSection",
     "Config",
     "LimitsSection",

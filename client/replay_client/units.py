@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from replay_protos.replay_pb2 import Lacking
+from replay_protos.replay_pb2 import Lacking, ValueInfo
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 UNITS = ("kB", "MB", "GB", "TB", "PB")
@@ -38,6 +38,16 @@ def waiting(count: int, request: str, seconds: float) -> str:
 def waits_for(lacking: Iterable[Lacking]) -> str:
     """`waits for teacher_logprobs: 14 items`: what the items of a table wait for."""
     return "waits for " + ", ".join(f"{column.name}: {counted(column.items, 'item')}" for column in lacking)
+
+
+def shares(values: Iterable[ValueInfo]) -> str:
+    """`math 67 % (34 items), code 33 % (2 items)`: how a table balances the draws among its values."""
+    known = [value for value in values if value.items]
+    total = sum(value.weight for value in known) or 1.0
+    return ", ".join(
+        f"{value.name or 'without the tag'} {100 * value.weight / total:.0f} % ({counted(value.items, 'item')})"
+        for value in sorted(known, key=lambda value: -value.weight)
+    )
 
 
 def byte_size(count: int) -> str:

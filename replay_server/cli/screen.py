@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replay_client.shards.merging import rates_between, shards_of
-from replay_client.units import byte_size, counted, duration, waiting, waits_for
+from replay_client.units import byte_size, counted, duration, shares, waiting, waits_for
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -38,6 +38,7 @@ def everything(address: str, info: ServerInfo, by_shard: bool) -> Iterator[Rende
     """All that there is to say of one look at a server; `by_shard`: and of each server of several that answers."""
     yield headline(address, info)
     yield TableView(list(info.tables.values()))
+    yield from balances(info)
     yield from permits(info)
     yield from clients(info)
     yield from waits(info)
@@ -183,6 +184,13 @@ def clients(info: ServerInfo) -> Iterator[Text]:
             f"{client.role} {client.name}: {state}, seen {duration(client.age)} ago",
             style="" if client.open or client.ended else "yellow",
         )
+
+
+def balances(info: ServerInfo) -> Iterator[Text]:
+    """A line for each table that balances its draws, with the share of each value."""
+    for table in info.tables.values():
+        if table.values:
+            yield Text(f"{table.name} balances {json.loads(table.config)['balance']['tag']}: {shares(table.values)}")
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:

@@ -444,7 +444,10 @@ class ShardedSampler(AsyncSampler):
 
     def _draw_ahead(self, batches: int) -> None:
         while len(self._drawing) < batches:
-            self._drawing.append(asyncio.create_task(self._drawer.draw(self._request, Deadline(None))))
+            task = asyncio.create_task(self._drawer.draw(self._request, Deadline(None)))
+            # Where the client is closed first, nobody asks for the result, and asyncio would log that.
+            task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+            self._drawing.append(task)
 
     async def close(self) -> None:
         """Gives back what was drawn ahead."""

@@ -66,3 +66,19 @@ def test_delete_by_tag_takes_exactly_those_items_and_asks_first(replay, client, 
 )
 def test_a_tag_that_makes_no_sense_is_one_line(command, words):
     assert fails(*command.split(), status=2, address="127.0.0.1:1") == f"replay: {words}\n"
+
+
+def test_tables_shows_the_share_of_each_value_of_a_balanced_table(replay, client, keys):
+    weights = {"math": 3.0, "law": 5.0}
+    client.update_table("replay", balance={"tag": "environment", "weights": weights})
+    line = "replay balances environment: math 60 % (1 item), without the tag 20 % (1 item), code 20 % (1 item)"
+    assert line in replay("tables").stdout.splitlines()
+    values = json.loads(replay("tables", "--json").stdout)["tables"]["replay"]["values"]
+    assert {value["name"]: (value["items"], value["weight"]) for value in values} == {
+        "math": (1, 3.0),
+        "code": (1, 1.0),
+        "": (1, 1.0),
+    }
+    changed = replay("update", "replay", "balance=null")
+    assert changed.returncode == 0, changed.stderr
+    assert "balances" not in replay("tables").stdout

@@ -119,7 +119,8 @@ function tableCard(table, look) {
         h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")),
           table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`),
           table.waiting_rows > 0 && h("small", null, `waits for ${table.lacking.map((column) =>
-            `${visible(column.name)}: ${plural(column.items, "group")}`).join(", ")}`)),
+            `${visible(column.name)}: ${plural(column.items, "group")}`).join(", ")}`),
+          table.values.length > 0 && h("small", null, `draws balanced over ${visible(config.balance?.tag ?? "")}: ${sharesOf(table.values)}`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
         limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
@@ -145,6 +146,12 @@ function waitOf(verb, wait, table) {
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
+function sharesOf(values) {
+  const total = values.reduce((sum, value) => sum + (value.items ? value.weight : 0), 0) || 1, most = 12;
+  const named = values.filter((value) => value.items).sort((a, b) => b.weight - a.weight);
+  return named.slice(0, most).map((value) => `${visible(value.name || "without the tag").slice(0, 60)} ${percent(value.weight / total)} (${
+    plural(value.items, "group")})`).join(", ") + (named.length > most ? ` and ${named.length - most} more` : "");
+}
 function limiterOf({ limiter, size, waiting_rows, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const ready = size - waiting_rows, enough = ready >= limiter.min_size, what = waiting_rows ? "size without those that wait" : "size";
