@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import msgpack
 
@@ -56,9 +57,9 @@ def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> La
     if tags is not None and not isinstance(tags, Mapping):
         raise ValueError(f'tags must be values by name, such as {{"environment": "math"}}, not {tags!r:.80}')
     for name, value in (tags or {}).items():
-        if isinstance(value, bool) or not isinstance(value, str | int):  # here: to the cache, 1, 1.0 and True are equal
+        if isinstance(value, bool) or not isinstance(value, str | Integral):  # to the cache, 1, 1.0 and True are equal
             raise ValueError(f"tag {name!r:.80} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
-        pairs.append((name, value))
+        pairs.append((name, value if isinstance(value, str) else int(value)))  # one of numpy, too
     return (_shared if len(names) <= _MOST_SHARED else _checked)(names, tuple(pairs))
 
 

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,11 @@ def test_a_tag_that_no_item_can_have_is_refused_with_its_name_and_the_remedy(
     labels_of((), {"a": 1})  # to a cache, 1.0 and True are this one
     with pytest.raises(ValueError, match=says):
         labels_of((), tags)
+
+
+def test_an_integer_of_numpy_is_a_tag() -> None:
+    labels = labels_of((), {"level": np.int64(3)})
+    assert unpack_labels(pack_labels(labels)).tags == {"level": 3}
 
 
 def test_columns_that_no_item_can_have_are_refused() -> None:
