@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_server.tables import rate_limiters, selectors
@@ -45,13 +45,6 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _names(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
-    return value
-
-
-ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
@@ -227,7 +220,7 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
-    requires: ColumnNames = Field((), max_length=MOST_REQUIRED)
+    requires: tuple[str, ...] = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
@@ -236,6 +229,13 @@ class TableConfig(Model):
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
     """Draws have fixed shares of the values of a tag; absent: the sampler alone chooses. Not for a queue or stack."""
+
+    @field_validator("requires", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
+        return value
 
     @model_validator(mode="before")
     @classmethod
