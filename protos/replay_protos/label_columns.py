@@ -43,11 +43,13 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
     """The labels of each of the n rows of a message; None: no row has any. Raises ValueError for what is not right."""
     if not columns and not tags:
         return None
-    names: list[frozenset[str]] = [frozenset()] * n
+    names: list[frozenset[str] | None] = [None] * n
     for entry in columns:
         some = frozenset(entry.names)
         for row in _rows(entry.rows, n, "columns"):
-            names[row] |= some
+            if names[row] is not None:  # or a small message would be much work: each entry may name all rows
+                raise ValueError(f"columns of row {row} come twice: name all that a row has in one entry")
+            names[row] = some
     values: list[dict[str, TagValue]] = [{} for _ in range(n)]
     for tag in tags:
         if tag.texts and tag.numbers:
@@ -60,7 +62,7 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
             if tag.name in values[row]:
                 raise ValueError(f"tag {tag.name!r:.80} comes twice for row {row}")
             values[row][tag.name] = value
-    return [labels_of(*of_row) for of_row in zip(names, values, strict=True)]
+    return [labels_of(of_row or (), its_tags) for of_row, its_tags in zip(names, values, strict=True)]
 
 
 def _rows(rows: Sequence[int], n: int, what: str) -> Sequence[int]:

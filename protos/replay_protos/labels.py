@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import msgpack
 
@@ -56,13 +57,16 @@ def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> La
     if tags is not None and not isinstance(tags, Mapping):
         raise ValueError(f'tags must be values by name, such as {{"environment": "math"}}, not {tags!r:.80}')
     for name, value in (tags or {}).items():
-        if isinstance(value, bool) or not isinstance(value, str | int):  # here: to the cache, 1, 1.0 and True are equal
+        if isinstance(value, bool) or not isinstance(value, str | Integral):  # to the cache, 1, 1.0 and True are equal
             raise ValueError(f"tag {name!r:.80} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
-        pairs.append((name, value))
-    return _checked(names, tuple(pairs))
+        pairs.append((name, value if isinstance(value, str) else int(value)))  # one of numpy, too
+    return (_shared if len(names) <= _MOST_SHARED else _checked)(names, tuple(pairs))
 
 
-@lru_cache(1 << 12)  # most items of a run have the labels of many others: so they share one object
+_MOST_SHARED = 64
+"""Columns of an item whose labels are kept for others: the names of 1024 columns may take 256 kB."""
+
+
 def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -> Labels:
     if len(columns) > MOST_COLUMNS:
         raise ValueError(f"an item has at most {MOST_COLUMNS} columns, not {len(columns)}: join some of its extras")
@@ -84,6 +88,9 @@ def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -
     return Labels(columns, tuple(sorted(pairs)))
 
 
+_shared = lru_cache(1 << 12)(_checked)  # most items of a run have the labels of many others: so they share one object
+
+
 def _size(what: str, text: str) -> int:
     """Bytes of a text in UTF-8. Raises ValueError if it is none."""
     if not isinstance(text, str):
@@ -94,10 +101,16 @@ def _size(what: str, text: str) -> int:
         raise ValueError(f"{what} is no text: {error}") from error
 
 
-@lru_cache(1 << 12)
 def pack_labels(labels: Labels) -> bytes:
     """The labels as they are stored; nothing where there are none."""
+    return (_packed if len(labels.columns) <= _MOST_SHARED else _pack)(labels)
+
+
+def _pack(labels: Labels) -> bytes:
     return b"" if labels == NO_LABELS else msgpack.packb([sorted(labels.columns), labels.pairs])
+
+
+_packed = lru_cache(1 << 12)(_pack)
 
 
 def unpack_labels(data: bytes) -> Labels:

@@ -156,7 +156,7 @@ Global___InsertTarget: _TypeAlias = InsertTarget  # noqa: Y015
 
 @_typing.final
 class Columns(_message.Message):
-    """Names of columns that some rows have. The server does not open payloads, so it is told."""
+    """All columns of some rows, by name. The server does not open payloads, so it is told. A row is in one entry at most."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

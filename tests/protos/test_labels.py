@@ -1,8 +1,11 @@
 """Labels: what an item may have beside its payload, and that messages and records give back what went in."""
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +60,11 @@ def test_a_tag_that_no_item_can_have_is_refused_with_its_name_and_the_remedy(
         labels_of((), tags)
 
 
+def test_an_integer_of_numpy_is_a_tag() -> None:
+    labels = labels_of((), {"level": np.int64(3)})
+    assert unpack_labels(pack_labels(labels)).tags == {"level": 3}
+
+
 def test_columns_that_no_item_can_have_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 1024 columns, not 1025"):
         labels_of(map(str, range(1025)), None)
@@ -76,3 +84,20 @@ def test_columns_that_no_item_can_have_are_refused() -> None:
 def test_a_message_that_does_not_say_which_row_has_a_tag_is_refused(message: pb.Tags, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         labels_of_rows([], [message], 2)
+
+
+def test_columns_of_a_row_come_in_one_entry_so_that_a_small_message_is_little_work() -> None:
+    entries = [pb.Columns(names=["a"]), pb.Columns(names=["b"], rows=[1])]
+    with pytest.raises(ValueError, match="columns of row 1 come twice: name all that a row has in one entry"):
+        labels_of_rows(entries, [], 2)
+    with pytest.raises(ValueError, match="columns of row 0 come twice"):
+        labels_of_rows([pb.Columns(names=["a"], rows=[0, 0])], [], 1)
+
+
+def test_the_names_of_very_many_columns_are_not_kept_for_other_items() -> None:
+    names = frozenset(f"{number:0256d}" for number in range(1024))
+    kept = weakref.ref(names)
+    pack_labels(labels_of(names, None))
+    del names
+    gc.collect()
+    assert kept() is None
