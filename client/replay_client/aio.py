@@ -159,8 +159,9 @@ class AsyncReplayClient:
     ) -> AsyncWriter:
         """A pipeline of inserts: `insert` returns before the server has acknowledged the group.
 
-        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. `timeout` bounds
-        how long each group may wait for its tables, in seconds.
+        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. Where one of
+        several servers is away, what it has of them does not count. `timeout` bounds how long each group may wait for
+        its tables, in seconds.
         """
         seconds = self._fleet.seconds(timeout)
         pipeline = Pipeline(self._fleet, self._placement, max_in_flight, max_bytes, seconds)

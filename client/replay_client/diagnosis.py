@@ -387,6 +387,13 @@ def _limiter(table: _Table) -> Iterator[Finding]:
             f"{config['max_size']}: items are lost before anybody samples them",
             f"set max_size to at least {limiter['max_size']}",
         )
+    if config["requires"] and config["max_bytes"] is not None and config["when_full"] == "evict":
+        yield _warning(
+            table.name,
+            f"it requires {listed(config['requires'])} and evicts beyond max_bytes: while it is full, what its items "
+            f"wait for is refused, and they are evicted",
+            "bound it by max_size or by a queue instead of max_bytes",
+        )
     if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
         yield _warning(
             table.name,

@@ -67,6 +67,7 @@ class Pipeline:
         self.loop = asyncio.get_running_loop()
         self._fleet, self._placement = fleet, placement
         self._lines: dict[Shard, InsertLine] = {}
+        self._divide()
         self._in_flight, self._bytes = 0, 0
         self._unreported: list[ReplayError] = []
         self._lost: deque[ReplayError] = deque()
@@ -160,25 +161,11 @@ class Pipeline:
         with self.lock:
             if self._lines.get(line.shard) is line:
                 del self._lines[line.shard]
+                self._divide()
                 self._lost.append(error)
                 self._in_flight -= line.in_flight
                 self._bytes -= line.bytes_in_flight
         self._tell(now=True)
-
-    @property
-    def max_in_a_line(self) -> int:
-        """The part of `max_in_flight` of each server that has had items."""
-        return max(1, self.max_in_flight // max(1, len(self._lines)))
-
-    @property
-    def worth_a_message(self) -> int:
-        """Bytes that do not wait for more."""
-        return min(_FULL, _WORTH_A_MESSAGE * len(self._lines))
-
-    @property
-    def linger(self) -> float:
-        """Seconds that a few small items wait for others."""
-        return _LINGER * len(self._lines)
 
     @property
     def is_idle(self) -> bool:
@@ -203,7 +190,17 @@ class Pipeline:
         shard = self._placement.shard_for(item)
         if (line := self._lines.get(shard)) is None:
             line = self._lines[shard] = InsertLine(self, shard)
+            self._divide()
         return line
+
+    def _divide(self) -> None:
+        lines = max(1, len(self._lines))
+        self.max_in_a_line = max(1, self.max_in_flight // lines)
+        """The part of `max_in_flight` of each server that has had items."""
+        self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * lines)
+        """Bytes that do not wait for more."""
+        self.linger = _LINGER * lines
+        """Seconds that a few small items wait for others."""
 
     def _raise(self) -> None:
         if self._unreported:

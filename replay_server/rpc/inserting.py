@@ -60,7 +60,7 @@ class InsertMethods:
             if self._journal is not None:
                 await self._journal.durable()
                 refuse_rolled_back(decided, self._journal)
-        if len(decided.keys) < len(request.head.keys):
+        if len(decided) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
         return decided.response()
 
@@ -303,9 +303,12 @@ def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decid
     except Refused as refusal:
         decided.add(segment.key, refusal)
         return
-    decided.add(segment.key, None)
     if unchanged is not None:
         decided.unchanged.append(unchanged)
+    if unchanged is not None and unchanged.missing:
+        decided.missing += 1
+    else:
+        decided.add(segment.key, None)
 
 
 def _admit(
@@ -359,15 +362,21 @@ MAX_UNANSWERED = 1024
 
 @dataclass(slots=True)
 class Decided:
-    """Rows of one stream that are inserted or refused, in order."""
+    """Rows of one stream that are inserted, appended or refused, in order."""
 
     keys: list[int] = field(default_factory=list)
+    """Of all rows, but for the segments of items that are gone."""
+    missing: int = 0
+    """How many segments those are. Nothing about them has to be written."""
     errors: list[pb.RowError] = field(default_factory=list)
     """Of the rows that are refused."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
     """Key and table of the rows that left a table at once."""
     unchanged: list[pb.UnchangedRow] = field(default_factory=list)
     """The segments that were not appended, and not refused either."""
+
+    def __len__(self) -> int:
+        return len(self.keys) + self.missing
 
     def add(self, key: int, refusal: Refused | None) -> None:
         self.keys.append(key)
@@ -379,13 +388,14 @@ class Decided:
 
     def extend(self, later: Decided) -> None:
         self.keys.extend(later.keys)
+        self.missing += later.missing
         self.errors.extend(later.errors)
         self.evicted.extend(later.evicted)
         self.unchanged.extend(later.unchanged)
 
     def response(self) -> pb.InsertResponse:
         evicted = [pb.EvictedRow(key=key, table=table) for key, table in self.evicted]
-        return pb.InsertResponse(decided=len(self.keys), errors=self.errors, evicted=evicted, unchanged=self.unchanged)
+        return pb.InsertResponse(decided=len(self), errors=self.errors, evicted=evicted, unchanged=self.unchanged)
 
 
 async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:

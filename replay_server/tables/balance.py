@@ -143,12 +143,11 @@ class Balanced(Selector):
     def holds(self, slot: int) -> bool:
         code = self._tag.codes.item(slot)
         part = self._parts.get(code)
-        return part is not None and self._left[code] > 0 and part.selector.holds(self._position.item(slot))
-
-    def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        """As in Selector; O(size). Between values such sums mean nothing: see `weigh_values`."""
-        values = self.weigh_values(excluded)
-        return sum(value.total for value in values), sum(value.squares for value in values)
+        if part is None or not self._left[code] or slot >= self._position.size:
+            return False
+        # A slot that is not here, because it waits for columns, may have the position of an item before it.
+        position = self._position.item(slot)
+        return position < part.slots.size and part.slots[position] == slot and part.selector.holds(position)
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[ValueWeight]:
         """What each value could be drawn for, of those that have something to give; O(size)."""
@@ -209,11 +208,16 @@ class Balanced(Selector):
         new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
         return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
 
-    def left_of(self, value: str, excluded: IntArray = NONE) -> int:
-        """How many distinct items of `value` can be drawn, without the excluded slots, which the selector holds."""
-        if (code := self._tag.code(value)) is None or code not in self._parts:
-            return 0
-        return int(self._left[code]) - int(np.count_nonzero(self._tag.codes[excluded] == code))
+    def available(self, wanted: Sequence[ValueRows], excluded: IntArray = NONE, *, distinct: bool) -> int:
+        """How many rows `select_values` would return, without the excluded slots, which the selector holds."""
+        left_out = self._positions_by_code(excluded)
+        rows = 0
+        for each in wanted:
+            code = self._tag.code(each.value)
+            if code is not None and code in self._parts and self._left[code]:
+                left = int(self._left[code]) - left_out.get(code, NONE).size
+                rows += min(each.rows, left) if distinct else each.rows
+        return rows
 
     def select_values(
         self, wanted: Sequence[ValueRows], rng: np.random.Generator, excluded: IntArray = NONE, *, distinct: bool
@@ -227,7 +231,7 @@ class Balanced(Selector):
         slots, probabilities = [NONE], [np.zeros(0)]
         for each in wanted:
             code = self._tag.code(each.value)
-            if code is None or not self._left[code]:
+            if code is None or code not in self._parts or not self._left[code]:
                 continue
             part = self._parts[code]
             if distinct:
@@ -246,7 +250,7 @@ class _Part(RowFacts):
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
-        """By position: the slot in the table."""
+        """By position: the slot in the table; -1 where the position is free."""
         self.size = 0
         self._free: list[int] = []
         self.selector = build(self)
@@ -270,6 +274,7 @@ class _Part(RowFacts):
 
     def free(self, positions: IntArray) -> None:
         self.size -= positions.size
+        self.slots[positions] = -1
         self.state[positions] = FREE
         self._free.extend(positions.tolist())
 

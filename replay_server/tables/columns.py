@@ -115,15 +115,18 @@ class TagColumn:
 
     def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
         """Fills new slots (n,) from the labels (n,) of their items."""
-        texts = [of_item.text(self.name) for of_item in labels]
-        if not any(texts):
+        # Most items share their labels with many others, so few of them are looked at.
+        different = {id(of_item): of_item for of_item in labels}
+        found = {place: self._add(of_item.text(self.name)) for place, of_item in different.items()}
+        if not any(found.values()):
             return  # a new slot has code 0 already
-        codes = [self._codes.get(text) or self._add(text) for text in texts]
+        codes = np.fromiter(map(found.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
         self.codes[slots] = codes
-        np.add.at(self._rows, codes, 1)
+        counts = np.bincount(codes)
+        self._rows[: counts.size] += counts
 
     def _add(self, text: str) -> int:
-        """The code of a value that may have come earlier in the same batch."""
+        """The code of a value, which may be new."""
         if (known := self._codes.get(text)) is not None:
             return known
         if self._unused:

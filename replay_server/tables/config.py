@@ -45,6 +45,13 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def _names(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
+    return value
+
+
+ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
@@ -220,7 +227,7 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
-    requires: tuple[str, ...] = Field((), max_length=MOST_REQUIRED)
+    requires: ColumnNames = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)

@@ -388,7 +388,7 @@ class Prioritized(Selector):
         if excluded.size:  # a difference of sums would lose all light items beside a heavy one
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
-        total, squares = float(weights.sum()), float(weights @ weights)
+        total, squares = float(weights.sum()), float(np.square(weights).sum())  # BLAS would start threads for a dot
         if self._freshness is None:
             return total, squares
         scale = float(np.exp2(self._reference - self._freshness.current()))

@@ -344,17 +344,12 @@ class Table:
 
     def available(self, request: SampleRequest) -> int:
         """How many rows a batch for `request` could have if the limiter allowed any number."""
-        if request.values:
-            return sum(self._available_of(each, request) for each in request.values)
+        if request.values and self.balanced is not None:
+            return self.balanced.available(request.values, self._excluded_slots(request), distinct=request.distinct)
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
         return selectable - len(self.excluded(request))
-
-    def _available_of(self, wanted: ValueRows, request: SampleRequest) -> int:
-        assert self.balanced is not None
-        there = self.balanced.left_of(wanted.value, self._excluded_slots(request))
-        return min(wanted.rows, there) if request.distinct else wanted.rows if there else 0
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
@@ -379,7 +374,11 @@ class Table:
     def weigh(self, request: SampleRequest) -> Weight:
         """What `request` could draw from now. O(size), in one vectorised pass."""
         excluded = self._excluded_slots(request)
-        total, squares = self.sampler.weigh(excluded)
+        if self.balanced is None:
+            values, (total, squares) = [], self.sampler.weigh(excluded)
+        else:
+            values = self.balanced.weigh_values(excluded)
+            total, squares = sum(value.total for value in values), sum(value.squares for value in values)
         return Weight(
             total=total,
             squares=squares,
@@ -389,7 +388,7 @@ class Table:
             consuming=bool(self.config.max_times_sampled),
             size=self.size,
             reason=self.why_no_sample(request, 1) or "",
-            values=[] if self.balanced is None else self.balanced.weigh_values(excluded),
+            values=values,
         )
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:

@@ -144,6 +144,11 @@ WARNINGS = {
         "queue",
         "admits 64 items, and the table evicts beyond max_size 4",
     ),
+    "a table that has no room for what its items wait for": (
+        server(table("pool", {"requires": ["value"], "max_bytes": "1GB"})),
+        "pool",
+        "it requires value and evicts beyond max_bytes: while it is full, what its items wait for is refused",
+    ),
     "a pool without a priority above 0": (
         server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
         "pool",

@@ -19,6 +19,7 @@ from replay_client.dashboard.group import TokenText
 from replay_client.dashboard.prompts import PromptLog
 from replay_client.errors import ReplayError
 from replay_client.records import ItemInfo, StoredItem
+from replay_protos.labels import Labels
 
 ROWS_PER_LIST = 5000
 """Items of one ListItems call. A longer list would delay other requests on the server's event loop."""
@@ -35,17 +36,22 @@ _ids = itertools.count(1)
 
 @dataclass
 class Snapshot:
-    """The items of one table as they were listed, the oldest first: N keys, and columns (N,) by LISTED."""
+    """The items of one table as they were listed, the oldest first: N keys, labels (N,), and columns (N,) by LISTED."""
 
     keys: npt.NDArray[np.uint64]
     columns: dict[str, npt.NDArray[np.float64]]
+    labels: list[Labels]
     id: int = field(default_factory=lambda: next(_ids))
     _slots: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     @classmethod
     def of(cls, items: Sequence[ItemInfo]) -> Snapshot:
         columns = {name: np.array([getattr(item, name) for item in items], dtype=np.float64) for name in LISTED}
-        return cls(np.array([item.key for item in items], dtype=np.uint64), columns)
+        return cls(np.array([item.key for item in items], dtype=np.uint64), columns, [item.labels for item in items])
+
+    def tags(self, row: int) -> list[str]:
+        """The tags of an item, each as NAME=VALUE."""
+        return [f"{name}={value}" for name, value in self.labels[row].pairs]
 
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""

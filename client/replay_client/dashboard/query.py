@@ -31,6 +31,7 @@ class Query:
     """Each `column:low:high`."""
     flags: tuple[str, ...] = ()
     prompt: str = ""
+    """A part of the prompt, of its name, or of a tag as NAME=VALUE; in small letters."""
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -85,7 +86,8 @@ class View:
             for row in np.flatnonzero(found):
                 slot = self._slots[row]
                 found[row] = slot >= 0 and (
-                    query.prompt in f"{rows[slot].prompt_id} {rows[slot].prompt}".lower()
+                    query.prompt
+                    in " ".join([rows[slot].prompt_id, rows[slot].prompt, *self.snapshot.tags(row)]).lower()
                     and query.text in rows[slot].text
                 )
         chosen = np.flatnonzero(found)
@@ -121,6 +123,7 @@ class View:
         slot = int(self._slots[index])
         numbers = {name: self.column(name)[index] for name in (*LISTED, *COLUMNS)}
         document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0} | numbers
+        document["tags"] = self.snapshot.tags(index)
         if slot >= 0:
             facts = self._facts.rows[slot]
             notes = [name for name in NOTES if name in facts.flags]

@@ -199,6 +199,23 @@ def test_lists_filter_sort_and_count(pool, url):
     assert asked(url, "/api/groups?table=nothing")["rows"] == []
 
 
+def test_tags_are_listed_searched_and_shown_with_their_group(pool, url):
+    keys = [
+        pool.insert(make_group(), {"pool": 1.0}, tags=tags)
+        for tags in ({"environment": "math", "level": 3}, {"environment": "code"}, None)
+    ]
+    until(lambda: asked(url, "/api/groups?table=pool")["read"] == 3)
+    found = {row["key"]: row["tags"] for row in asked(url, "/api/groups?table=pool")["rows"]}
+    assert found == {
+        str(keys[0]): ["environment=math", "level=3"],
+        str(keys[1]): ["environment=code"],
+        str(keys[2]): [],
+    }
+    (row,) = asked(url, "/api/groups?table=pool&prompt=environment%3Dmath")["rows"]
+    assert row["key"] == str(keys[0])
+    assert asked(url, f"/api/groups/{keys[0]}")["tags"] == {"environment": "math", "level": 3}
+
+
 @pytest.mark.parametrize(
     "query", ["sort=nothing", "bound=priority", "bound=nothing:0:1", "bound=priority:a:b", "offset=x", "snapshot=x"]
 )

@@ -346,6 +346,24 @@ def test_damaged_payloads_and_raw_bytes_are_shown_as_what_they_are(opened):
             assert "<b>raw</b>.." in tab.inner_text("pre")
 
 
+def test_a_balanced_table_shows_its_shares_and_groups_their_tags(opened):
+    balance = {"tag": "environment", "weights": {"math": 3.0}}
+    with (
+        ReplayServer(tables=[TableConfig(name="pool", balance=balance)], port=0) as server,
+        ReplayClient(server.address) as client,
+        serving(Settings({"address": server.address})) as url,
+    ):
+        for environment in ("math", "<b>code</b>"):
+            key = client.insert(make_group(), {"pool": 1.0}, tags={"environment": environment})
+        tab = opened(url).go("overview")
+        shares = "draws balanced over environment: math 75 % (1 group), <b>code</b> 25 % (1 group)"
+        tab.wait_for_selector(f"small >> text={shares}")
+        tab.evaluate("location.hash = '#/groups/pool'")
+        tab.wait_for_selector(".note.tag >> text=environment=math")
+        tab.evaluate("key => location.hash = `#/group/${key}`", str(key))
+        tab.wait_for_selector("dt >> text=tag environment")
+
+
 def test_groups_begin_with_the_table_that_holds_the_most_and_an_empty_one_says_so(opened):
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}), TableConfig(name="replay")]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:

@@ -223,3 +223,38 @@ def test_batches_of_real_servers_have_the_shares_of_the_weights(servers, shards)
     assert {value.name: (value.items, value.weight) for value in info.values} == {
         value: (items[value], weight) for value, weight in WEIGHTS.items()
     }
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "fifo"])
+def test_a_balanced_table_whose_items_are_used_up_gives_each_of_them_once(sampler):
+    config = TableConfig(name="pool", sampler=sampler, balance={"tag": "environment"}, max_times_sampled=1)
+    spread_over = [{"math": 20, "code": 3}, {"code": 40}]
+    with ReplayServer([config], 0) as one, ReplayServer([config], 0) as other:
+        inserted = set()
+        for server, items in zip((one, other), spread_over, strict=True):
+            with ReplayClient(server.address, timeout=30.0) as client:
+                for value, n in items.items():
+                    inserted |= {client.insert(b"x", {"pool": 1.0}, tags={"environment": value}) for _ in range(n)}
+        drawn = []
+        with ReplayClient([one.address, other.address], timeout=30.0) as client, client.sampler("pool", 7) as batches:
+            for _ in range(len(inserted) // 7):
+                drawn.append(next(batches))
+        keys = [sample.info.key for batch in drawn for sample in batch]
+        assert sorted(keys) == sorted(inserted)
+        # Both values are drawn alike at first: 30 draws are all code once in 10^9 runs.
+        values = [sample.info.tags["environment"] for batch in drawn for sample in batch]
+        assert values.index("math") < 30
+
+
+def test_a_table_that_balances_no_more_answers_a_draw_that_does_not_know_it_yet():
+    config = TableConfig(name="pool", balance={"tag": "environment"})
+    with ReplayServer([config], 0) as one, ReplayServer([config], 0) as other:
+        for server in (one, other):
+            with ReplayClient(server.address, timeout=30.0) as client:
+                client.insert(b"x", {"pool": 1.0}, tags={"environment": "math"})
+        with ReplayClient([one.address, other.address], timeout=30.0) as client:
+            client.sample("pool", 2)
+            client.update_table("pool", balance=None)
+            assert len(client.sample("pool", 2, timeout=20.0)) == 2
+            client.update_table("pool", balance={"tag": "environment"})
+            assert len(client.sample("pool", 2, timeout=20.0)) == 2

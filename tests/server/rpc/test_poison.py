@@ -171,6 +171,9 @@ BAD_BATCHES = [
     ({"scope": "x" * (MAX_SCOPE + 1)}, "scope of 257"),
     *(({"lease": lease}, "lease must be a number of seconds") for lease in (math.nan, math.inf, -1.0, MAX_LEASE + 1)),
     *(({"timeout": timeout}, "timeout must be a number of seconds") for timeout in (math.nan, -1.0, -math.inf)),
+    ({"values": [pb.ValueRows(rows=2)]}, "rows of the values of a draw must be above 0, and together num_samples = 1"),
+    ({"values": [pb.ValueRows(value="a", rows=0), pb.ValueRows(value="b", rows=1)]}, "must be above 0"),
+    ({"values": [pb.ValueRows(value="a")] * 2}, "name a value twice"),
 ]
 BAD_CHANGES = {
     "": "must be a JSON object",
@@ -185,6 +188,10 @@ BAD_CHANGES = {
     '{"max_size": ' + "9" * 5000 + "}": "",
     '{"name": "other"}': "cannot change",
     '{"sampler": "best"}': "sampler",
+    '{"balance": {"tag": ""}}': "cannot name a tag",
+    '{"balance": {"tag": "a", "weights": {"b": -1}}}': "balance.weights.b",
+    '{"balance": {"tag": "a"}, "rate_limiter": {"type": "queue", "max_size": 1}}': "would wait for ever",
+    '{"index": ["a", "a"]}': "names a tag twice",
     '{"rate_limiter": {"type": "queue", "max_size": 1' + "0" * 400 + "}}": "rate_limiter",
 }
 MOST_VERSIONS = 2**50 // GROUPS_PER_STEP
@@ -231,6 +238,10 @@ INVALID = [
     *(
         ("is not one that this server gave out", "ListItems", pb.ListItemsRequest(table="plain", page=bad))
         for bad in ("-1", "abc", "1.5", "²", "0x10", "9" * 5000, "\0")
+    ),
+    *(
+        ("tags to look for", "ListItems", pb.ListItemsRequest(table="plain", tags=[pb.TagFilter(name=n) for n in bad]))
+        for bad in ("aa", "abcdefghi")
     ),
     *((word, "UpdateTable", changes(bad)) for bad, word in BAD_CHANGES.items()),
     *(

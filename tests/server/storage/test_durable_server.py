@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import lmdb
+import numpy as np
 import pytest
 
 from replay_client import ReplayClient
@@ -16,7 +17,7 @@ from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from replay_server.storage.records import Delta
-from tests.factories import small_disk, until
+from tests.factories import make_group, small_disk, until
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -299,3 +300,59 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
         assert keys_in(client, "pool") == []
         client.insert(b"x", {"pool": 1.0}, key=1)
         assert keys_in(client, "pool") == [1]
+
+
+@OVER_BOTH
+def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_it(tmp_path, monkeypatch):
+    failures, begun, go_on = [lmdb.DiskError("full")], threading.Event(), threading.Event()
+    commit = LmdbStorage.commit
+
+    def failing(self, *changes):
+        if changes[1].fresh and failures:
+            begun.set()
+            assert go_on.wait(60)
+            raise failures.pop()
+        commit(self, *changes)
+
+    monkeypatch.setattr(LmdbStorage, "commit", failing)
+    column = {"value": np.zeros(3)}
+    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+        insert = pool.submit(client.insert, make_group(), {"pool": 1.0}, key=1)
+        assert begun.wait(60)
+        extend = pool.submit(client.extend, 1, column)
+        until(lambda: client.server_info().tables["pool"].extensions == 1)
+        go_on.set()
+        for future in (insert, extend):
+            with pytest.raises(StorageError, match="could not be written"):
+                future.result(60)
+        assert client.extend(1, column).missing
+        client.insert(make_group(), {"pool": 1.0}, key=1)
+        assert client.extend(1, column).added == ("value",)
+    with serving(tmp_path) as client:
+        assert client.get([1])[0].group.extras.keys() == {"value"}
+
+
+def test_a_segment_that_could_not_be_written_is_written_again_and_then_acknowledged(tmp_path, monkeypatch):
+    failures, commit = [lmdb.DiskError("full")] * 3, LmdbStorage.commit
+
+    def failing(self, *changes):
+        if changes[1].grown and failures:
+            raise failures.pop()
+        commit(self, *changes)
+
+    with serving(tmp_path) as client:
+        key = client.insert(make_group(), {"pool": 1.0})
+        monkeypatch.setattr(LmdbStorage, "commit", failing)
+        assert client.extend(key, {"value": np.arange(3)}).added == ("value",)
+        assert failures == []
+        assert keys_in(client, "pool") == [key]
+    with serving(tmp_path) as client:
+        assert client.get([key])[0].group.extras["value"].tolist() == [0, 1, 2]
+
+
+def test_a_disk_without_room_refuses_a_segment(disk):
+    with serving(disk) as client:
+        key = client.insert(make_group(), {"pool": 1.0})
+        with pytest.raises(StorageError, match="has no room for"):
+            client.extend(key, {"large": np.zeros(40_000_000, np.uint8)})
+        assert client.extend(key, {"small": np.zeros(3)}).added == ("small",)

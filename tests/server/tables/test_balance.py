@@ -168,15 +168,19 @@ def test_excluded_items_and_those_of_a_scope_count_as_gone_from_their_value(samp
     assert_shares(counts, {"math": 0.9, "code": 0.1}, draws)
 
 
-def one_after_the_other(weights: list[float], left: list[int], n: int, rng: np.random.Generator) -> list[int]:
-    """The definition of `choose`."""
-    values, left = [], left.copy()
-    for _ in range(n):
-        alive = [value for value, there in enumerate(left) if there and weights[value]]
-        shares = np.array([weights[value] for value in alive])
-        values.append(alive[rng.choice(len(alive), p=shares / shares.sum())])
-        left[values[-1]] -= 1
-    return values
+def test_to_exclude_an_item_that_waits_excludes_no_other():
+    pool = Pool(requires=["teacher"])
+
+    def add(key: int, columns: list[str]) -> None:
+        zeros = np.zeros(1, dtype=np.int64)
+        pool.insert([key], np.ones(1), zeros, zeros + 1, [labels_of(columns, {"environment": "math"})])
+
+    add(1, ["teacher"])
+    pool.delete([1])
+    add(2, [])  # it waits, in the slot that item 1 had
+    add(3, ["teacher"])  # it has the place of item 1 among the items of its value
+    assert pool.drawn(1, exclude=frozenset([2])) == [3]
+    assert pool.available(SampleRequest(1, 1, exclude=frozenset([2]))) == 1
 
 
 def test_distinct_draws_choose_values_as_draws_one_after_the_other_do():

@@ -37,3 +37,19 @@ from replay_server import AdmissionConfig, ReplayServer, TableConfig
 def test_an_error_has_one_line_with_the_name_the_value_and_the_remedy(make, line):
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("requires", "message"),
+    [
+        ("value", r"requires: 'value' is not a list of names: write \['value'\]"),
+        (["value", "value"], r"table 't' requires \['value', 'value'\]: name each column once"),
+        ([""], r"table 't' requires \[''\]: name each column once"),
+        ([f"c{n}" for n in range(17)], "requires: Tuple should have at most 16 items"),
+    ],
+    ids=["a word", "a name twice", "no name", "too many"],
+)
+def test_what_a_table_requires_is_a_short_list_of_names(requires, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        TableConfig(name="t", requires=requires)
+    assert "\n" not in str(refusal.value)

@@ -114,7 +114,8 @@ function rowOf(row, index) {
       ? ` ${percent(row.truncated_share)} cut` : ""),
     cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)),
       cell("num", duration(row.age)),
-    cell("notes", (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note))));
+    cell("notes", row.tags.map((tag) => h("span", { class: "note tag" }, visible(tag).slice(0, 60))),
+      (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note))));
 }
 
 // ------------------------------------------------------------------------------------------------ controls
@@ -161,7 +162,7 @@ function controls(main = document.getElementById("main")) {
   fill(main.querySelector(".filters"),
     h("label", null, "Text", h("input", { type: "search", placeholder: text, value: filter.text,
       oninput: (event) => later({ text: event.target.value }) })),
-    h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt", value: filter.prompt,
+    h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt, or a tag: environment=math", value: filter.prompt,
       oninput: (event) => later({ prompt: event.target.value }) })),
     chips("Notes", false), chips("Ended by", true),
     h("div", { class: "histograms" },
