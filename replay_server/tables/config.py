@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
+from replay_protos.labels import MOST_COLUMN_BYTES
 from replay_server.tables import rate_limiters, selectors
 from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
 from replay_server.tables.rate_limiters import RateLimiter
@@ -255,6 +256,12 @@ class TableConfig(Model):
             raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
         if len(set(self.requires)) < len(self.requires) or not all(self.requires):
             raise ValueError(f"table {self.name!r} requires {list(self.requires)}: name each column once")
+        for name in self.requires:
+            if len(name.encode(errors="replace")) > MOST_COLUMN_BYTES:
+                raise ValueError(
+                    f"table {self.name!r} requires a column of more than {MOST_COLUMN_BYTES} bytes, which no item has: "
+                    f"{name[:40]!r}"
+                )
         if self.forward_to == self.name:
             raise ValueError(f"table {self.name!r} cannot forward to itself")
         for name in self.index:
