@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,11 +100,19 @@ def until(
     return value
 
 
+_tries = itertools.count()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on now, and that no connection takes while its server is away.
+
+    The system gives its clients ports from 32768 on. One of those is gone as soon as anybody connects to anything.
+    """
+    while True:
+        port = 12_000 + (50 * os.getpid() + next(_tries)) % 18_000  # tests that run at once try others
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from replay_client.access import TLS, Access, joined_addresses
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import InvalidRequestError
-from replay_client.frames import Item
+from replay_client.frames import Item, check_extension
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
@@ -169,16 +169,18 @@ class AsyncReplayClient:
 
     async def extend(
         self,
-        key: int,
+        key: int | Sample | StoredItem,
         extras: Mapping[str, npt.ArrayLike],
         *,
         axes: Mapping[str, str] | None = None,
         timeout: Timeout = DEFAULT,
     ) -> ExtendResult:
-        """Adds columns to the group that is stored under `key`. Readers find them in its extras from then on.
+        """Adds columns to a stored group. Readers find them in its extras from then on.
 
-        `extras` and `axes` are those of RolloutGroup. They have to fit the stored group, which only its readers can
-        check.
+        `extras` and `axes` are those of RolloutGroup. They have to fit the group, or nobody can read it any more. The
+        server cannot see that. Give the Sample or StoredItem in the place of its key, and the client checks it before
+        it sends anything; with a key alone it checks nothing.
+
         Returns when the server has acknowledged the columns. A name that the item has already is an answer, and no
         error: the column stays as it was. Nothing in the item ever changes, and a batch that is drawn already stays as
         it was drawn. Rows of tables that require these columns can be sampled from now on.
@@ -188,6 +190,11 @@ class AsyncReplayClient:
         """
         if not isinstance(extras, Mapping):
             raise InvalidRequestError(f"extras must be arrays by name, not {shortened(extras)}")
+        if not isinstance(axes, Mapping | None):
+            raise InvalidRequestError(f'axes must be by name, such as {{"values": "token"}}, not {shortened(axes)}')
+        if isinstance(key, Sample | StoredItem):
+            check_extension(key, extras, axes or {})
+            key = key.info.key if isinstance(key, Sample) else key.key
         deadline, left, present = Deadline(self._fleet.seconds(timeout)), dict(extras), set[str]()
         while True:
             its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}

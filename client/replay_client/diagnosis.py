@@ -294,6 +294,7 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
     # Who waits for a row that waits for a column is told of the column.
     yield from lacking or _waits(table.info, info)
     yield from _limiter(table)
+    yield from _balance(table)
     if fed and not table.info.inserts:
         yield _never_fed(table)
     yield from _staleness(table, info)
@@ -399,6 +400,25 @@ def _limiter(table: _Table) -> Iterator[Finding]:
             table.name,
             "every item has priority 0, which `prioritized` never samples",
             "insert with priorities above 0, or use another sampler",
+        )
+
+
+def _balance(table: _Table) -> Iterator[Finding]:
+    """A balance that changes nothing, or lets nothing be drawn."""
+    if (balance := table.config["balance"]) is None or not table.info.values:
+        return
+    names, tag = [value.name for value in table.info.values], balance["tag"]
+    if not any(value.weight for value in table.info.values):
+        yield _warning(
+            table.name,
+            f"balance gives weight 0 to every value of {tag!r} that its items have: nothing is ever drawn",
+            f"give {listed([name or 'items without the tag' for name in names])} a weight above 0 (`replay update`)",
+        )
+    elif names == [""]:
+        yield _warning(
+            table.name,
+            f"it balances {tag!r}, and no item has this tag: its draws are as without balance",
+            "insert with this tag (`tags`, `replay generate --tag`), or correct its name (`replay update`)",
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import numpy.typing as npt
 
 from replay_client.columns.segments import encode_columns
 from replay_client.errors import InvalidRequestError
-from replay_client.records import Buffer, PermitLease
+from replay_client.records import Buffer, PermitLease, Sample, StoredItem
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
@@ -96,6 +97,20 @@ class Item:
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
         return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels)
+
+
+def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError if the group of `item` could not be read with these columns."""
+    try:
+        group = item.group
+    except ValueError as error:
+        raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
+    columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
+    its_axes = {name: axis for name, axis in axes.items() if name in columns or name not in extras}
+    try:
+        replace(group, extras=group.extras | columns, axes=group.axes | its_axes, validate=False)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:

@@ -66,7 +66,7 @@ class Sample:
 
     info: SampleInfo
     payload: Buffer
-    """The inserted bytes."""
+    """The inserted bytes, and after them those of the columns that `extend` added."""
 
     @cached_property
     def group(self) -> RolloutGroup:

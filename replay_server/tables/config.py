@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
+from replay_protos.labels import MOST_COLUMN_BYTES
 from replay_server.tables import rate_limiters, selectors
 from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
 from replay_server.tables.rate_limiters import RateLimiter
@@ -45,13 +46,6 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _names(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
-    return value
-
-
-ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
@@ -227,7 +221,7 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
-    requires: ColumnNames = Field((), max_length=MOST_REQUIRED)
+    requires: tuple[str, ...] = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
@@ -236,6 +230,13 @@ class TableConfig(Model):
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
     """Draws have fixed shares of the values of a tag; absent: the sampler alone chooses. Not for a queue or stack."""
+
+    @field_validator("requires", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -255,6 +256,12 @@ class TableConfig(Model):
             raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
         if len(set(self.requires)) < len(self.requires) or not all(self.requires):
             raise ValueError(f"table {self.name!r} requires {list(self.requires)}: name each column once")
+        for name in self.requires:
+            if len(name.encode(errors="replace")) > MOST_COLUMN_BYTES:
+                raise ValueError(
+                    f"table {self.name!r} requires a column of more than {MOST_COLUMN_BYTES} bytes, which no item has: "
+                    f"{name[:40]!r}"
+                )
         if self.forward_to == self.name:
             raise ValueError(f"table {self.name!r} cannot forward to itself")
         for name in self.index:

@@ -180,11 +180,12 @@ class Table:
 
     def why_no_insert(self, n: int, nbytes: int) -> str | None:
         """Why n items of `nbytes` together have to wait; None: they may be inserted now."""
+        why = None
         if not self.limiter.can_insert(n):
-            return self.limiter.why_no_insert(n)
-        if self.config.when_full == "block":
-            return self.why_full(n, nbytes)
-        return None
+            why = self.limiter.why_no_insert(n)
+        elif self.config.when_full == "block":
+            why = self.why_full(n, nbytes)
+        return f"{why}; {waits}" if why and (waits := self.waiting.words()) else why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
         """Which bound n more items of `nbytes` together would break; None: they fit."""

@@ -134,6 +134,23 @@ WARNINGS = {
         "rollouts",
         "waits for teacher_logprobs: 14 items; nobody has extended one for 1 min; last seen: gpu-7 (1 min 1 s ago)",
     ),
+    "a balance over a tag that no item has": (
+        server(table("pool", {"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)])),
+        "pool",
+        "it balances 'enviroment', and no item has this tag: its draws are as without balance",
+    ),
+    "a balance that lets nothing be drawn": (
+        server(
+            table(
+                "pool",
+                {"balance": {"tag": "level", "weights": {"1": 0.0}}},
+                size=9,
+                values=[pb.ValueInfo(name="1", items=9)],
+            )
+        ),
+        "pool",
+        "balance gives weight 0 to every value of 'level' that its items have: nothing is ever drawn",
+    ),
     "a table that fills once and blocks": (
         server(table("pool", {"when_full": "block"})),
         "pool",

@@ -240,7 +240,7 @@ def test_a_row_waits_for_its_column_and_then_serves_who_waits_for_it_in_its_plac
 
 def test_rows_that_wait_fill_a_queue_so_that_generators_stop(client):
     keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(6)]
-    with pytest.raises(DeadlineExceededError, match="it is full, 6 of 6 items are not sampled yet"):
+    with pytest.raises(DeadlineExceededError, match=r"it is full, 6 of 6 items .*; 6 wait for teacher_logprobs$"):
         client.insert(make_group(), {"queue": 1.0}, timeout=0.1)
     client.extend(keys[3], LOGPROBS)
     assert keys_of(client.sample("queue", 1)) == [keys[3]]
@@ -453,3 +453,34 @@ def test_an_item_is_not_called_missing_while_a_shard_is_away(shards):
         shards[1].stop()
         with pytest.raises(ServerUnavailableError, match="no shard that can be reached has item 5, and b cannot be"):
             client.extend(5, LOGPROBS, timeout=1.0)
+
+
+def test_columns_that_do_not_fit_the_sample_are_refused_before_anything_is_sent(memory_client):
+    client = memory_client
+    key = client.insert(make_group(extras={"ref": np.ones(6, np.float32)}, axes={"ref": "token"}), {"plain": 1.0})
+    (sample,), (stored,) = client.sample("plain", 1), client.get([key])
+    for item in (sample, stored):
+        with pytest.raises(
+            InvalidRequestError, match=r"'value'\] has the shape \(5,\), and its axis 'token' needs 6 rows"
+        ):
+            client.extend(item, {"value": np.zeros(5)}, axes={"value": "token"})
+        with pytest.raises(InvalidRequestError, match="axes names 'other', which extras does not have"):
+            client.extend(item, {"value": np.zeros(6)}, axes={"other": "token"})
+    assert client.list_items("plain").items[0].labels.columns == {"ref"}
+    # What the group has already stays, so it need not fit.
+    columns = {"ref": np.zeros(3), "value": np.zeros(6)}
+    result = client.extend(sample, columns, axes={"ref": "rollout", "value": "token"})
+    assert result == ExtendResult(added=("value",), present=("ref",))
+    assert client.extend(stored, {"late": np.zeros(2)}).added == ("late",)
+    assert client.get([key])[0].group.axes == {"ref": "token", "value": "token"}
+
+
+def test_a_sample_that_is_no_group_gets_no_columns(memory_client):
+    memory_client.insert(b"bytes of my own", {"plain": 1.0})
+    with pytest.raises(InvalidRequestError, match="the item is no group that columns could join: not a rollout group"):
+        memory_client.extend(memory_client.sample("plain", 1)[0], LOGPROBS)
+
+
+def test_axes_that_are_not_by_name_are_refused(memory_client):
+    with pytest.raises(InvalidRequestError, match=r"axes must be by name, such as .*, not 'token'"):
+        memory_client.extend(1, LOGPROBS, axes="token")

@@ -374,6 +374,13 @@ def test_each_extra_is_cut_by_its_axis_and_never_by_its_shape():
     assert replace(again, axes=again.axes | {"said": "token"}) != again
 
 
+def test_a_tensor_that_numpy_cannot_take_is_refused_with_the_remedy():
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.zeros(2).bfloat16(), torch.zeros(2, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"extras\['image'\] is no array of numpy: .*; of a tensor take x\.detach"):
+            make_group(extras={"image": tensor})
+
+
 def test_bfloat16_is_a_dtype_of_extras():
     image = np.linspace(-3, 3, 6).astype(ml_dtypes.bfloat16).reshape(2, 3)
     group = make_group(extras={"image": image})

@@ -32,9 +32,20 @@ OFFSETS = "/offsets"
 
 
 def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-    """The values as arrays of a dtype that the byte format has. Raises ValueError that names another dtype."""
-    columns = {name: np.asarray(values) for name, values in extras.items()}
-    for name, array in columns.items():
+    """The values as arrays of a dtype that the byte format has. Raises ValueError that names what is none."""
+    columns: dict[str, Array] = {}
+    for name, values in extras.items():
+        try:
+            columns[name] = array = np.asarray(values)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # what a tensor on a GPU, in bfloat16, or in a graph says
+            raise ValueError(
+                f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
+                f"bfloat16 x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)"
+            ) from None
         if array.dtype.name not in DTYPES:
             raise ValueError(f"extras[{name!r}] has dtype {array.dtype}, not one of {', '.join(DTYPES)}")
     return columns

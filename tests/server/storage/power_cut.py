@@ -53,6 +53,10 @@ class Recording:
     """All records after each commit, by its number."""
 
 
+def column_of(key: int, number: int) -> bytes:
+    return random.Random(key + number).randbytes([1, 300, 9000][number % 3])
+
+
 def dump(storage: LmdbStorage) -> object:
     """All records of the file, and the names of the chunks."""
     with storage._env.begin() as txn:
@@ -106,6 +110,9 @@ def record(directory: Path, fsync: bool, commits: int, rng: random.Random) -> Re
             keys = [key for key in keys if key not in gone]
             for table in "ab":
                 buffer.delete(table, gone)
+        for key in rng.sample(keys, min(len(keys), 2)) if rng.random() < 0.5 else ():
+            there = len(buffer.items[key].labels.columns)
+            buffer.extend(key, [f"column{there}"], (column_of(key, there),))
         if keys and (changes_values_only or rng.random() < 0.5):
             some = np.array(sorted(rng.sample(keys, min(len(keys), 5))), dtype=np.uint64)
             buffer.update_priorities("a", some, np.array([rng.random() for _ in some]))
@@ -177,8 +184,10 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
     assert number >= (newest if killed else promised), f"{number} is older than {promised}, which was synced"
     assert dump(storage) == recording.states[number], f"this is not the state of commit {number}"
     assert not buffer.damaged
-    for key in buffer.items:
-        assert b"".join(next(buffer.payloads([key], [buffer.items[key].nbytes]))) == payload_of(key), "a wrong payload"
+    for key, item in buffer.items.items():
+        columns = [column_of(key, place) for place in range(len(item.labels.columns))]
+        expected = payload_of(key) + b"".join(columns)
+        assert b"".join(next(buffer.payloads([key], [item.nbytes]))) == expected, "a wrong payload"
     for keys in (range(100), range(100, 150)):  # and it goes on working
         for table in "ab":
             buffer.delete(table, list(buffer.items))

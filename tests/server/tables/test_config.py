@@ -46,8 +46,9 @@ def test_an_error_has_one_line_with_the_name_the_value_and_the_remedy(make, line
         (["value", "value"], r"table 't' requires \['value', 'value'\]: name each column once"),
         ([""], r"table 't' requires \[''\]: name each column once"),
         ([f"c{n}" for n in range(17)], "requires: Tuple should have at most 16 items"),
+        (["x" * 257], r"table 't' requires a column of more than 256 bytes, which no item has: 'x{40}'"),
     ],
-    ids=["a word", "a name twice", "no name", "too many"],
+    ids=["a word", "a name twice", "no name", "too many", "a name that is too long"],
 )
 def test_what_a_table_requires_is_a_short_list_of_names(requires, message):
     with pytest.raises(ValueError, match=message) as refusal:
