@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import numpy.typing as npt
 
 from replay_client.columns.segments import encode_columns
@@ -104,7 +105,7 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
         group = item.group
     except ValueError as error:
         raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
-    columns = {name: values for name, values in extras.items() if name not in group.extras}
+    columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
     its_axes = {name: axis for name, axis in axes.items() if name in columns or name not in extras}
     try:
         replace(group, extras=group.extras | columns, axes=group.axes | its_axes, validate=False)
