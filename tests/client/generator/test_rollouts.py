@@ -111,7 +111,7 @@ async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook() -> No
 
     client = RecordingClient()
     generator = RolloutGenerator(
-        client,
+        client,  # type: ignore[arg-type]
         ScriptedEngine(),
         make_prompts(),
         zero,
