@@ -136,6 +136,7 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
     counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
     places = [(rollout, part, parts) for rollout, parts in enumerate(counts_G) for part in range(parts)]
     contexts_S = group.prompt_lengths - group.prompt_ids.size
+    unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask  # what a tool wrote has none, and lacks none
     found = []
     for row, (span, (rollout, part, parts)) in enumerate(zip(group.sampled_spans(), places, strict=True)):
         logprobs = group.rollout_logprobs[span]
@@ -151,7 +152,7 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
                 "reward": group.rewards[rollout],
                 "advantage": group.advantages[rollout],
                 "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
-                "unknown_logprobs": logprobs.size - known.size,
+                "unknown_logprobs": int(unknown_T[span].sum()),
                 "masked_tokens": 0 if group.loss_mask is None else (~group.loss_mask[span]).sum(),
                 "finish_reason": str(group.finish_reasons[rollout])[:80] if group.finish_reasons else None,
             }

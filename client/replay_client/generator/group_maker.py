@@ -21,7 +21,7 @@ from replay_client.generator.metrics import GroupTimes
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Message, Prompt, PromptError
 from replay_client.generator.rewards import RewardError, Rewards, Scorer
-from replay_client.generator.rollouts import Rollout, RolloutHook, Task, group_of_rollouts, play
+from replay_client.generator.rollouts import Rollout, RolloutHook, Task, group_of_rollouts, play, where
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 
@@ -113,7 +113,8 @@ class GroupMaker:
             return played.rollouts
         self.rollouts_failed += len(failures)
         least = config.group_size if config.min_rollouts is None else config.min_rollouts
-        said = f"{len(failures)} of {config.group_size} rollouts failed, the first with {failures[0]!r:.300}"
+        first = f"{failures[0]!r:.300}{where(failures[0])}"
+        said = f"{len(failures)} of {config.group_size} rollouts failed, the first with {first}"
         if len(played.rollouts) < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
         logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, len(played.rollouts))

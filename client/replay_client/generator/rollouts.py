@@ -23,9 +23,12 @@ counts once, with one reward.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -113,7 +116,12 @@ class RolloutSequence:
     def _add(
         self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
     ) -> None:
-        self.token_ids += token_ids
+        try:
+            self.token_ids += [index(token) for token in token_ids]
+        except TypeError:
+            raise RolloutError(
+                f"tokens are integers, not {token_ids!r:.80}: a text goes through task.tokenizer.encode"
+            ) from None
         self.sampled_mask += mask
         self.logprobs += logprobs
         self.policy_versions += versions
@@ -253,7 +261,9 @@ async def play(hook: RolloutHook, tasks: Sequence[Task], engine: Engine, timeout
     async def one(task: Task) -> Rollout | Exception:
         try:
             async with asyncio.timeout(timeout) as limit:
-                return _checked(await hook(task, policy))
+                if not inspect.isawaitable(playing := hook(task, policy)):
+                    raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
+                return _checked(await playing)
         except Exception as error:
             if policy.failure is not None:
                 raise policy.failure from None
@@ -278,7 +288,25 @@ def _checked(rollout: Any) -> Rollout:
         raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
     if not rollout.sequences:
         raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
+    for sequence in rollout.sequences:
+        if not isinstance(sequence, RolloutSequence):
+            raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
+    if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
+        raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
+    if all(turn.role != "assistant" for turn in rollout.turns):
+        raise RolloutError(
+            "the policy wrote nothing in the rollout: add what policy.generate returns with sequence.sampled"
+        )
     return rollout
+
+
+def where(failure: Exception) -> str:
+    """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
+    frames = traceback.extract_tb(failure.__traceback__)[1:]  # the first is that of `play`
+    if not frames or frames[0].filename == __file__:
+        return ""
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f" ({last.filename}, line {last.lineno})"
 
 
 def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) -> RolloutGroup:

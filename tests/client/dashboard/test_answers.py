@@ -287,6 +287,12 @@ def test_the_context_of_a_completion_is_masked_and_not_counted_as_written_by_the
     assert row["length_mean"] == 2
 
 
+def test_what_a_tool_wrote_is_masked_and_lacks_no_log_probability(pool, url):
+    group = make_group(lengths=(3, 1), logprobs=(-1.0, np.nan, np.nan, -1.0), loss_mask=(True, False, True, True))
+    (first, _) = asked(url, f"/api/groups/{pool.insert(group, {'pool': 1.0})}")["group"]["completions"]
+    assert (first["unknown_logprobs"], first["masked_tokens"]) == (1, 1)
+
+
 def test_each_sequence_of_a_rollout_is_shown_with_the_reward_of_its_rollout_which_counts_once(pool, url):
     group = make_sequences(token_advantages=[0.5, 0, 0, 0, 2, 2], loss_mask=[True] * 5 + [False])
     found = asked(url, f"/api/groups/{pool.insert(group, {'pool': 1.0})}")["group"]

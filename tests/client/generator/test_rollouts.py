@@ -35,6 +35,10 @@ pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 SAID = Completion([7, 8], [-0.1, -0.2], "78", "stop", [])
 
 
+SPOKEN = RolloutSequence([1])
+SPOKEN.sampled(SAID)
+
+
 async def two_turns(task: Task, policy: RolloutPolicy) -> Rollout:
     """The policy writes, a tool answers with the tokens 9 and 5, and the policy writes again."""
     sequence = RolloutSequence(task.prompt_ids)
@@ -212,6 +216,9 @@ async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back() -> No
         (fails_at_odd, r"'p0': 2 of 4 rollouts failed, the first with OSError\('the browser of 1 is gone'\).* is 4"),
         ("text", "the hook returned 'text', not a Rollout: return Rollout"),
         (Rollout([]), "the hook returned a rollout without sequences"),
+        (Rollout([[1, 2]]), r"the hook returned a rollout of \[1, 2\], which is no RolloutSequence"),
+        (Rollout([SPOKEN, SPOKEN]), "the hook returned one sequence twice: make a RolloutSequence for each"),
+        (Rollout([RolloutSequence([1])]), "the policy wrote nothing in the rollout: add what policy.generate returns"),
     ],
 )
 async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(hook: Any, says: str) -> None:
@@ -220,6 +227,34 @@ async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(h
 
     with pytest.raises(PromptError, match=says):
         await played(hook if callable(hook) else returns)
+
+
+async def test_what_a_hook_raises_is_told_with_its_line() -> None:
+    async def broken(task: Task, policy: RolloutPolicy) -> Rollout:
+        return {}["browser"]
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(
+        PromptError, match=rf"KeyError\('browser'\) \({re.escape(__file__)}, line {line}\); min_rollouts"
+    ):
+        await played(broken)
+
+
+async def test_a_hook_that_is_not_async_fails_with_the_remedy() -> None:
+    with pytest.raises(PromptError, match=r"the hook returned Rollout.* without being awaited: write async def"):
+        await played(lambda task, policy: Rollout([SPOKEN]))
+
+
+async def test_a_text_in_the_place_of_tokens_fails_the_rollout_that_gave_it() -> None:
+    async def careless(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        sequence.given("no" if task.index == 0 else np.array([9, 5]))
+        sequence.sampled(await policy.generate(sequence.token_ids))
+        return Rollout([sequence])
+
+    assert (await played(careless, min_rollouts=3)).group_size == 3
+    with pytest.raises(PromptError, match=r"tokens are integers, not .no.: a text goes through task.tokenizer.encode"):
+        await played(careless)
 
 
 async def test_a_rollout_that_takes_too_long_fails() -> None:
