@@ -180,12 +180,20 @@ class RolloutPolicy:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
 
-        Raises RolloutError if the tokens leave no room for one more, and any error of the engine.
+        Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, and any error
+        of the engine.
         """
         if not 0 < len(token_ids) < self._engine.max_length:
             raise RolloutError(
                 f"the policy was asked to go on after {len(token_ids)} tokens; the engine takes 1 to "
                 f"{self._engine.max_length - 1}, so that with one more they fit its maximum length"
+            )
+        # An engine may die of an id that its model has no row for.
+        known = len(self._engine.tokenizer) if hasattr(self._engine.tokenizer, "__len__") else None
+        if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
+            raise RolloutError(
+                f"the policy was asked to go on after the token {lowest if lowest < 0 else max(token_ids)}, and its "
+                f"tokenizer has the tokens 0 to {known - 1 if known else 'its last'}"
             )
         request = tuple(token_ids), sampling or self._sampling
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

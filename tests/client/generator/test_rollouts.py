@@ -280,6 +280,25 @@ async def test_a_rollout_that_outgrows_the_engine_fails_alone() -> None:
         await played(endless)
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model: Path, token: int) -> None:
+    async def wrong_at_0(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.given([5 if task.index else token])
+        sequence.sampled(await policy.generate(sequence.token_ids))
+        return Rollout([sequence])
+
+    sampling = SamplingConfig(max_tokens=4)
+    engine = TransformersEngine(model, seed=0)
+    group = await played(wrong_at_0, engine, prompts=["12+3="], min_rollouts=3, sampling=sampling)
+    assert group.group_size == 3
+    with pytest.raises(
+        PromptError, match=f"asked to go on after the token {token}, and its tokenizer has the tokens 0"
+    ):
+        await played(wrong_at_0, TransformersEngine(model, seed=0), prompts=["12+3="], sampling=sampling)
+
+
 async def test_an_engine_that_dies_ends_the_run_whatever_the_hook_catches() -> None:
     class Dying(ScriptedEngine):
         async def generate(self, *_: Any) -> list[Completion]:
@@ -341,7 +360,9 @@ FORGETS = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] if
 
 def chat_tokenizer(template: str = TEMPLATE) -> Any:
     """A token for each character, and one each for the marks of turns."""
-    vocabulary = {"<pad>": 0, "<e>": EOS, "<s>": 2} | {chr(code): code for code in [10, *range(32, 127)]}
+    vocabulary = {"<pad>": 0, "<e>": EOS, "<s>": 2} | {
+        chr(code): at for at, code in enumerate([10, *range(32, 127)], 3)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     fast = PreTrainedTokenizerFast(
@@ -363,7 +384,7 @@ class Talking(ScriptedEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
         self.read.append("".join(self.tokenizer.convert_ids_to_tokens(prompt_ids)))
         text = self.says[len(self.read) - 1]
-        ids = [*map(ord, text), EOS]
+        ids = [*self.tokenizer.encode(text), EOS]
         return [Completion(ids, [-0.5] * len(ids), text, "stop", [0] * len(ids))] * n
 
 
