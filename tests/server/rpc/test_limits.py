@@ -285,7 +285,7 @@ def test_an_insert_leaves_the_line_if_its_client_goes_while_it_reads_the_answers
 
     async def go_after_the_first_answer() -> None:
         read = inserting.read_messages(shared, messages(), "client")
-        async with aclosing(inserting.decide(shared, read, "client", lambda: None)) as decisions:
+        async with aclosing(inserting.decide(shared, read, "client", lambda _: None)) as decisions:
             assert (await anext(decisions)).keys == [1]
             assert buffer.lines["queue"].inserts.head is not None
 
