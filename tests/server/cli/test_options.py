@@ -26,6 +26,7 @@ DEFAULTS = {
     "--base-url": None,
     "--engine-arg": None,
     "--table": None,
+    "--tag": None,
     "--prompt-field": "prompt",
     "--split": "train",
     "--chat": False,
