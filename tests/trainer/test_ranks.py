@@ -47,7 +47,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss_type": "dapo"},
+        pytest.param({"loss_type": "dapo"}, marks=pytest.mark.long),
         {"loss_type": "grpo", "num_iterations": 2, "fsdp": True, "beta": 0.1, "tied": True},
         {"loss_type": "bnpo", "scale_rewards": "batch", "correction": {"level": "sequence", "batch_normalize": True}},
         {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},

@@ -134,7 +134,12 @@ def write_run(folder: Path, text: str, written: float | None = None) -> Path:
 
 
 @pytest.mark.parametrize(
-    "size", [training.BYTES_PER_READ - 9, training.BYTES_PER_READ, 3 * training.BYTES_PER_READ + 7]
+    "size",
+    [
+        training.BYTES_PER_READ - 9,
+        training.BYTES_PER_READ,
+        pytest.param(3 * training.BYTES_PER_READ + 7, marks=pytest.mark.long),
+    ],
 )
 def test_a_line_that_is_too_long_is_skipped_and_counted_and_the_run_goes_on(server, tmp_path, size):
     long = '{"step": 2, "x": "' + "a" * size + '"}\n'

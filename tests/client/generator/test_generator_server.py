@@ -252,7 +252,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
     ]
 
 
-@pytest.mark.parametrize("way", ["kill", "terminate"])
+@pytest.mark.parametrize("way", ["kill", pytest.param("terminate", marks=pytest.mark.long)])
 async def test_a_server_that_is_restarted_finds_the_generator_going_on(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
     assert read_rows(file)[0]["mean_logprobs"] == [None, None]
 
 
-@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+@pytest.mark.parametrize("name", [pytest.param("replay.jsonl", marks=pytest.mark.long), "replay.parquet"])
 def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(replay, client, tmp_path, name):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
