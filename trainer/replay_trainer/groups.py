@@ -19,6 +19,7 @@ from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_T
 from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.background import through_restarts
+from replay_trainer.batching import why_no_teacher
 from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
@@ -40,11 +41,13 @@ class ModelLimits:
     its positions takes longer sequences than its configuration names."""
     group_tokens: int | None = None
     """GRPOConfig.max_group_tokens."""
+    teacher: str = ""
+    """The column that the trainer distils from, which each group needs; empty: it distils nothing."""
     inputs: frozenset[str] = frozenset()
     """Names of all inputs of the model."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None) -> ModelLimits:
+    def of(cls, model: Any, group_tokens: int | None = None, teacher: str = "") -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -55,7 +58,7 @@ class ModelLimits:
             for module in model.modules()
         )
         inputs = frozenset(inspect.signature(model.forward).parameters)
-        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, inputs)
+        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs)
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-    return ""
+    return why_no_teacher(group, limits.teacher) if limits.teacher else ""
 
 
 COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
@@ -279,9 +282,15 @@ class ZeroVarianceReplacer:
     """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
     scale: Scale | None = field(default=None, kw_only=True)
     """How the trainer computes advantages anew, as in `carries_gradient`."""
+    teacher: str = field(default="", kw_only=True)
+    """The column that the trainer distils from, as in `carries_gradient`."""
 
     def __post_init__(self) -> None:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
+
+    def informs(self, sample: Sample) -> bool:
+        """Whether a step with this group teaches something."""
+        return carries_gradient(sample.group, self.scale, self.teacher)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -294,7 +303,7 @@ class ZeroVarianceReplacer:
         Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
         this trainer waits.
         """
-        zero_variance = [i for i, sample in enumerate(samples) if not carries_gradient(sample.group, self.scale)]
+        zero_variance = [i for i, sample in enumerate(samples) if not self.informs(sample)]
         counts = new_counts()
         keys = {*exclude, *(sample.info.key for sample in samples)}
         drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
@@ -369,7 +378,7 @@ class ZeroVarianceReplacer:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
                 # Other writers may have inserted groups that the replacer exists to remove.
-                if not carries_gradient(sample.group, self.scale):
+                if not self.informs(sample):
                     counts["groups_uninformative"] += 1
                 elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:
                     counts["groups_too_stale"] += 1
@@ -437,14 +446,14 @@ class GroupSource:
             if len(chosen) >= self.size:
                 break
             fresh += (batch := next(self.batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self.replacer.scale)]
+            chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[: self.size], chosen[self.size :]
         count, missing = self._without_gradient(fresh), self.size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
-        return sum(not carries_gradient(sample.group, self.replacer.scale) for sample in samples)
+        return sum(not self.replacer.informs(sample) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:
         """The keys of the groups of every rank. The pool may hold them already."""

@@ -123,7 +123,8 @@ class GRPOTrainer:
             fused=True,
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
-        limits = ModelLimits.of(self.policy.model, config.max_group_tokens)
+        teacher = config.teacher.column if config.teacher else ""
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
@@ -133,6 +134,7 @@ class GRPOTrainer:
             config.max_replay_staleness,
             inspector=self.inspector,
             scale=config.scale_rewards,
+            teacher=teacher,
         )
         self.alarms = Alarms()
         self.publication: Publication
@@ -285,7 +287,8 @@ class GRPOTrainer:
             advantages = [group_advantages(group.rewards, scale="none") / np.float32(divisor) for group in groups]
         elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
-        return to_batch(groups, self.device, self.config.mask_truncated_completions, advantages)
+        mask_truncated, teacher = self.config.mask_truncated_completions, self.config.teacher
+        return to_batch(groups, self.device, mask_truncated, advantages, teacher)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """All updates of one step. Raises StepFailure if groups make one fail."""
@@ -369,8 +372,8 @@ class GRPOTrainer:
         config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
         drifts = group_drifts(batch, old_BT)
         return RankPart(
-            fresh=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.fresh],
-            trained=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.samples],
+            fresh=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,

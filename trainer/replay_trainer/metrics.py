@@ -45,8 +45,8 @@ class GroupFacts:
     carries_gradient: bool
 
     @classmethod
-    def of(cls, sample: Sample, scale: Scale | None = None) -> GroupFacts:
-        """`scale`: as in `carries_gradient`."""
+    def of(cls, sample: Sample, scale: Scale | None = None, teacher: str = "") -> GroupFacts:
+        """`scale`, `teacher`: as in `carries_gradient`."""
         group = sample.group
         return cls(
             key=sample.info.key,
@@ -58,7 +58,7 @@ class GroupFacts:
             staleness=sample.info.staleness,
             age=sample.info.age,
             times_sampled=sample.info.times_sampled,
-            carries_gradient=carries_gradient(group, scale),
+            carries_gradient=carries_gradient(group, scale, teacher),
         )
 
 
