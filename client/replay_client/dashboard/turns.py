@@ -8,6 +8,7 @@ are not those of the tokens that are there, a sequence is cut where `trained_mas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,4 @@ def _runs(mask: Bool) -> list[TurnSpan]:
     if not mask.size:
         return []
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]
-    return [
-        TurnSpan(None, start, stop, stop - start if mask[start] else 0)
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [TurnSpan(None, start, stop, stop - start if mask[start] else 0) for start, stop in pairwise(edges)]

@@ -111,7 +111,7 @@ export function turns(sequence, look) {
       known.length > 0 && `log-prob ${number(known.reduce((a, b) => a + b, 0) / known.length)}`,
       advantages.length > 0 && `advantage ${least === most ? signed(least) : `${signed(least)} to ${signed(most)}`}`];
     return h("div", { class: `turn ${kindOf(each)}` },
-      h("div", { class: "who" }, each.role === null ? null : h("b", null, visible(each.role)), said.filter(Boolean).join(" · ")),
+      h("div", { class: "who" }, h("b", null, visible(each.role ?? (each.stop <= sequence.context_tokens ? "own context" : ""))), said.filter(Boolean).join(" · ")),
       each.stop > each.start ? tokens(window, sequence.index, look, each.start, stop) : null);
   });
 }
