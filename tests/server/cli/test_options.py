@@ -22,6 +22,7 @@ DEFAULTS = {
     "--reward": None,
     "--rollout": None,
     "--config": None,
+    "--recipe": None,
     "--engine": "vllm",
     "--base-url": None,
     "--engine-arg": None,
