@@ -46,7 +46,9 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
-        async with httpx.AsyncClient(timeout=None, headers={"Authorization": f"Bearer {secret}"}) as client:
+        async with httpx.AsyncClient(
+            timeout=None, verify=False, headers={"Authorization": f"Bearer {secret}"}
+        ) as client:
             # What `verifiers` answers is in the trace too, and so is the reason for which it refuses.
             done = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
         return vf.ProgramResult(exit_code=int(done.is_error), stdout="", stderr=done.text if done.is_error else "")

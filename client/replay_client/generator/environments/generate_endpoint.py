@@ -2,10 +2,10 @@
 
     harness ──chat──▶ verifiers, which makes token ids of it ──ids──▶ GenerateEndpoint ──ids──▶ RolloutPolicy
 
-This is the part of vLLM's `/inference/v1/generate` that the TrainClient of `verifiers` uses: token ids in, token ids and
-log-probabilities out. An HTTP server on the loopback address is what that package can be pointed at without touching
-its inside. It keeps each completion as the engine gave it: versions and extras do not fit through that interface, and
-what is trained on is taken from here.
+This is the part of vLLM's `/inference/v1/generate` that the TrainClient of `verifiers` uses: token ids in, token ids
+and log-probabilities out. An HTTP server on the loopback address is what that package can be pointed at without
+touching its inside. It keeps each completion as the engine gave it: versions and extras do not fit through that
+interface, and what is trained on is taken from here.
 """
 
 from __future__ import annotations
@@ -52,19 +52,18 @@ class Seat:
         self.answers.setdefault(tuple(token_ids), []).append((completion, sampling))
         return completion
 
-    def take(self, before: Sequence[int], drawn: Sequence[int]) -> Completion:
+    def completion_of(self, before: Sequence[int], drawn: Sequence[int]) -> Completion:
         """The completion `drawn` after the tokens `before`. Raises RolloutError unless the engine drew exactly these,
         as the generator draws."""
         waiting = self.answers.get(tuple(before), [])
-        for at, (completion, sampling) in enumerate(waiting):
-            if completion.token_ids == list(drawn):
-                break
-        else:
+        found = next((each for each in waiting if each[0].token_ids == list(drawn)), None)
+        if found is None:
             raise RolloutError(
                 f"the environment has a turn of {len(drawn)} tokens after {len(before)} others that the engine did not "
                 "draw like this"
             )
-        del waiting[at]
+        waiting.remove(found)
+        completion, sampling = found
         for name in ("temperature", "top_p", "top_k"):
             if getattr(sampling, name) != (wanted := getattr(self.task.sampling, name)):
                 raise RolloutError(
@@ -83,7 +82,7 @@ class GenerateEndpoint:
         self.base_url = ""
         """Of the OpenAI-like interface, with "/v1" at its end."""
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> GenerateEndpoint:
         secret = secrets.token_urlsafe(16)
         app = web.Application(client_max_size=_LARGEST)
         app.router.add_post(f"/{secret}/inference/v1/generate", self._generate)
@@ -93,9 +92,10 @@ class GenerateEndpoint:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
         self.base_url = f"http://{host}:{port}/{secret}/v1"
+        return self
 
-    async def stop(self) -> None:
-        for seat in set(self._seats.values()):
+    async def __aexit__(self, *error: object) -> None:
+        for seat in list(self._seats.values()):
             self.leave(seat)
         if self._runner is not None:
             await self._runner.cleanup()

@@ -12,7 +12,7 @@ context in the others. The tokens of a turn are those of the engine's own comple
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 try:
+    import renderers.client
     import verifiers.v1 as vf
     from renderers.base import MODEL_RENDERER_MAP
     from verifiers.v1.types import content_text
@@ -31,8 +32,6 @@ except ImportError as missing:
 from replay_client.generator.environments.generate_endpoint import MODEL, GenerateEndpoint, Seat
 from replay_client.generator.prompts import Prompt, cycle_prompts
 from replay_client.generator.rollouts import Rollout, RolloutError, RolloutPolicy, RolloutSequence, Task
-
-logger = logging.getLogger(__name__)
 
 _TEMPLATE_RENDERER = "replay_client.generator.environments.template_renderer.TemplateRenderer"
 _EARLIER = "earlier"
@@ -46,12 +45,15 @@ class VerifiersEnvironment:
         """`name`: of the taskset, as `verifiers` finds it. `args`: the fields of its EnvConfig, and beside them
         `renderer`, the fields of a RendererConfig. Raises ValueError."""
         raw = {key: value for key, value in dict(args or {}).items() if key != "renderer"}
-        self._renderer = dict((args or {}).get("renderer") or {})
+        self._renderer = (args or {}).get("renderer") or {}
         self._name = name
         taskset = raw.get("taskset") or {}
         try:
             if not isinstance(taskset, Mapping):
                 raise ValueError(f"taskset must be an object, not {taskset!r}")
+            if not isinstance(self._renderer, Mapping):
+                raise ValueError(f"renderer must be an object, not {self._renderer!r}")
+            vf.TrainClientConfig(renderer=self._renderer_of(""))
             config = resolve_env_config({**raw, "taskset": {**taskset, "id": name}})
             self._env: Any = load_environment(config)
         except ModuleNotFoundError as error:
@@ -82,9 +84,11 @@ class VerifiersEnvironment:
         return cycle_prompts(prompts, seed=seed)
 
     async def __aenter__(self) -> VerifiersEnvironment:
+        # `renderers` 0.1 has a lock for the whole process, which belongs to the first event loop that waits for it: a
+        # second run in the same process would fail.
+        renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:
-            await self._endpoint.start()
-            held.push_async_callback(self._endpoint.stop)
+            await held.enter_async_context(self._endpoint)
             await held.enter_async_context(self._env.serving())
             self._held = held.pop_all()
         return self
@@ -111,23 +115,26 @@ class VerifiersEnvironment:
     def _context(self, task: Task) -> Any:
         """Which model the agents of an episode ask, where, and how."""
         sampling, model = task.sampling, task.tokenizer.name_or_path
-        renderer: dict[str, Any] | None = self._renderer
-        if not self._renderer.get("name"):
-            # By the name of the model if that is known, as `verifiers` itself does.
-            own = {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
-            renderer = None if model in MODEL_RENDERER_MAP and not self._renderer else own
         return vf.ModelContext(
             model=MODEL,
             client=vf.TrainClientConfig(
                 base_url=self._endpoint.base_url,
                 api_key_var="REPLAY_NO_KEY",
-                renderer=renderer,
+                renderer=self._renderer_of(model),
                 renderer_model_name=model,
             ),
             sampling=vf.SamplingConfig(
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens
             ),
         )
+
+    def _renderer_of(self, model: str) -> dict[str, Any] | None:
+        """The fields of the RendererConfig; None: `renderers` knows the model by its name."""
+        if self._renderer.get("name"):
+            return dict(self._renderer)
+        if model in MODEL_RENDERER_MAP and not self._renderer:
+            return None
+        return {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
 
 
 def _prompt(task: Any) -> Prompt:
@@ -190,7 +197,7 @@ def _sequences(trace: Any, seat: Seat) -> Iterator[RolloutSequence]:
             if id(node) in taught:
                 sequence.given(tokens, role=_EARLIER, text=node.message.content or "")
             else:
-                sequence.sampled(seat.take(sequence.token_ids, tokens))
+                sequence.sampled(seat.completion_of(sequence.token_ids, tokens))
             given, texts = [], []
         taught |= drawn
         assert sequence is not None

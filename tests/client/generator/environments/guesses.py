@@ -1,4 +1,4 @@
-"""An environment of `verifiers` of several turns: the policy says digits, and hears after each turn how many were even."""
+"""An environment of `verifiers` of several turns: the policy hears how many even digits it wrote."""
 
 from collections.abc import Iterator
 
