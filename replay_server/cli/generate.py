@@ -26,6 +26,7 @@ from replay_server.cli.process import (
     log_to_stderr,
     set_up_tracing,
 )
+from replay_server.cli.recipes import RecipeOfOptions, show_recipe
 
 if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
@@ -41,7 +42,7 @@ _GENERATOR = options_of(
         *("sampling", "chat_template", "advantage_scale", "follow_policy", "solved_reward"),
         *("insert_timeout", "permit_timeout", "stop_grace"),
         # Options of another name or form, below:
-        *("tables", "tags", "max_concurrent_groups", "metrics_path"),
+        *("tables", "tags", "max_concurrent_groups", "metrics_path", "recipe_name"),
     ),
 )
 _SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
@@ -79,6 +80,7 @@ def generate(
         str | None, typer.Option(help='Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
     ] = None,
     config: ConfigFile = None,
+    recipe: RecipeOfOptions = None,
     engine: Annotated[str, typer.Option(help="vllm, vllm-server or transformers.")] = "vllm",
     base_url: Annotated[
         list[str] | None,
@@ -140,8 +142,11 @@ def generate(
             tags=({"environment": environment.partition(":")[2]} if environment else {}) | parse_tags(tag),
             max_concurrent_groups=max_concurrent_groups or None,
             metrics_path=metrics,
+            recipe_name=recipe or "",
             **generator,
         )
+        if recipe is not None:
+            show_recipe(recipe, settings.recipe_settings())
         if environment:
             need("--environment", "verifiers", "verifiers")
             hook: RolloutHook = (played := load_environment(environment, environment_args))

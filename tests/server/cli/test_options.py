@@ -24,6 +24,7 @@ DEFAULTS = {
     "--environment": None,
     "--environment-args": None,
     "--config": None,
+    "--recipe": None,
     "--engine": "vllm",
     "--base-url": None,
     "--engine-arg": None,
