@@ -19,6 +19,7 @@ from replay_server.cli.process import (
     log_to_stderr,
     set_up_tracing,
 )
+from replay_server.cli.recipes import RecipeOption, show_recipe
 
 if TYPE_CHECKING:
     from replay_trainer import PromptEvaluation
@@ -33,6 +34,7 @@ def train(
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig.")] = None,
+    recipe: RecipeOption = None,
     steps: Annotated[
         int | None, typer.Option(help="Updates since the start of the run. [max_steps of the file, or 500]")
     ] = None,
@@ -63,6 +65,7 @@ def train(
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
     given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed, "progress": not quiet}
+    given["recipe"] = recipe
     options = _read(config) | {name: value for name, value in given.items() if value is not None}
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
@@ -84,6 +87,8 @@ def train(
     except ValueError as error:
         message = _as_typed(str(error), typed(given | access))
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
+    if training.recipe_name and not quiet and os.environ.get("RANK", "0") == "0":
+        show_recipe(training.recipe_name, training.recipe_settings())
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
