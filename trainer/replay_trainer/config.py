@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from replay_client.scoring import Scale
-from replay_client.settings import bounded, check_fields, suggests_names
+from replay_client.settings import (
+    RecipeSetting,
+    bounded,
+    check_fields,
+    described,
+    recipe_of,
+    settings_of,
+    suggests_names,
+    with_recipe,
+)
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 from replay_trainer.losses import LossConfig, LossType, Teacher
 
@@ -172,6 +181,8 @@ class GRPOConfig:
     """Seed of torch's random numbers."""
     device: str = "auto"
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
+    recipe_name: str = ""
+    """The recipe that settings come from, for people who read it. `recipe` sets it, and the settings with it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -193,6 +204,37 @@ class GRPOConfig:
         _ = self.loss  # LossConfig checks its options
         if not self.teacher_column:
             raise ValueError("teacher_column is empty: name the column that the teacher brings, or leave it out")
+        if self.recipe_name:
+            recipe_of(self.recipe_name)
+
+    @classmethod
+    def recipe(cls, name: str, **own: Any) -> GRPOConfig:
+        """The settings of the recipe of this name, such as "replay". Fields in `own` win; `output_dir` is needed.
+
+        A mapping as `correction` changes the recipe's correction field by field. Raises ValueError for a name that
+        there is not.
+        """
+        return config_from({"recipe": name, **own})
+
+    def recipe_settings(self) -> list[RecipeSetting]:
+        """Each setting that the recipe declares, beside the one that is here; without a recipe none."""
+        return list(settings_of(recipe_of(self.recipe_name).trainer, self._plain)) if self.recipe_name else []
+
+    def described(self) -> dict[str, str]:
+        """What the trainer says of itself to the server (`describe`)."""
+        own = {
+            "recipe": self.recipe_name,
+            "fresh_groups_per_step": self.fresh_groups_per_step,
+            "prefetch": self.prefetch,
+            "publish_every": self.publish_every,
+            "zero_variance": self.zero_variance,
+        }
+        return described("trainer", self._plain, own)
+
+    @property
+    def _plain(self) -> dict[str, Any]:
+        """The fields by name, those of `correction` too."""
+        return vars(self) | {"correction": vars(self.correction)}
 
     @property
     def replayed_groups_per_step(self) -> int:
@@ -252,10 +294,16 @@ class GRPOConfig:
 def config_from(options: Mapping[str, Any]) -> GRPOConfig:
     """A GRPOConfig from plain data, such as a TOML file's.
 
-    `correction` is a table or the name of a preset; its `rejection` is one table or several.
+    `correction` is a table or the name of a preset; its `rejection` is one table or several. `recipe` names the recipe
+    that sets what is not given.
     Raises ValueError for an unknown name; it suggests the nearest one.
     """
     values = dict(options)
+    if (recipe := values.pop("recipe", None)) is not None:
+        wanted, own = recipe_of(recipe).trainer, values.get("correction")
+        values = with_recipe(wanted, values) | {"recipe_name": recipe}
+        if isinstance(own, Mapping):
+            values["correction"] = with_recipe(wanted["correction"], own)
     correction = values.get("correction")
     try:
         if isinstance(correction, str):

@@ -61,6 +61,16 @@ class ModelLimits:
         return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs)
 
 
+@dataclass(frozen=True)
+class BadGroup:
+    """A group that cannot be trained on."""
+
+    key: int
+    table: str
+    """It was drawn from this one."""
+    reason: str
+
+
 @dataclass
 class Inspector:
     """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
@@ -86,7 +96,7 @@ class Inspector:
     def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
         self._drawn = 0
-        self._reasons: list[str] = []
+        self._put_aside: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
@@ -107,8 +117,8 @@ class Inspector:
         """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
         self.bad_keys.add(key)
         self._undeleted[key] = table
-        self._reasons.append(f"key {key} of table {table!r}: {reason}")
-        logger.warning("group put aside, it cannot be trained on: %s", self._reasons[-1])
+        self._put_aside.append(BadGroup(key, table, reason))
+        logger.warning("group put aside, it cannot be trained on: key %d of table %r: %s", key, table, reason)
 
     def returned(self, keys: Iterable[int], table: str) -> None:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
@@ -118,16 +128,16 @@ class Inspector:
             except ReplayError as error:
                 logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
-    def end_draws(self) -> int:
-        """Delete the bad groups of this step from the server; returns how many all ranks drew. Every rank calls it.
+    def end_draws(self) -> list[BadGroup]:
+        """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
 
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
         self.delete()
-        parts = self.ranks.all((self._drawn, self._reasons))
-        self._drawn, self._reasons = 0, []
-        reasons = [reason for _, reasons in parts for reason in reasons]
-        self._recent.append((sum(drawn for drawn, _ in parts), len(reasons)))
+        parts = self.ranks.all((self._drawn, self._put_aside))
+        self._drawn, self._put_aside = 0, []
+        put_aside = [group for _, groups in parts for group in groups]
+        self._recent.append((sum(drawn for drawn, _ in parts), len(put_aside)))
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
@@ -135,10 +145,10 @@ class Inspector:
         if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
                 f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
-                f"{self.max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
-                f"resume with resume=True"
+                f"{self.max_share:g}. The last: key {put_aside[-1].key} of table {put_aside[-1].table!r}: "
+                f"{put_aside[-1].reason}. They are deleted: mend what generates them, and resume with resume=True"
             )
-        return len(reasons)
+        return put_aside
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
         if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):

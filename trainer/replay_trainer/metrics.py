@@ -29,6 +29,9 @@ Metrics = dict[str, float]
 class GroupFacts:
     """One group without its tokens."""
 
+    key: int
+    prompt_id: str
+    policy_version: int
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     """Of each rollout, tokens of all its sequences after their contexts."""
@@ -46,6 +49,9 @@ class GroupFacts:
         """`scale`, `teacher`: as in `carries_gradient`."""
         group = sample.group
         return cls(
+            key=sample.info.key,
+            prompt_id=group.prompt_id,
+            policy_version=group.policy_version,
             rewards=tuple(group.rewards.tolist()),
             lengths=tuple(group.rollout_lengths.tolist()),
             truncated=(group.finish_reasons or ()).count("length"),

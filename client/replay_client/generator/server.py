@@ -78,7 +78,7 @@ class GeneratorServer:
         They do if one of the tables is that of [admission].
         """
         info = await self._answer(self._client.server_info)
-        self._see(info)
+        await self._see(info)
         self._tells_prompts = _index_prompts(info, self._config.tables)
         return (admission := info.admission) is not None and admission.table in self._config.tables
 
@@ -182,11 +182,18 @@ class GeneratorServer:
                 away.wait(f"the server does not answer, and the generator tries again: {error}")
                 continue
             away.go_on()
-            self._see(info)
+            await self._see(info)
 
-    def _see(self, info: ServerInfo) -> None:
-        """Says so if a server that answers now is another process than before: it may be empty."""
-        if self._seen is not None and restarted(self._seen, info):
+    async def _see(self, info: ServerInfo) -> None:
+        """Says so if a server that answers now is another process than before: it may be empty.
+
+        Each new server is told of the settings of this generator.
+        """
+        again = self._seen is not None and restarted(self._seen, info)
+        if again or self._seen is None:
+            with contextlib.suppress(ReplayError):
+                await self._client.describe(self._config.described(), timeout=SECONDS_PER_LOOK)
+        if again:
             logger.warning(
                 "the server was restarted: it holds %d items and is at policy version %d",
                 info.items,
