@@ -24,14 +24,15 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.learning.arms import GROUP_SIZE, Arm
 from benchmarks.learning.model import sample_groups, warm_start
 from benchmarks.learning.prompts import prompt_choice
+from benchmarks.learning.stored import DistinctAnswers, right_answers
 from benchmarks.learning.tasks import Row, load_task
+from benchmarks.learning.variety import HeldOut
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.generator.rewards import load_priority
-from replay_client.scoring import is_zero_variance
+from replay_client.scoring import carries_gradient
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import ZeroVarianceReplacer
-from replay_trainer.batching import to_batch
-from replay_trainer.demo.task import solve_rate, supervised_batch
+from replay_trainer.batching import Batch, to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss
@@ -70,12 +71,12 @@ def run(arm: Arm, settings: Settings, warm_starts: Path) -> dict[str, Any]:
     """Trains and returns the run's record: arm, settings, curve, and means over its steps."""
     task = load_task(settings.task)
     model, problems = warm_start(warm_starts, task, settings.regime, settings.seed)
-    held_out = supervised_batch(problems.held_out)
+    held_out = HeldOut(problems.held_out)
     torch.manual_seed(settings.seed)
-    start = solve_rate(model, *held_out)
+    start, variety = held_out.measure(model)
     with ReplayServer(tables(arm, settings.seed), port=0) as server, ReplayClient(server.address) as client:
         steps = _Steps(arm, settings, model, problems.train, task.max_tokens, client)
-        curve = [Point(0, 0, 0, 0.0, 0.0, start)]
+        curve, varieties = [Point(0, 0, 0, 0.0, 0.0, start)], [variety]
         wall = cpu = 0.0
         while steps.generated_tokens < settings.budget:
             wall_before, cpu_before = time.perf_counter(), time.process_time()
@@ -83,13 +84,15 @@ def run(arm: Arm, settings: Settings, warm_starts: Path) -> dict[str, Any]:
             wall += time.perf_counter() - wall_before
             cpu += time.process_time() - cpu_before
             if steps.generated_tokens >= len(curve) * settings.budget / EVALUATIONS:
-                rate = solve_rate(model, *held_out)
+                rate, variety = held_out.measure(model)
+                varieties.append(variety)
                 curve.append(Point(steps.generated_tokens, steps.trained_tokens, steps.version, wall, cpu, rate))
     return {
         "arm": arm.name,
         **asdict(settings),
         "engine": IN_PROCESS,
         "curve": [list(asdict(point).values()) for point in curve],
+        "variety": [list(asdict(each).values()) for each in varieties],
         "means": {name: float(np.mean(values)) for name, values in steps.facts.items()},
     }
 
@@ -124,6 +127,7 @@ class _Steps:
         self.prompts = prompt_choice(arm.prompts, len(rows), settings.seed)
         self.random = torch.Generator().manual_seed(settings.seed)
         self.source = self._source()
+        self.answers = DistinctAnswers()
         self.version = self.generated_tokens = self.trained_tokens = 0
         self.facts: dict[str, list[float]] = {}
         self._sampler = model
@@ -138,7 +142,13 @@ class _Steps:
         self._note("replayed", len(taken.replaced))
         if taken.replaced:
             self._note("staleness", taken.stats["staleness_mean"])
-        self._train(taken.groups)
+        groups = taken.groups
+        if self.arm.stored == "right":
+            groups = [right_answers(group) if i in taken.replaced else group for i, group in enumerate(groups)]
+        self._train(groups)
+        if self.arm.stored == "distinct":
+            for answer in [answer for sample in taken.fresh for answer in self.answers.new(sample.group)]:
+                self.client.insert(answer, {"replay": 1.0})
         self.version += 1
         self.client.set_policy_version(self.version)
 
@@ -179,41 +189,47 @@ class _Steps:
         return self.client.sample("rollouts", count, timeout=30.0)
 
     def _priority(self, group: RolloutGroup) -> float:
-        if not self.arm.pools:
+        if not self.arm.pools or self.arm.stored == "distinct":
             return 0.0
         return load_priority(self.arm.priority)(group)
 
     def _train(self, groups: list[RolloutGroup]) -> None:
-        """One update, as GRPOTrainer's with loss_type="dapo"."""
+        """As GRPOTrainer's update with loss_type="dapo", as often as the arm says."""
         if not groups:
             return
         tokens = sum(group.completion_ids.size for group in groups)
-        self.trained_tokens += tokens
         self._note("groups", len(groups))
-        self.optimizer.zero_grad(set_to_none=False)
         # Groups without variance have a gradient of exactly 0. They count in the denominator, and are computed for
         # nothing: leaving them out halves the time of a run.
-        informative = [group for group in groups if not is_zero_variance(group.rewards)]
-        if informative:
-            batch = to_batch(informative)
-            logprobs_BT, _ = self.policy(batch)
-            loss, metrics = corrected_policy_loss(
-                logprobs_BT,
-                logprobs_BT.detach(),
-                batch.rollout_logprobs_BT,
-                batch.advantages_B,
-                batch.mask_BT,
-                self.arm.correction,
-                self.arm.loss,
-                normalizer=tokens,
-            )
-            torch.autograd.backward(loss)
-            self._note("entropy", -float(logprobs_BT.detach()[batch.mask_BT].mean()))
-            for name in ("ess", "kl", "ratio_mean"):
-                if name in metrics:
-                    self._note(name, metrics[name])
-        clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        informative = [group for group in groups if carries_gradient(group)]
+        batch = to_batch(informative) if informative else None
+        old_BT: torch.Tensor | None = None
+        for _ in range(self.arm.num_iterations):
+            self.trained_tokens += tokens
+            self.optimizer.zero_grad(set_to_none=False)
+            if batch is not None:
+                logprobs_BT, _ = self.policy(batch)
+                old_BT = logprobs_BT.detach() if old_BT is None else old_BT
+                self._backward(batch, logprobs_BT, old_BT, tokens)
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+
+    def _backward(self, batch: Batch, logprobs_BT: torch.Tensor, old_BT: torch.Tensor, tokens: int) -> None:
+        loss, metrics = corrected_policy_loss(
+            logprobs_BT,
+            old_BT,
+            batch.rollout_logprobs_BT,
+            batch.advantages_B,
+            batch.mask_BT,
+            self.arm.correction,
+            self.arm.loss,
+            normalizer=tokens,
+        )
+        torch.autograd.backward(loss)
+        self._note("entropy", -float(logprobs_BT.detach()[batch.mask_BT].mean()))
+        for name in ("ess", "kl", "ratio_mean", "off_policy_sequence_fraction"):
+            if name in metrics:
+                self._note(name, metrics[name])
 
     def _note(self, name: str, value: float) -> None:
         self.facts.setdefault(name, []).append(value)

@@ -468,6 +468,15 @@ class AsyncReplayClient:
 
     # ------------------------------------------------------------------------------------------------ the client
 
+    async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
+        """Says, if a server answers, what this client is set to. `server_info` has it beside the client's name.
+
+        It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64;
+        each name and value has at most 256 characters, or InvalidRequestError is raised.
+        """
+        request = message_of(pb.DescribeRequest, settings=settings)
+        await self._fleet.try_to_ask("Describe", request, self._fleet.seconds(timeout), self._fleet.up())
+
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
         """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
         await self._fleet.try_to_ask("Leave", pb.LeaveRequest(), self._fleet.seconds(timeout), self._fleet.up())

@@ -211,6 +211,7 @@ class Publication:
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
             if self.leases.give_back_of_dead(groups):
                 self.client.set_policy_version(version, weights=str(folder), rollback=True)  # counts permits anew
+            self.client.describe(self.config.described())
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
@@ -329,6 +330,7 @@ class Publication:
         with self._waits.waiting(f"to announce version {version}, which is in {folder},"):
             if not announced:
                 self.client.set_policy_version(version, weights=str(folder))
+            self.client.describe(self.config.described())  # again, for the server may have started again
             # Last: a trainer that is killed before this resumes from the state, which names its groups.
             self.leases.acknowledge(groups)
         self._announcing = ""
