@@ -156,27 +156,36 @@ def _sum_up(output_dir: Path) -> None:
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(help="Training steps; 150 unless given, 60 with --compare.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; 150 unless given, 50 with --task tools, 60 with --compare.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    task: Annotated[
+        str, typer.Option(help="sums: to add. tools: to multiply by calling a calculator, in two turns.")
+    ] = "sums",
     compare: Annotated[
         bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
     ] = False,
 ) -> None:
-    """Train a tiny model to add, with server, generator and trainer as processes."""
+    """Train a tiny model to add, or to use a tool, with server, generator and trainer as processes."""
     # matplotlib draws the picture at the end: better to know now that it is missing.
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
-    from replay_trainer.demo.run import COMPARED_STEPS, STEPS, DemoError, run
+    from replay_trainer.demo.run import COMPARED_STEPS, TASKS, DemoError, run
     from replay_trainer.demo.run import compare as run_both
 
+    if (variant := TASKS.get(task)) is None:
+        fail(f"--task must be {' or '.join(TASKS)}, not {task!r}")
+    if compare and variant is not TASKS["sums"]:
+        fail(f"--compare has a task of its own: leave out --task {task}")
     try:
         if compare:
             run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
         else:
-            run(out, STEPS if steps is None else steps, seed, engine)
+            run(out, variant.steps if steps is None else steps, seed, engine, variant=variant)
     except DemoError as error:
         fail(error)
     except KeyboardInterrupt:

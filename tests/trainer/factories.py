@@ -121,9 +121,9 @@ def make_trainer(
     return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
 
 
-def lines_of(output_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of a run."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+def lines_of(output_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """What a run wrote of each step: its metrics, or another file of its folder."""
+    return [json.loads(line) for line in (output_dir / file).read_text().splitlines()]
 
 
 NEAR = {"atol": 1e-6, "rtol": 1e-4}

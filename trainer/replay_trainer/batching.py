@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from replay_client.completions import group_from_rows
-from replay_client.rollout import RolloutGroup
+from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
+from replay_trainer.losses import Teacher, distillation_advantages
 
 Ints = npt.NDArray[np.int64]
 
@@ -111,6 +112,10 @@ class Batch:
     """Index of the group that the row belongs to, ascending."""
     rollout_B: Ints
     """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
+    teacher_logprobs_BT: Tensor | None = None
+    """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
+    teacher_weight: float = 0.0
+    """Of the teacher in the advantages."""
 
     @property
     def num_rows(self) -> int:
@@ -119,8 +124,15 @@ class Batch:
 
     @property
     def advantages(self) -> Tensor:
-        """(B,) or (B, T), what the loss takes."""
+        """(B,) or (B, T), what the groups say."""
         return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
+
+    def advantages_under(self, old_BT: Tensor) -> Tensor:
+        """(B,) or (B, T), what the loss takes, if the policy had the log-probabilities `old_BT` before the update."""
+        teacher_BT = self.teacher_logprobs_BT
+        if teacher_BT is None:
+            return self.advantages
+        return distillation_advantages(self.advantages, old_BT, teacher_BT, self.mask_BT, self.teacher_weight)
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -134,23 +146,25 @@ class Batch:
 
     def select(self, rows: Ints) -> Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
-        longest, token_advantages = (
-            max(int(self.completion_lengths_B[rows].max(initial=1)), 1),
-            self.token_advantages_BT,
-        )
+        longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
+
+        def optional(values_BT: Tensor | None) -> Tensor | None:
+            return None if values_BT is None else values_BT[index, :longest]
+
         return replace(
             self,
             completion_ids_BT=self.completion_ids_BT[index, :longest],
             mask_BT=self.mask_BT[index, :longest],
             rollout_logprobs_BT=self.rollout_logprobs_BT[index, :longest],
             advantages_B=self.advantages_B[index],
-            token_advantages_BT=None if token_advantages is None else token_advantages[index, :longest],
+            token_advantages_BT=optional(self.token_advantages_BT),
             temperature_B=self.temperature_B[index],
             rollout_tokens_B=self.rollout_tokens_B[index],
             completion_lengths_B=self.completion_lengths_B[rows],
             group_B=self.group_B[rows],
             rollout_B=self.rollout_B[rows],
+            teacher_logprobs_BT=optional(self.teacher_logprobs_BT),
         )
 
 
@@ -175,14 +189,17 @@ def to_batch(
     device: torch.device | str = "cpu",
     mask_truncated: bool = False,
     advantages: Sequence[npt.NDArray[np.float32]] | None = None,
+    teacher: Teacher | None = None,
 ) -> Batch:
     """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
     No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
     default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
-    each group, in the place of its own; the `token_advantages` of a group come before both.
+    each group, in the place of its own; the `token_advantages` of a group come before both. `teacher`: whom to distil
+    from; None: nobody.
 
-    Raises ValueError for an empty prompt (nothing would predict the first token), and for a temperature not above 0.
+    Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature not above 0, and
+    for a column of the teacher that nobody can distil from.
     """
     for index, group in enumerate(groups):
         if not group.prompt_lengths.all():
@@ -192,6 +209,8 @@ def to_batch(
                 f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
                 f"the policy gradient needs samples at a temperature above 0"
             )
+        if teacher is not None and (reason := why_no_teacher(group, teacher.column)):
+            raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}): {reason}")
     rollouts_U = [group.sequence_rollouts for group in groups]
     sizes_U = np.array([group.group_size for group in groups], np.int64)
     group_B = np.repeat(np.arange(len(groups)), [len(rollouts_S) for rollouts_S in rollouts_U]).astype(np.int64)
@@ -208,6 +227,7 @@ def to_batch(
     advantages_B, token_advantages_BT = advantages_J[rollout_B], None
     if any(group.token_advantages is not None for group in groups):
         token_advantages_BT = np.broadcast_to(advantages_B[:, None], shape).copy()
+    teacher_logprobs_BT = None if teacher is None else np.zeros(shape, np.float32)
     row = 0
     for index, (group, rollouts_S) in enumerate(zip(groups, rollouts_U, strict=True)):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
@@ -221,6 +241,8 @@ def to_batch(
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
             if token_advantages_BT is not None and group.token_advantages is not None:
                 token_advantages_BT[row, :length] = group.token_advantages[tokens]
+            if teacher is not None and teacher_logprobs_BT is not None:
+                teacher_logprobs_BT[row, :length] = group.extras[teacher.column][tokens]
             row, start = row + 1, start + length
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(axis=1), minlength=len(advantages_J))
 
@@ -240,7 +262,35 @@ def to_batch(
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
+        teacher_logprobs_BT=None if teacher_logprobs_BT is None else tensor(teacher_logprobs_BT),
+        teacher_weight=0.0 if teacher is None else teacher.weight,
     )
+
+
+def why_no_teacher(group: RolloutGroup, column: str) -> str:
+    """Why nobody can distil from this column of the group; empty: one can. Tokens outside the mask may be NaN."""
+    values, axis = group.extras.get(column), group.axes.get(column)
+    if values is None:
+        return (
+            f"it has no column {column!r}, and teacher_weight asks for one: let its table require the column "
+            f"(requires = [{column!r}]), so that a group waits for the teacher"
+        )
+    if axis != "token" or values.shape != (group.num_tokens,):
+        return (
+            f"its column {column!r} has the shape {values.shape} and the axis {axis!r}: a teacher writes one "
+            f"log-probability for each of the {group.num_tokens} tokens of completion_ids, with the axis 'token'"
+        )
+    values_T = values.astype(np.float32)
+    # A comparison with NaN is False.
+    wrong_T = group.trained_mask & ~(np.abs(values_T) <= MAX_VALUE)
+    wrong_T |= group.trained_mask & (values_T > MAX_LOGPROB)
+    if wrong_T.any():
+        token = int(wrong_T.argmax())
+        return (
+            f"its column {column!r} holds {values_T[token]:g} at token {token}, which is trained on: a teacher writes "
+            f"a finite log-probability there, not above 0"
+        )
+    return ""
 
 
 def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:

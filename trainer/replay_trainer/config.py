@@ -20,7 +20,7 @@ from replay_client.settings import (
     with_recipe,
 )
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
-from replay_trainer.losses import LossConfig, LossType
+from replay_trainer.losses import LossConfig, LossType, Teacher
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
@@ -131,6 +131,11 @@ class GRPOConfig:
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
     `token_advantages` keep those."""
+    teacher_weight: float = bounded(0.0, least=0, below=math.inf)
+    """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
+    reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
+    teacher_column: str = "teacher_logprobs"
+    """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
     max_completion_length: int | None = bounded(None, least=1)
     """The generator's limit in tokens of a rollout, over all its turns and sequences; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
@@ -197,6 +202,8 @@ class GRPOConfig:
                 f"correction must be a CorrectionConfig, such as PRESETS['icepop'](), not {self.correction!r}"
             )
         _ = self.loss  # LossConfig checks its options
+        if not self.teacher_column:
+            raise ValueError("teacher_column is empty: name the column that the teacher brings, or leave it out")
         if self.recipe_name:
             recipe_of(self.recipe_name)
 
@@ -248,6 +255,11 @@ class GRPOConfig:
             epsilon_high=self.epsilon_high,
             max_completion_length=self.max_completion_length,
         )
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """What to distil from; None: nothing."""
+        return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
 
     def check_admission(self, groups_per_step: int) -> None:
         """Raises ValueError if the server's [admission] groups_per_step is below the fresh groups that a step takes.

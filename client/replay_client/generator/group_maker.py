@@ -78,14 +78,16 @@ class GroupMaker:
     ) -> tuple[RolloutGroup, dict[str, npt.NDArray[np.float32]]]:
         """The group with this number, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
-        Raises LeftOut if the group must not be inserted, PromptError if it cannot be scored, and any error of the
-        engine.
+        Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError if it
+        cannot be scored, and any error of the engine.
         """
         times.generate = -time.monotonic()
-        async with self._policy.generation():
-            version = self._policy.version
-            rollouts = await self._play(prompt, prompt_ids, number)
-        times.generate += time.monotonic()
+        try:
+            async with self._policy.generation():
+                version = self._policy.version
+                rollouts = await self._play(prompt, prompt_ids, number)
+        finally:
+            times.generate += time.monotonic()
         times.reward = -time.monotonic()
         try:
             rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)

@@ -25,6 +25,7 @@ from replay_client.errors import (
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rewards import load_priority
 from replay_client.records import PermitLease, ServerInfo
@@ -54,8 +55,12 @@ class GeneratorServer:
     back within the client's own timeout ends the run, with ServerUnavailableError.
     """
 
-    def __init__(self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats) -> None:
+    def __init__(
+        self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
+    ) -> None:
+        """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
         self._client = client
+        self._policy = policy
         self._config = config
         self._stats = stats
         self._priority = load_priority(config.priority)
@@ -195,6 +200,11 @@ class GeneratorServer:
                 info.policy.version,
             )
         self._seen = info
+        # A group goes to all of its tables or to none.
+        bounds = [
+            json.loads(info.tables[name].config)["max_staleness"] for name in self._config.tables if name in info.tables
+        ]
+        self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
 
 
 def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:
