@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -28,6 +29,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from replay_protos import replay_pb2 as pb  # noqa: E402
+from replay_protos.recipes import RECIPES, settings_of  # noqa: E402
 from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
 from replay_server.rpc.auth import ROLES  # noqa: E402
@@ -81,12 +83,30 @@ def configuration() -> Iterator[str]:
         yield f"## `{heading}`\n"
         yield f"`replay_server.{model.__name__}`. {paragraphs(inspect.getdoc(model) or '')}\n"
         yield from table(model)
+    yield from recipes()
     yield "## Without a file\n"
     yield "`replay serve` without `--config` has these tables:\n\n```python"
     for one in DEFAULT_TABLES:
         values = one.model_dump(exclude_defaults=True, mode="json")
         yield f"TableConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
     yield "```\n"
+
+
+def recipes() -> Iterator[str]:
+    """The settings of each recipe, as the module that declares them has them."""
+    yield "## `recipe`\n"
+    yield (
+        '`recipe = "NAME"` at the head of the file, or `--recipe NAME` of `replay serve`, `replay generate` and '
+        "`replay train`, sets what is listed here. What is set beside it wins, field by field of `[admission]` and of "
+        "each table.\n"
+    )
+    for name, recipe in RECIPES.items():
+        yield f'`recipe = "{name}"`: {recipe.about}\n'
+        yield "| part | setting | value |\n|---|---|---|"
+        for part in ("server", "generator", "trainer"):
+            for each in settings_of(getattr(recipe, part), {}):
+                yield f"| {part} | `{each.name}` | `{json.dumps(each.wanted)}` |"
+        yield ""
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

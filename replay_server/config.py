@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from replay_protos.recipes import MOST_TEXT, RecipeSetting, recipe_of, server_settings, settings_of
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
     AdmissionConfig,
@@ -53,6 +54,10 @@ MAX_CLIENTS = 1024
 """Named clients that the server remembers."""
 MAX_NAME = 64
 """Characters in the name of a client."""
+MAX_SETTINGS = 64
+"""Settings that a client may describe itself with."""
+MAX_SETTING = MOST_TEXT
+"""Characters in the name and in the value of each of them."""
 
 
 class ServerSection(Model):
@@ -152,8 +157,23 @@ class Config(Model):
     security: SecuritySection = SecuritySection()
     limits: LimitsSection = LimitsSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
+    recipe: str | None = None
+    """A recipe of replay_protos.recipes, which declares `admission` and tables. What is set here as well wins, field by
+    field of `admission` and of each table. Absent: nothing is set but what stands here."""
     admission: AdmissionConfig | None = None
     tables: tuple[TableConfig, ...] = Field(default=(), validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_recipe(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("recipe") is None:
+            return value
+        if not isinstance(value.get("tables", ()), list | tuple):
+            return value  # a mistake, of which the field's own check says more
+        own = dict(value, tables=[_as_given(table) for table in value.get("tables", ())])
+        return server_settings(
+            recipe_of(value["recipe"]).server, own | {"admission": _as_given(value.get("admission"))}
+        )
 
     @field_validator("tables", mode="before")
     @classmethod
@@ -186,6 +206,14 @@ class Config(Model):
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self
 
+    def recipe_settings(self) -> list[RecipeSetting]:
+        """Each setting that the recipe declares, beside the one that this server has; without a recipe none."""
+        if self.recipe is None:
+            return []
+        tables = {table.name: table.model_dump() for table in self.tables}
+        admission = {} if self.admission is None else self.admission.model_dump()
+        return list(settings_of(recipe_of(self.recipe).server, {"admission": admission, "tables": tables}))
+
     @property
     def checkpoint_dir(self) -> Path | None:
         """Folder of the checkpoints; None if the configuration names none."""
@@ -194,8 +222,11 @@ class Config(Model):
         return self.checkpoints.dir
 
     @classmethod
-    def load(cls, path: str | Path) -> Config:
-        """Reads a TOML file. Raises ValueError that names the file, the place in it and the remedy."""
+    def load(cls, path: str | Path, recipe: str | None = None) -> Config:
+        """Reads a TOML file. `recipe` counts in place of the file's.
+
+        Raises ValueError that names the file, the place in it and the remedy.
+        """
         try:
             data = tomllib.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -203,10 +234,17 @@ class Config(Model):
             raise ValueError(f"{path} cannot be read: {reason}") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
+        if recipe is not None:
+            data["recipe"] = recipe
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise ValueError(f"{path}: {explain(error)}") from error
+
+
+def _as_given(section: Any) -> Any:
+    """A table or [admission] as a file has it: only what was set. Anything else as it is."""
+    return section.model_dump(exclude_unset=True) if isinstance(section, Model) else section
 
 
 DEFAULT_TABLES = (

@@ -40,16 +40,17 @@ class ReplayServer:
         with ReplayServer(tables=[TableConfig(name="replay", sampler="prioritized")], port=0) as server:
             client = ReplayClient(server.address)
 
-    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises OSError if the
-    address cannot be had.
+    `port=0` takes a free port. `recipe` is that of Config; `tables` and `admission` change it. Raises ValueError if
+    a file of `security` cannot be used. `start` raises OSError if the address cannot be had.
     """
 
     def __init__(
         self,
-        tables: Iterable[TableConfig],
+        tables: Iterable[TableConfig] = (),
         port: int = 7400,
         host: str = "127.0.0.1",
         *,
+        recipe: str | None = None,
         admission: AdmissionConfig | None = None,
         max_bytes: int | str | None = None,
         metrics_address: str | None = None,
@@ -75,6 +76,7 @@ class ReplayServer:
             checkpoints=checkpoints or CheckpointsSection(),
             admission=admission,
             tables=tuple(tables),
+            recipe=recipe,
         )
         self._set_up(config, {})
 
@@ -259,7 +261,13 @@ class ReplayServer:
         if metrics is not None:
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
-            buffer, config.limits, section.data_dir, journal, checkpointer, section.shared_memory or None
+            buffer,
+            config.limits,
+            section.data_dir,
+            journal,
+            checkpointer,
+            section.shared_memory or None,
+            config.recipe or "",
         )
         self._service.backend.draining = self._draining
         listener = Listener(

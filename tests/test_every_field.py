@@ -28,7 +28,8 @@ def filled(message: Message, start: int = 1) -> Message:
             inner = getattr(message, field.name)
             filled(inner.add() if field.is_repeated else inner, 10 * number)
         elif field.cpp_type == field.CPPTYPE_STRING:
-            setattr(message, field.name, {"side": "trainer", "role": "trainer"}.get(field.name, field.name))
+            texts = {"side": "trainer", "role": "trainer", "settings": '{"part": "1"}'}
+            setattr(message, field.name, texts.get(field.name, field.name))
         else:
             setattr(message, field.name, True if field.cpp_type == field.CPPTYPE_BOOL else number)
     return message

@@ -336,10 +336,14 @@ class AsyncReplayClient:
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
         return await self._placement.change("Delete", once(request), timeout)
 
-    async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
-        """The items with these keys, as far as the server holds them. Does not count as sampling."""
+    async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
+        """The items with these keys, as far as the server holds them. Does not count as sampling.
+
+        Without `payloads` no bytes travel, and those of the items are empty: to see which items are there.
+        """
         wanted = list(keys)
-        answers = await self._fleet.ask("Get", message_of(pb.GetRequest, keys=wanted), timeout)
+        request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
+        answers = await self._fleet.ask("Get", request, timeout)
         if self._fleet.only is not None:
             return stored_items_of(*answers[self._fleet.only])
         found = {item.key: item for answer in answers.values() for item in stored_items_of(*answer)}
@@ -463,6 +467,15 @@ class AsyncReplayClient:
         return await self._permits.release(lease, request, timeout)
 
     # ------------------------------------------------------------------------------------------------ the client
+
+    async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
+        """Says, if a server answers, what this client is set to. `server_info` has it beside the client's name.
+
+        It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64;
+        each name and value has at most 256 characters, or InvalidRequestError is raised.
+        """
+        request = message_of(pb.DescribeRequest, settings=settings)
+        await self._fleet.try_to_ask("Describe", request, self._fleet.seconds(timeout), self._fleet.up())
 
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
         """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""

@@ -168,6 +168,7 @@ class ReplayClient:
 
     acquire_permits = blocking(AsyncReplayClient.acquire_permits)
     release_permits = blocking(AsyncReplayClient.release_permits)
+    describe = blocking(AsyncReplayClient.describe)
     leave = blocking(AsyncReplayClient.leave)
     checkpoint = blocking(AsyncReplayClient.checkpoint)
     checkpoints = blocking(AsyncReplayClient.checkpoints)

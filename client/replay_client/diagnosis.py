@@ -18,6 +18,8 @@ from typing import Any
 from replay_client.records import ServerInfo, TableInfo, Waiting
 from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
+from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
+from replay_protos.staleness import fresh_flow
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -33,6 +35,10 @@ CLOCK_SKEW = 2.0
 """Seconds between the clocks of two machines: a warning from here on."""
 FEW_BYTES = 1 << 30
 """Less free memory or disk than this is a warning."""
+SEVERAL = 8
+"""Policy versions from which on the staleness of draws is compared with what is expected."""
+MUCH_OLDER = 0.5
+"""Versions, and a share of what is expected: a warning where draws are older by more than the larger of both."""
 
 
 class Level(StrEnum):
@@ -72,10 +78,13 @@ def _failure(check: str, message: str, remedy: str, headline: str = "") -> Findi
     return Finding(check, Level.FAILURE, message, remedy, headline)
 
 
-def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Finding]:
+def diagnose(
+    info: ServerInfo, client_version: str, now: float, max_staleness: float | None = None
+) -> Iterator[Finding]:
     """Yields the findings about the server, then those about each table; `info` must hold all tables.
 
     `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
+    `max_staleness`: how many policy versions old fresh groups may be in the mean; None: as their table says.
     """
     yield from _shards(info)
     yield _version(info, client_version)
@@ -86,9 +95,12 @@ def diagnose(info: ServerInfo, client_version: str, now: float) -> Iterator[Find
     yield _policy(info)
     yield from _sides(info)
     yield from _permits(info)
+    yield from _recipe(info)
+    yield from _batches(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         found = list(_table_findings(info, table, fed))
+        yield from _age_of_draws(info, table, max_staleness)
         ok = _ok(table.name, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s")
         yield from found or [ok]
 
@@ -285,6 +297,100 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         )
 
 
+# ------------------------------------------------------------------------------------- what the parts say of themselves
+
+
+def _said(info: ServerInfo, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each generator or trainer that has not ended, and what it says of itself."""
+    for client in info.clients:
+        if not client.ended and (said := read_described(client.settings)).get("part") == part:
+            yield client.name, said
+
+
+def _recipe(info: ServerInfo) -> Iterator[Finding]:
+    """Who runs by the recipe of the others, and who does not."""
+    parts = [("the server", info.recipe, None)]
+    parts += [
+        (f"{part} {name}", said.get("recipe"), (part, said)) for part in _PARTS for name, said in _said(info, part)
+    ]
+    if (recipe := next((name for _, name, _ in parts if name in RECIPES), None)) is None:
+        return
+    by_it = [who for who, name, _ in parts if name == recipe]
+    changed, others = [], False
+    for who, name, told in parts:
+        differing = [each for each in _settings(info, recipe, told) if not each.kept]
+        if name == recipe:
+            changed += [
+                f"{each.name} of {who} is {_toml(each.actual)} (recipe: {_toml(each.wanted)})" for each in differing
+            ]
+        elif differing:
+            others = True
+            settings = listed([f"{each.name} is {_toml(each.actual)}, not {_toml(each.wanted)}" for each in differing])
+            yield _warning(
+                "recipe",
+                f"{who} does not run by recipe {recipe!r}, as {listed(by_it)} {'does' if len(by_it) == 1 else 'do'}: "
+                f"{settings}",
+                f"start {'it' if told else 'the server'} with --recipe {recipe}, or set these",
+            )
+    if not others:
+        own = f"; changed on purpose: {'; '.join(changed)}" if changed else ""
+        yield _ok("recipe", f"{listed(by_it)} {'runs' if len(by_it) == 1 else 'run'} by recipe {recipe!r}{own}")
+
+
+_PARTS = ("generator", "trainer")
+
+
+def _settings(info: ServerInfo, recipe: str, told: tuple[str, dict[str, Any]] | None) -> list[RecipeSetting]:
+    """The settings of the recipe in one part: in the server, or in what a client told of itself."""
+    if told is not None:
+        part, said = told
+        wanted = settings_of(getattr(RECIPES[recipe], part), {})
+        return [RecipeSetting(each.name, each.wanted, said.get(each.name)) for each in wanted]
+    # Each of several servers has the tables as they are configured, and its part of groups_per_step.
+    one = next((shard for _, shard in shards_of(info) if shard is not None), info)
+    admission = info.admission and {
+        name: getattr(info.admission, name) for name in ("groups_per_step", "max_staleness")
+    }
+    tables = {name: json.loads(table.config) for name, table in one.tables.items()}
+    return list(settings_of(RECIPES[recipe].server, {"admission": admission, "tables": tables}))
+
+
+def _toml(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def _batches(info: ServerInfo) -> Iterator[Finding]:
+    """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
+    for name, said in _said(info, "trainer"):
+        table, fresh, admission = said.get("rollouts_table"), said.get("fresh_groups_per_step"), info.admission
+        dynamic = said.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
+        if admission is not None and admission.table == table and not dynamic and fresh != admission.groups_per_step:
+            outcome = "it will wait for ever" if fresh > admission.groups_per_step else "generators run ahead of it"
+            yield _warning(
+                "permits",
+                f"trainer {name} takes {fresh} fresh groups a step, and [admission] lets {admission.groups_per_step} "
+                f"be generated: {outcome}",
+                f"set [admission] groups_per_step = {fresh}, or groups_per_step and replay_share of the trainer",
+            )
+        for generator, told in _said(info, "generator"):
+            if table not in (filled := _fed_from(info, told.get("tables", [table]))):
+                yield _warning(
+                    "tables",
+                    f"trainer {name} takes fresh groups from {table}, and generator {generator} inserts into "
+                    f"{listed(filled)}",
+                    f"start the generator with --table {table}, or set rollouts_table of the trainer",
+                )
+
+
+def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
+    """These tables, and those that get their items from them."""
+    found = list(names)
+    for name in found:
+        if name in info.tables and (target := json.loads(info.tables[name].config)["forward_to"]) not in (None, *found):
+            found.append(target)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------------- one table
 
 
@@ -438,6 +544,38 @@ def _never_fed(table: _Table) -> Finding:
             f"insert into {names} with priorities above 0 (group_priority): items of priority 0 are not forwarded",
         )
     return _warning(table.name, f"empty: nobody has sampled {names}, which feeds it", "start the trainer")
+
+
+def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
+    """How old groups are when they are drawn, beside what follows from the flow of groups (staleness.py)."""
+    flow, missing = fresh_flow(table.info, info.admission, info.clients)
+    if flow is None:
+        if missing:
+            drawn = f"drawn {table.info.flow.staleness:.1f} versions old; what that should be is unknown: {missing}"
+            yield _ok(table.name, drawn)
+        return
+    limits = [max_staleness] if max_staleness is not None else [table.config["max_staleness"], flow.admitted]
+    bound = min((limit for limit in limits if limit is not None), default=None)
+    message = (
+        f"drawn {flow.measured:.1f} versions old in the mean; expected {flow.expected:.1f}: ({flow.under_way:.1f} "
+        f"groups under way + {flow.waiting:.1f} waiting) / {flow.drawn:.1f} drawn a version"
+    )
+    if flow.most is not None:
+        message += f"; {flow.most:.1f} where generators always wait for the trainer"
+    changes = [] if bound is None else flow.changes(bound)
+    remedy = f"to keep within {bound:g}, set one of: {'; '.join(changes)}" if changes else ""
+    late = flow.measured - flow.expected
+    if table.info.flow.versions >= SEVERAL and late > MUCH_OLDER * max(1.0, flow.expected):
+        yield _warning(
+            table.name,
+            f"{message}: generators begin groups with weights that are {late:.1f} versions old",
+            "see how long publishing and a reload take (reload_seconds_mean), and whether every generator follows the "
+            "policy",
+        )
+    elif bound is not None and remedy and max(flow.measured, flow.expected) > bound:
+        yield _warning(table.name, f"{message}; that is above {bound:g}", remedy)
+    else:
+        yield _ok(table.name, f"{message}; {remedy}" if remedy else message)
 
 
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:

@@ -246,6 +246,8 @@ class ServerInfo:
     """The sides of the run that are gone."""
     clients: tuple[ClientInfo, ...]
     """The named clients that insert, sample or publish. The one that was seen last comes first."""
+    recipe: str
+    """The recipe by which the server is configured; empty: none."""
 
 
 def policy_of(message: pb.Policy) -> Policy:

@@ -79,7 +79,7 @@ def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) ->
     return bool(rewards.max() - rewards.min() <= tolerance)
 
 
-def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
+def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: str = "") -> bool:
     """Whether some rollout that is trained on has an advantage, so that a step with this group teaches something.
 
     `token_advantages` decide where they are there: whether one of a trained token is not 0. Otherwise the advantages of
@@ -88,11 +88,16 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None) -> bool:
     a baseline. With a `scale` the trainer computes them anew: (r - mean of the group) / divisor, which is 0 for equal
     rewards and for a group of one, whatever the divisor.
 
+    `teacher`: the column of extras that a trainer distils from; empty: it distils nothing. Every trained token of a
+    group with that column has an advantage, how far teacher and policy differ there, whatever the rewards.
+
     Raises ValueError for rewards that are not finite, and for another `scale`.
     """
     if scale not in (None, "group", "batch", "none"):
         raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
     equal = is_zero_variance(group.rewards)
+    if teacher and teacher in group.extras:
+        return bool(group.trained_mask.any())
     if group.token_advantages is not None:
         return bool(group.token_advantages[group.trained_mask].any())
     if scale is not None:

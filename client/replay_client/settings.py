@@ -11,6 +11,22 @@ from dataclasses import Field, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
+
+__all__ = [
+    "RecipeSetting",
+    "bounded",
+    "check_choice",
+    "check_fields",
+    "described",
+    "load_function",
+    "recipe_of",
+    "settings_of",
+    "suggests_names",
+    "unknown_name",
+    "with_recipe",
+]
+
 T = TypeVar("T")
 
 

@@ -1405,7 +1405,8 @@ Global___Field: _TypeAlias = Field  # noqa: Y015
 @_typing.final
 class ServerInfo(_message.Message):
     """Some metrics are not of one field: replay_server_info (version, server_id, storage), replay_table_max_items and
-    replay_table_max_bytes (config), replay_silent_seconds (silences), and replay_clients (clients).
+    replay_table_max_bytes (config), replay_table_flow_expected_staleness_versions (flow), replay_silent_seconds
+    (silences), and replay_clients (clients).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1434,6 +1435,7 @@ class ServerInfo(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_AVAILABLE_FIELD_NUMBER: _builtins.int
     DISK_AVAILABLE_FIELD_NUMBER: _builtins.int
+    RECIPE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the software"""
     server_id: _builtins.int
@@ -1464,6 +1466,8 @@ class ServerInfo(_message.Message):
     """What the machine, or the process's control group, has left."""
     disk_available: _builtins.int
     """Where data_dir lies."""
+    recipe: _builtins.str
+    """The recipe by which the server is configured; empty: none."""
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     @_builtins.property
@@ -1507,10 +1511,11 @@ class ServerInfo(_message.Message):
         resident_bytes: _builtins.int = ...,
         memory_available: _builtins.int = ...,
         disk_available: _builtins.int = ...,
+        recipe: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1555,6 +1560,7 @@ class TableInfo(_message.Message):
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    FLOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in."""
@@ -1613,6 +1619,10 @@ class TableInfo(_message.Message):
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
         """Of a table that balances: the values that its items have, by name."""
 
+    @_builtins.property
+    def flow(self) -> Global___Flow:
+        """Absent before the second new policy version, and of tables whose items may be drawn more than once."""
+
     def __init__(
         self,
         *,
@@ -1651,14 +1661,50 @@ class TableInfo(_message.Message):
         extensions: _builtins.int = ...,
         waiting_seconds: _builtins.float = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
+        flow: Global___Flow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "flow", b"flow", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
+
+@_typing.final
+class Flow(_message.Message):
+    """How fresh groups pass through a table, over the last policy versions. staleness.py says what follows from it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    PERMITS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    versions: _builtins.int
+    """How many versions that is: fewer than 32 at the beginning."""
+    drawn: _builtins.float
+    waiting: _builtins.float
+    permits: _builtins.float
+    """Granted permits at the same moments; 0 if this is not the table of [admission]."""
+    staleness: _builtins.float
+    def __init__(
+        self,
+        *,
+        versions: _builtins.int = ...,
+        drawn: _builtins.float = ...,
+        waiting: _builtins.float = ...,
+        permits: _builtins.float = ...,
+        staleness: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drawn", b"drawn", "permits", b"permits", "staleness", b"staleness", "versions", b"versions", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Flow: _TypeAlias = Flow  # noqa: Y015
 
 @_typing.final
 class Lacking(_message.Message):
@@ -1786,6 +1832,7 @@ class ClientInfo(_message.Message):
     AGE_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """what it did: generator (insert), trainer (sample, publish), teacher (extend)"""
@@ -1795,6 +1842,8 @@ class ClientInfo(_message.Message):
     """calls and streams that it has open"""
     ended: _builtins.bool
     """It said that it ends (Leave), and has sent nothing since."""
+    settings: _builtins.str
+    """JSON of what it said of its settings (Describe), names and texts; empty: it said nothing."""
     def __init__(
         self,
         *,
@@ -1803,10 +1852,11 @@ class ClientInfo(_message.Message):
         age: _builtins.float = ...,
         open: _builtins.int = ...,
         ended: _builtins.bool = ...,
+        settings: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ended", b"ended", "name", b"name", "open", b"open", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ended", b"ended", "name", b"name", "open", b"open", "role", b"role", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2166,6 +2216,67 @@ class ReleasePermitsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleasePermitsResponse: _TypeAlias = ReleasePermitsResponse  # noqa: Y015
+
+@_typing.final
+class DescribeRequest(_message.Message):
+    """What the client that sends this is set to, instead of what it said before. ServerInfo has it beside the client's name.
+    Nothing in the server depends on it. People and `replay doctor` read it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """at most 64; each name and value has at most 256 characters"""
+
+    def __init__(
+        self,
+        *,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+
+@_typing.final
+class DescribeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

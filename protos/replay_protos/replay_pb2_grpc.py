@@ -129,6 +129,11 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.ReleasePermitsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.ReleasePermitsResponse.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/replay.v1.Replay/Describe',
+                request_serializer=replay__protos_dot_replay__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=replay__protos_dot_replay__pb2.DescribeResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/replay.v1.Replay/Leave',
                 request_serializer=replay__protos_dot_replay__pb2.LeaveRequest.SerializeToString,
@@ -266,6 +271,12 @@ class ReplayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -382,6 +393,11 @@ def add_ReplayServicer_to_server(servicer, server):
                     servicer.ReleasePermits,
                     request_deserializer=replay__protos_dot_replay__pb2.ReleasePermitsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.ReleasePermitsResponse.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=replay__protos_dot_replay__pb2.DescribeRequest.FromString,
+                    response_serializer=replay__protos_dot_replay__pb2.DescribeResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -912,6 +928,33 @@ class Replay(object):
             '/replay.v1.Replay/ReleasePermits',
             replay__protos_dot_replay__pb2.ReleasePermitsRequest.SerializeToString,
             replay__protos_dot_replay__pb2.ReleasePermitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/replay.v1.Replay/Describe',
+            replay__protos_dot_replay__pb2.DescribeRequest.SerializeToString,
+            replay__protos_dot_replay__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,7 @@ class ReplayStub:
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]
     AcquirePermits: _grpc.UnaryUnaryMultiCallable[_replay_pb2.AcquirePermitsRequest, _replay_pb2.Permits]
     ReleasePermits: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]
+    Describe: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DescribeRequest, _replay_pb2.DescribeResponse]
     Leave: _grpc.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]
     """Checkpoints."""
@@ -99,6 +100,7 @@ class ReplayAsyncStub(ReplayStub):
     WatchPolicy: _aio.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]  # type: ignore[assignment]
     AcquirePermits: _aio.UnaryUnaryMultiCallable[_replay_pb2.AcquirePermitsRequest, _replay_pb2.Permits]  # type: ignore[assignment]
     ReleasePermits: _aio.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_replay_pb2.DescribeRequest, _replay_pb2.DescribeResponse]  # type: ignore[assignment]
     Leave: _aio.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]  # type: ignore[assignment]
     Checkpoint: _aio.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]  # type: ignore[assignment]
     """Checkpoints."""
@@ -240,6 +242,13 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.ReleasePermitsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.ReleasePermitsResponse, _abc.Awaitable[_replay_pb2.ReleasePermitsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _replay_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_pb2.DescribeResponse, _abc.Awaitable[_replay_pb2.DescribeResponse]]: ...
 
     @_abc_1.abstractmethod
     def Leave(

@@ -48,7 +48,7 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     if field.message_type is not None:
         return document(value, field.message_type)
     if option.json:
-        return json.loads(value)
+        return json.loads(value) if value else None
     return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
 
 

@@ -28,6 +28,14 @@ _SLOW = 0.1
 def doctor(
     access: dict[str, Any],
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as failures.")] = False,
+    max_staleness: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="How many policy versions old fresh groups may be in the mean: says what keeps them within. [as their "
+            "table and its permits say]",
+        ),
+    ] = None,
     by_shard: ByShard = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
@@ -36,7 +44,7 @@ def doctor(
     from replay_client.diagnosis import Level
 
     with connect(access, timeout) as client:
-        findings, address = [_access(access), _grpc(), *examine(client, by_shard)], client.address
+        findings, address = [_access(access), _grpc(), *examine(client, by_shard, max_staleness)], client.address
     worst = {finding.level for finding in findings}
     healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
     if as_json:
@@ -75,7 +83,7 @@ def _grpc() -> Finding:
     return Finding("grpc", Level.OK, f"its event engine is off here; {program}")
 
 
-def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
+def examine(client: ReplayClient, by_shard: bool = False, max_staleness: float | None = None) -> Iterator[Finding]:
     """All findings; with `by_shard` also those about each server of several.
 
     If the server does not answer, only that of the connection.
@@ -109,10 +117,10 @@ def examine(client: ReplayClient, by_shard: bool = False) -> Iterator[Finding]:
         "bring client and server closer, or insert with client.writer() and draw with client.sampler()" if slow else "",
     )
     yield Finding("payloads", Level.OK, f"travel over {transport}")
-    yield from diagnose(info, version("replay-server"), time.time())
+    yield from diagnose(info, version("replay-server"), time.time(), max_staleness)
     for name, shard in shards_of(info):
         if by_shard and shard is not None:
-            for finding in diagnose(shard, version("replay-server"), time.time()):
+            for finding in diagnose(shard, version("replay-server"), time.time(), max_staleness):
                 yield replace(finding, check=f"{name} {finding.check}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from replay_client import ReplayClient, RolloutGroup
+    from replay_client.dashboard.turns import TurnSpan
     from replay_client.records import ItemInfo, Membership, StoredItem
 
 _ITEMS_PER_PAGE = 1000
@@ -30,6 +31,8 @@ _ARRAYS = {"ids", "logprobs", "loss_mask", "token_advantages"}
 """What the document of a group has for each token."""
 _FEW = 16
 """Tokens that are shown of a text without a tokenizer."""
+_MOST_TURNS = 64
+"""Turns of a sequence that are printed for people. JSON has them all."""
 
 
 class Order(StrEnum):
@@ -252,6 +255,7 @@ def load_tokenizer(path: Path) -> Decoder:
 def group_document(group: RolloutGroup, decoder: Decoder | None) -> Document:
     """The group with the ids of all texts, and with the texts if there is a decoder. A completion is one sequence."""
     from replay_client.dashboard.group import completion_facts, extra_facts
+    from replay_client.dashboard.turns import turns_of
 
     return {
         "prompt_id": group.prompt_id,
@@ -262,10 +266,19 @@ def group_document(group: RolloutGroup, decoder: Decoder | None) -> Document:
         "extras": {name: extra_facts(group, name) for name in group.extras},
         "prompt": _part(group.prompt_ids.tolist(), decoder),
         "completions": [
-            _completion(group, facts, span, decoder)
-            for facts, span in zip(completion_facts(group), group.sampled_spans(), strict=True)
+            _completion(group, facts, span, decoder) | _turns(group, turns, whole, decoder)
+            for facts, span, turns, whole in zip(
+                completion_facts(group), group.sampled_spans(), turns_of(group), group.sequence_spans(), strict=True
+            )
         ],
     }
+
+
+def _turns(group: RolloutGroup, turns: Sequence[TurnSpan], whole: slice, decoder: Decoder | None) -> Document:
+    """The turns of the sequence that stands in `whole`, with their texts. Nothing where it has none."""
+    ids = group.completion_ids[whole]
+    parts = [turn.document() | _part(ids[turn.start : turn.stop].tolist(), decoder) for turn in turns]
+    return {"turns": parts} if parts else {}
 
 
 def _part(ids: list[int], decoder: Decoder | None) -> Document:
@@ -291,7 +304,8 @@ def _completion(group: RolloutGroup, completion: Document, span: slice, decoder:
 def _drop_arrays(group: Document) -> None:
     """Takes what has a value for each token out of the document of a group."""
     contexts = [each["context"] for each in group["completions"] if "context" in each]
-    for part in (group["prompt"], *group["completions"], *contexts):
+    turns = [turn for each in group["completions"] for turn in each.get("turns", ())]
+    for part in (group["prompt"], *group["completions"], *contexts, *turns):
         for name in _ARRAYS & part.keys():
             del part[name]
 
@@ -325,9 +339,11 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
     several = group.sequence_counts is not None
     rollouts = f"rollouts in {group.num_sequences} sequences" if several else "completions"
     lines = [Text(f"group of {group.group_size} {rollouts}, {_tokens(group.num_tokens)}{ended}")]
+    roles = [turn["role"] for each in document["completions"] for turn in each.get("turns", ())]
+    told = {"turns"} if any(role is not None for role in roles) else set()
     for name in ("sampling", "meta"):
-        if document[name]:
-            facts = ", ".join(f"{field} {value}" for field, value in document[name].items())
+        # The roles stand with the texts below.
+        if facts := ", ".join(f"{field} {value}" for field, value in document[name].items() if field not in told):
             lines.append(Text(f"{name}: {facts}"))
     for name, facts in document["extras"].items():
         axis = "" if facts["axis"] == "group" else f", axis {facts['axis']}"
@@ -357,15 +373,26 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
         if completion["finish_reason"] is not None:
             parts.append(f"ended by {completion['finish_reason']}")
         lines += [Text(), Text("  ".join(parts), style="bold")]
-        if (context := completion.get("context", {})).get("tokens"):
-            lines += [
-                Text(f"after {_tokens(context['tokens'])} of its own context:"),
-                _words(context),
-                Text("it wrote:"),
-            ]
-        lines.append(_words(completion))
+        lines += _turn_lines(completion) if "turns" in completion else [_words(completion)]
         if tokens:
             lines += [Text(f"{name} {_array(completion[name])}") for name in completion if name in _ARRAYS]
+    return lines
+
+
+def _turn_lines(completion: Document) -> list[Text]:
+    """What each side wrote in a sequence, and whether it is trained on."""
+    from rich.text import Text
+
+    lines = []
+    for turn in completion["turns"][:_MOST_TURNS]:
+        role, trained, count = turn["role"], turn["trained"], turn["tokens"]
+        if role is None and turn["stop"] <= completion["context_tokens"]:
+            role = "own context"
+        said = "trained on" if trained == count else f"{trained} trained on" if trained else "not trained on"
+        parts = [*([] if role is None else [role]), _tokens(count), *([said] if count else [])]
+        lines += [Text(f"[{', '.join(parts)}]", style="bold" if trained else "dim"), _words(turn)]
+    if left := completion["turns"][_MOST_TURNS:]:
+        lines.append(Text(f"[and {len(left)} more turns; --json has them all]", style="dim"))
     return lines
 
 

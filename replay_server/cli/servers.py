@@ -16,6 +16,7 @@ import typer
 from replay_server.cli.options import option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
+from replay_server.cli.recipes import RecipeOption, show_recipe
 
 if TYPE_CHECKING:
     from replay_server.config import Config
@@ -27,6 +28,7 @@ def serve(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
     ] = None,
+    recipe: RecipeOption = None,
     address: Annotated[
         str | None,
         typer.Option("--address", help="host:port to listen on, instead of that of the file. Port 0: any free port."),
@@ -59,7 +61,12 @@ def serve(
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
-        loaded = Config(tables=DEFAULT_TABLES) if config is None else Config.load(config)
+        if config is None:
+            loaded = Config(tables=DEFAULT_TABLES) if recipe is None else Config(recipe=recipe)
+        else:
+            loaded = Config.load(config, recipe)
+        if loaded.recipe is not None:
+            show_recipe(loaded.recipe, loaded.recipe_settings())
         given = {"address": address, "metrics_address": metrics_address}
         if given := {name: value for name, value in given.items() if value is not None}:
             section = ServerSection.model_validate(loaded.server.model_dump() | given)

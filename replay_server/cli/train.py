@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from replay_server.cli.process import (
     log_to_stderr,
     set_up_tracing,
 )
+from replay_server.cli.recipes import RecipeOption, show_recipe
 
 if TYPE_CHECKING:
     from replay_trainer import PromptEvaluation
@@ -32,7 +34,10 @@ def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig, and [lora].")
+    ] = None,
+    recipe: RecipeOption = None,
     steps: Annotated[
         int | None, typer.Option(help="Updates since the start of the run. [max_steps of the file, or 500]")
     ] = None,
@@ -63,7 +68,9 @@ def train(
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
     given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed, "progress": not quiet}
+    given["recipe"] = recipe
     options = _read(config) | {name: value for name, value in given.items() if value is not None}
+    lora = options.pop("lora", None)
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
     elif eval_reward:
@@ -84,6 +91,8 @@ def train(
     except ValueError as error:
         message = _as_typed(str(error), typed(given | access))
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
+    if training.recipe_name and not quiet and os.environ.get("RANK", "0") == "0":
+        show_recipe(training.recipe_name, training.recipe_settings())
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
@@ -95,6 +104,8 @@ def train(
         with ReplayClient.from_env(timeout, **access) as client:
             with loading(model):
                 loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+                if lora is not None:
+                    loaded = _with_adapter(loaded, lora, training.seed)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
             steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
@@ -115,6 +126,34 @@ def _read(config: Path | None) -> dict[str, Any]:
         return {} if config is None else tomllib.loads(config.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         fail(f"--config {config}: {error}")
+
+
+def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
+    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
+    one in the folder `adapter`.
+
+    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+    """
+    need("[lora]", "lora", "peft")
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from replay_client.settings import unknown_name
+
+    if not isinstance(lora, dict):
+        raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
+    if (folder := lora.get("adapter")) is not None:
+        if len(lora) > 1:
+            raise ValueError("[lora] adapter names one that is there, with its own settings: leave out the others")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ValueError(f"[lora] adapter: the folder {folder} holds no adapter_config.json")
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    torch.manual_seed(seed)  # half of an adapter begins with random numbers
+    wanted = {"target_modules": "all-linear", **lora, "task_type": "CAUSAL_LM"}
+    known = [each.name for each in fields(LoraConfig) if each.init]
+    if unknown := sorted(wanted.keys() - set(known)):
+        raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
+    return get_peft_model(model, LoraConfig(**wanted))
 
 
 def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
@@ -151,27 +190,36 @@ def _sum_up(output_dir: Path) -> None:
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(help="Training steps; 150 unless given, 60 with --compare.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; 150 unless given, 50 with --task tools, 60 with --compare.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
     out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    task: Annotated[
+        str, typer.Option(help="sums: to add. tools: to multiply by calling a calculator, in two turns.")
+    ] = "sums",
     compare: Annotated[
         bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
     ] = False,
 ) -> None:
-    """Train a tiny model to add, with server, generator and trainer as processes."""
+    """Train a tiny model to add, or to use a tool, with server, generator and trainer as processes."""
     # matplotlib draws the picture at the end: better to know now that it is missing.
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
-    from replay_trainer.demo.run import COMPARED_STEPS, STEPS, DemoError, run
+    from replay_trainer.demo.run import COMPARED_STEPS, TASKS, DemoError, run
     from replay_trainer.demo.run import compare as run_both
 
+    if (variant := TASKS.get(task)) is None:
+        fail(f"--task must be {' or '.join(TASKS)}, not {task!r}")
+    if compare and variant is not TASKS["sums"]:
+        fail(f"--compare has a task of its own: leave out --task {task}")
     try:
         if compare:
             run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
         else:
-            run(out, STEPS if steps is None else steps, seed, engine)
+            run(out, variant.steps if steps is None else steps, seed, engine, variant=variant)
     except DemoError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -60,6 +60,7 @@ ROLES = {
     "SetPolicyVersion": Role.READ_WRITE,
     "AcquirePermits": Role.READ_WRITE,
     "ReleasePermits": Role.READ_WRITE,
+    "Describe": Role.READ_WRITE,
     "Leave": Role.READ_WRITE,
     "Checkpoint": Role.READ_WRITE,  # a trainer makes one with each of its own
     "UpdateTable": Role.ADMIN,

@@ -47,6 +47,8 @@ class Client:
     """Calls and streams that are open."""
     ended: bool = False
     """It said that it ends, and has sent nothing since."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What it said of its settings, by name."""
 
 
 class Seen(Protocol):
@@ -83,6 +85,11 @@ class Clients:
             yield seen
         finally:
             client.open -= 1
+
+    def describe(self, context: Context, settings: dict[str, str]) -> None:
+        """The client says what it is set to, instead of what it said before."""
+        if name := name_of(context):
+            self._see(name, None).settings = settings
 
     def leave(self, context: Context) -> None:
         """The client says that it ends."""

@@ -13,6 +13,7 @@ less often than once a step, so generators have three of the trainer's intervals
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,7 +26,7 @@ from replay_server.rpc.clients import Client, Clients, Side
 from replay_server.storage.checkpoints import Listed, Summary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
-from replay_server.tables.meters import Activity, Quantiles
+from replay_server.tables.meters import Activity, FlowMeter, Quantiles
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
@@ -100,6 +101,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         waiting_rows=table.waiting.count,
         lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
         waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
+        flow=_flow(table.flow),
         **table.counts(),
     )
 
@@ -119,6 +121,10 @@ def _limiter(limiter: RateLimiter) -> pb.Limiter:
     )
 
 
+def _flow(meter: FlowMeter) -> pb.Flow | None:
+    return pb.Flow(**vars(flow)) if (flow := meter.measured()) is not None else None
+
+
 def _rhythm(activity: Activity, now: float) -> pb.Rhythm:
     return pb.Rhythm(age=max(0.0, now - activity.last), usual=activity.rhythm.usual)
 
@@ -132,6 +138,7 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
             age=max(0.0, now - client.seen),
             open=client.open,
             ended=client.ended,
+            settings=json.dumps(client.settings),
         )
         for client in known
     ]

@@ -1,4 +1,4 @@
-"""Policy: the methods that set, get and watch the policy version, and that grant permits to generators."""
+"""Policy: the methods that set, get and watch the policy version, grant permits, and hear what clients are set to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from replay_protos import replay_pb2 as pb
-from replay_server.config import MAX_ROWS, MAX_SHARE, MAX_WEIGHTS
+from replay_server.config import MAX_ROWS, MAX_SETTING, MAX_SETTINGS, MAX_SHARE, MAX_WEIGHTS
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend, durable, endless, once, unary
@@ -37,6 +37,19 @@ class PolicyMethods:
         with self.backend.clients.calling(context, Side.TRAINER):
             self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
         return info.policy(self.buffer)
+
+    @unary
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        if len(request.settings) > MAX_SETTINGS:
+            raise invalid(f"{len(request.settings)} settings: at most {MAX_SETTINGS}")
+        for name, value in request.settings.items():
+            if max(len(name), len(value)) > MAX_SETTING or not (name + value).isprintable():
+                raise invalid(
+                    f"setting {name[:100]!r}: name and value have at most {MAX_SETTING} characters, all of them "
+                    f"printable"
+                )
+        self.backend.clients.describe(context, dict(request.settings))
+        return pb.DescribeResponse()
 
     @unary
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:

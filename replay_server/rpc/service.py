@@ -53,14 +53,15 @@ class ReplayService:
         journal: Journal | None = None,
         checkpointer: Checkpointer | None = None,
         shared_folder: Path | None = None,
+        recipe: str = "",
     ) -> None:
         """With a journal no client is told of a change before it is written.
 
-        `shared_folder` is that of SharedMemoryMethods.
+        `shared_folder` is that of SharedMemoryMethods, `recipe` the name that ServerInfo has.
         """
         self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
-        self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
+        self.administration = AdministrationMethods(self.backend, data_dir, checkpointer, recipe)
         self.shared_memory = SharedMemoryMethods(self.backend, shared_folder)
         self.short_calls = ShortCalls(self.backend)
         groups = (

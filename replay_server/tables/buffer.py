@@ -599,11 +599,15 @@ class ReplayBuffer:
                 f"policy version {version} is below the current {self.policy.version}; pass rollback=True (--rollback) "
                 f"if the trainer really went back"
             )
+        moved = version - self.policy.version
         self.policy = Policy(version, weights, self.clock())
         self.versions.beat(self.policy.set_at)
+        running = 0 if self.admission is None else self.admission.running
         for table in self.tables.values():
             table.set_policy_version(version)
             table.drop_stale(version)
+            trained_on = self.admission is not None and self.admission.table == table.name
+            table.flow.move(-1 if rollback else moved, table.size, running if trained_on else 0)
             for pending in self.lines[table.name].inserts:
                 if (refusal := self._rules.why_refused(pending.rows, [table], version)) is not None:
                     self._count(refusal, [table])

@@ -1,4 +1,4 @@
-"""Meters: counters, rates over the last minute, usual intervals, and quantiles of columns."""
+"""Meters: counters, rates over the last minute, usual intervals, flow by policy version, and quantiles of columns."""
 
 from __future__ import annotations
 
@@ -140,6 +140,59 @@ class BlockedTime:
             self._meter.add(end - start, start)
             start = end
         self._since = now
+
+
+@dataclass(frozen=True)
+class FlowMeans:
+    """Flow in replay.proto has the same fields, and says what they mean."""
+
+    versions: int
+    drawn: float
+    waiting: float
+    permits: float
+    staleness: float
+
+
+class FlowMeter:
+    """How items pass through a table from one policy version to the next, over the last VERSIONS of them.
+
+    What happens before the first version counts for nothing, because nobody knows how many versions that was.
+    """
+
+    VERSIONS = 32
+
+    def __init__(self) -> None:
+        self._finished: deque[tuple[int, int, int, int, int]] = deque(maxlen=self.VERSIONS)
+        """Versions in one go, then what was drawn, its staleness in all, what waited, and permits at the end of it."""
+        self._began = False
+        self._drawn = self._staleness = 0
+
+    def draw(self, staleness: IntArray) -> None:
+        """Items (n,) are drawn that are so many versions old."""
+        self._drawn += staleness.size
+        self._staleness += int(np.maximum(staleness, 0).sum())
+
+    def move(self, versions: int, waiting: int, permits: int) -> None:
+        """The policy version rises by so many. Then `waiting` items are in the table, and `permits` are granted.
+
+        Less than 0: the trainer has started again, and so does the count. 0: it only said its version once more.
+        """
+        if versions == 0 and self._began:
+            return
+        if versions < 0:
+            self._finished.clear()
+        elif self._began:
+            self._finished.append((versions, self._drawn, self._staleness, waiting, permits))
+        self._began = True
+        self._drawn = self._staleness = 0
+
+    def measured(self) -> FlowMeans | None:
+        """None while nothing was drawn in a whole version."""
+        versions, drawn, staleness = (sum(each[place] for each in self._finished) for place in range(3))
+        if not drawn:
+            return None
+        waiting, permits = (sum(each[0] * each[place] for each in self._finished) / versions for place in (3, 4))
+        return FlowMeans(len(self._finished), drawn / versions, waiting, permits, staleness / drawn)
 
 
 @dataclass(frozen=True)

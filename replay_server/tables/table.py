@@ -45,7 +45,7 @@ from replay_server.tables.columns import (
     total,
 )
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import Activity, BlockedTime, Counters
+from replay_server.tables.meters import Activity, BlockedTime, Counters, FlowMeter
 from replay_server.tables.selectors import effective_priorities
 
 
@@ -129,6 +129,8 @@ class Table:
         self.rng = np.random.default_rng(self.config.seed)
         self.inserted = Activity(self.clock())
         self.sampled = Activity(self.clock())
+        self.flow = FlowMeter()
+        """Of a table whose items are drawn once: otherwise nothing is noted."""
         self.waits_since = self.clock()
         """While rows wait: since when, and none of them was extended."""
         self.insert_blocked = BlockedTime(self.clock())
@@ -438,6 +440,8 @@ class Table:
         self.counters.samples += n
         self.counters.consumed += consumed
         self.sampled.add(n, self.clock())
+        if limit == 1:
+            self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
         return batch
 

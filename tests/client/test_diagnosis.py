@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 
 from replay_client import diagnosis
 from replay_client.diagnosis import Finding, Level, diagnose
+from replay_client.generator import GeneratorConfig
 from replay_client.records import ServerInfo, TableInfo, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
-from replay_server import TableConfig
+from replay_protos.recipes import RECIPES, settings_of
+from replay_server import Config, TableConfig
 
 VERSION = "0.1.0"
 NOW = 1000.0
@@ -367,3 +370,170 @@ def test_each_table_is_parsed_once_however_many_there_are(monkeypatch):
     assert len(list(diagnose(replace(info, max_bytes=0), VERSION, NOW))) > 300
     assert set(parsed.values()) == {1}
     assert len(parsed) == 300
+
+
+# ------------------------------------------------------------------------------------------- recipe and staleness
+
+
+def by_recipe(**changes: Any) -> ServerInfo:
+    """A server, a generator and a trainer by the recipe; `changes` are clients in the place of theirs, or fields."""
+    config = Config(recipe="replay")
+    people = {
+        "gen": ("generator", GeneratorConfig.recipe("replay").described()),
+        "tr": ("trainer", trainer_says(recipe="replay")),
+    }
+    people |= {name: changes.pop(name) for name in ("gen", "tr") if name in changes}
+    clients = [
+        pb.ClientInfo(name=name, role=role, open=1, age=1.0, settings=json.dumps(settings))
+        for name, (role, settings) in people.items()
+    ]
+    tables = [pb.TableInfo(name=each.name, config=each.model_dump_json(), inserts=9) for each in config.tables]
+    tables[1].priority.max = 1.0
+    permits = admission(groups_per_step=4, max_staleness=1, table="rollouts")
+    return server(*tables, **{"recipe": "replay", "clients": clients, "admission": permits} | changes)
+
+
+def trainer_says(**own: Any) -> dict[str, str]:
+    """What a GRPOConfig of the recipe says of itself (tests/test_recipes.py compares it), but for `own`."""
+    wanted = {each.name: each.wanted for each in settings_of(RECIPES["replay"].trainer, {})}
+    said = {"part": "trainer", "recipe": "", "fresh_groups_per_step": 4, "zero_variance": "replace"} | wanted | own
+    return {name: json.dumps(value) for name, value in said.items()}
+
+
+def said_of(info: ServerInfo, check: str, **options: Any) -> list[tuple[Level, str, str]]:
+    found = diagnose(info, VERSION, NOW, **options)
+    return [(each.level, each.message, each.remedy) for each in found if each.check == check]
+
+
+def test_parts_that_run_by_one_recipe_agree_and_what_is_changed_on_purpose_is_listed():
+    ok = "the server, generator gen, trainer tr run by recipe 'replay'"
+    assert said_of(by_recipe(), "recipe") == [(Level.OK, ok, "")]
+    own = by_recipe(tr=("trainer", trainer_says(recipe="replay") | {"correction.clip_max": "2.0"}))
+    changed = f"{ok}; changed on purpose: correction.clip_max of trainer tr is 2.0 (recipe: 1.0)"
+    assert said_of(own, "recipe") == [(Level.OK, changed, "")]
+    assert troubles(own) == []
+    assert said_of(tutorial(), "recipe") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "remedy"),
+    [
+        (
+            {"gen": ("generator", GeneratorConfig().described())},
+            "generator gen does not run by recipe 'replay', as the server, trainer tr do: "
+            'priority is "advantage", not "learnability"',
+            "start it with --recipe replay, or set these",
+        ),
+        (
+            {"recipe": "", "admission": None},
+            "the server does not run by recipe 'replay', as generator gen, trainer tr do: admission.groups_per_step is "
+            "not set, not 4, admission.max_staleness is not set, not 1",
+            "start the server with --recipe replay, or set these",
+        ),
+        (
+            {"tr": ("trainer", trainer_says(replay_share=0.0, groups_per_step=4))},
+            "trainer tr does not run by recipe 'replay', as the server, generator gen do: groups_per_step is 4, not 8, "
+            "replay_share is 0.0, not 0.5",
+            "start it with --recipe replay, or set these",
+        ),
+    ],
+    ids=["the generator", "the server", "the trainer"],
+)
+def test_who_does_not_run_by_the_recipe_of_the_others_is_named_with_what_differs(changes, message, remedy):
+    assert said_of(by_recipe(**changes), "recipe") == [(Level.WARNING, message, remedy)]
+
+
+def test_who_has_the_settings_of_the_recipe_without_its_name_agrees():
+    assert troubles(by_recipe(tr=("trainer", trainer_says()))) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "check", "words"),
+    [
+        ({"fresh_groups_per_step": 8}, "permits", "takes 8 fresh groups a step, and [admission] lets 4 be generated"),
+        ({"fresh_groups_per_step": 2}, "permits", "generators run ahead of it"),
+        ({"rollouts_table": "other"}, "tables", "from other, and generator gen inserts into rollouts, replay"),
+    ],
+    ids=["more than is admitted", "less than is admitted", "another table"],
+)
+def test_a_trainer_that_takes_other_groups_than_are_made_is_named_without_a_recipe_too(said, check, words):
+    info = by_recipe(recipe="", tr=("trainer", trainer_says(**said)))
+    [(level, message, remedy)] = said_of(replace(info, recipe=""), check)
+    assert level is Level.WARNING
+    assert words in message
+    assert remedy
+
+
+def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
+    said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
+    assert said_of(by_recipe(tr=("trainer", said)), "permits") == []
+
+
+def flowing(flow: dict[str, float], **fields: Any) -> ServerInfo:
+    """A queue of 12 that one generator of 4 groups at a time fills, without permits unless given."""
+    queue = table("rollouts", QUEUE | {"rate_limiter": {"type": "queue", "max_size": 12}, "forward_to": None})
+    queue.flow.CopyFrom(pb.Flow(**{"versions": 32, "drawn": 4.0} | flow))
+    says = GeneratorConfig(max_concurrent_groups=4).described()
+    client = pb.ClientInfo(name="g", role="generator", open=1, settings=json.dumps(says))
+    return server(queue, **{"clients": [client]} | fields)
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "level", "words", "remedy"),
+    [
+        (
+            flowing({"waiting": 12, "staleness": 3.9}),
+            {},
+            Level.OK,
+            "drawn 3.9 versions old in the mean; expected 4.0: (4.0 groups under way + 12.0 waiting) / 4.0 drawn a "
+            "version; 4.0 where generators always wait for the trainer",
+            "",
+        ),
+        (
+            flowing({"waiting": 12, "staleness": 3.9}),
+            {"max_staleness": 2},
+            Level.WARNING,
+            "that is above 2",
+            "to keep within 2, set one of: [admission] max_staleness = 2; a queue of at most 4 (rate_limiter max_size; "
+            "now 12); at least 8 fresh groups a step (now 4.0)",
+        ),
+        (
+            flowing({"waiting": 1, "staleness": 1.2}),
+            {"max_staleness": 2},
+            Level.OK,
+            "to keep within 2, set one of",
+            "",
+        ),
+        (
+            flowing(
+                {"waiting": 0, "permits": 4, "staleness": 1.0}, admission=admission(groups_per_step=4, table="rollouts")
+            ),
+            {},
+            Level.OK,
+            "expected 1.0: (4.0 groups under way + 0.0 waiting) / 4.0 drawn a version; 2.0 where",
+            "",
+        ),
+        (
+            flowing({"waiting": 0, "staleness": 3.0}),
+            {},
+            Level.WARNING,
+            "generators begin groups with weights that are 2.0 versions old",
+            "see how long publishing and a reload take",
+        ),
+        (
+            flowing({"waiting": 0, "staleness": 3.0}, clients=[]),
+            {},
+            Level.OK,
+            "drawn 3.0 versions old; what that should be is unknown: no generator is there that says how many groups "
+            "it makes at a time",
+            "",
+        ),
+    ],
+    ids=["as expected", "above a bound", "below a bound", "permits", "old weights", "an input is missing"],
+)
+def test_the_staleness_of_draws_is_compared_with_what_the_settings_predict(info, options, level, words, remedy):
+    found = [each for each in said_of(info, "rollouts", **options) if each[1].startswith("drawn ")]
+    assert len(found) == 1
+    assert found[0][0] is level
+    assert words in found[0][1]
+    assert remedy in found[0][2]

@@ -1,5 +1,6 @@
 """The demo as its user runs it, short: transformers engine, hardly any warm-up."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,13 @@ import sys
 import psutil
 import pytest
 
+from replay_client.generator import Task
+from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.rewards import exact_match
+from replay_client.generator.rollouts import play
+from replay_server.cli.app import app
+from replay_trainer.demo import tools
+from replay_trainer.demo.task import make_tokenizer, padded
 from tests.factories import until
 
 CODE = (
@@ -57,6 +65,69 @@ def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
     keys = {"fresh/reward_mean", "replay/groups_replaced", "replay/age_mean", "correction/clipped_fraction"}
     assert keys <= set(lines[-1])
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_warm_up_of_the_tools_shows_what_the_tool_loop_plays_token_for_token():
+    tokenizer = tools.teach_chat(make_tokenizer())
+    row = {"prompt": "47*86", "answer": tools.calculator("47*86")}
+    ((prompt, call, between, answer),) = tools.demonstrations(tokenizer, [row], with_tool=True)
+    said = iter([call, answer])
+
+    class Engine:
+        async def generate(self, token_ids, sampling, n):
+            ids = next(said)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            return [Completion(ids, [-1.0] * len(ids), text, "stop", [0] * len(ids))]
+
+    engine = Engine()
+    engine.tokenizer, engine.max_length = tokenizer, 64
+    messages = ({"role": "user", "content": row["prompt"]},)
+    task = Task("p", prompt, row, messages, 0, SamplingConfig(), tokenizer, 64)
+    (rollout,) = asyncio.run(play(tools.rollout, [task], engine, None)).rollouts
+    (sequence,) = rollout.sequences
+    assert sequence.token_ids == prompt + call + between + answer
+    _, labels = padded([(prompt, call, between, answer)])
+    assert sequence.sampled_mask == (labels[0] >= 0).tolist()
+    assert exact_match(row, rollout.text) == 1.0
+    assert tools.called(row, rollout.text, rollout) == 1.0
+    alone = tools.demonstrations(tokenizer, [row], with_tool=False)
+    assert alone == [(prompt, answer)]
+
+
+def test_a_calculator_that_is_asked_for_something_else_says_how_to_ask():
+    with pytest.raises(ValueError, match=r"write it as 47\*86"):
+        tools.calculator("47+86")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path):
+    out = tmp_path / "demo"
+    code = CODE.replace("DemoError, run", "WITH_TOOL, DemoError, run").replace(
+        "target_solve_rate=0.005", "variant=WITH_TOOL"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out), "4"], capture_output=True, text=True, timeout=380)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "calculator          called in" in said
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
+    lines = [json.loads(line) for line in (out / "generator.jsonl").read_text().splitlines()]
+    assert any(line.get("reward/called") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--task", "chess"), "--task must be sums or tools, not 'chess'"),
+        (("--task", "tools", "--compare"), "--compare has a task of its own: leave out --task tools"),
+    ],
+    ids=["unknown", "compared"],
+)
+def test_a_task_that_the_demo_does_not_have_is_refused(options, says, capsys):
+    with pytest.raises(SystemExit):  # in this process, which has torch already
+        app(["demo", "--engine", "transformers", *options])
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.long

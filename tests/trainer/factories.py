@@ -121,9 +121,9 @@ def make_trainer(
     return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
 
 
-def lines_of(output_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of a run."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+def lines_of(output_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """What a run wrote of each step: its metrics, or another file of its folder."""
+    return [json.loads(line) for line in (output_dir / file).read_text().splitlines()]
 
 
 NEAR = {"atol": 1e-6, "rtol": 1e-4}
@@ -175,6 +175,9 @@ class FakeClient:
 
     def leave(self) -> None:
         """Nobody looks at this server."""
+
+    def describe(self, settings: dict[str, str]) -> None:
+        """Nobody compares anything here."""
 
     def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
         self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")

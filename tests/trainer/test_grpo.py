@@ -238,6 +238,7 @@ def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(
     resumed = make_trainer(client, killed, resume=True, **options)
     resumed.train()
     assert [line["step"] for line in lines_of(killed)] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines_of(killed, "steps.jsonl")] == list(range(1, steps + 1))
     for name in ("train/loss", "replay/groups_added"):
         assert [line[name] for line in lines_of(killed)] == [line[name] for line in lines_of(tmp_path / "whole")]
     assert lines_of(killed)[-1]["replay/groups_added"] == (3 if "replay_share" in options else 0)

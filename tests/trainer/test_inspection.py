@@ -153,6 +153,14 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
     assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [1, 0]
     assert [line["replay/groups_replaced"] for line in lines_of(tmp_path)] == [1, 1]
     assert client.pool == [good]
+    first, second = lines_of(tmp_path, "steps.jsonl")
+    assert first["put_aside"] == [{"key": 77, "table": "replay", "reason": why_unusable(foreign(), MODEL)}]
+    assert second["put_aside"] == []
+    for line in (first, second):
+        assert [group["key"] for group in line["trained"] if group["source"] == "replayed"] == [78]
+        # The group that it replaced carried no gradient.
+        assert len(line["left_out"]) == 1
+        assert len({group["key"] for group in (*line["trained"], *line["left_out"])}) == 4
 
 
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
@@ -160,10 +168,10 @@ def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> Non
     client = FakeClient()
     inspector = Inspector(client, Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
     assert inspector.usable([foreign()], "rollouts") == []
-    assert inspector.end_draws() == 1
+    assert [bad.key for bad in inspector.end_draws()] == [77]
     client.pool = [foreign()]
     assert inspector.bad_keys == {77}
-    assert inspector.end_draws() == 0
+    assert inspector.end_draws() == []
     assert client.pool == []
     inspector.end_draws()
     assert sorted(client.deleted) == [("replay", 77), ("replay", 77), ("rollouts", 77)]

@@ -72,6 +72,12 @@ def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client: Replay
     steps = train(client, tmp_path, groups_per_step=2 * FRESH, replay_share=0.5)
     assert sum(line["train/groups_skipped"] for line in steps) == 3
     assert sum(line["train/groups"] for line in steps) > STEPS * FRESH
+    record = lines_of(tmp_path, "steps.jsonl")
+    assert {group["key"] for step in record for group in step["put_aside"]} == bad
+    trained = [group for step in record for group in step["trained"]]
+    fresh = {group["key"] for group in trained if group["source"] == "fresh"}
+    fresh |= {group["key"] for step in record for group in step["left_out"]}
+    assert fresh | bad == set(keys[: STEPS * FRESH])
     for table in ("rollouts", "replay"):
         assert not bad & {item.key for item in client.list_items(table, limit=100)}
     assert client.get(sorted(bad)) == []

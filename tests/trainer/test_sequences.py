@@ -90,7 +90,10 @@ def gradient_of(groups: Sequence[RolloutGroup], folder: Path, **options: Any) ->
     """The gradient of a step of a tiny model by each of its weights, and its loss and metrics. Changes no weight."""
     config = GRPOConfig(output_dir=folder, device="cpu", **options)
     policy, reference = model_of(0, config.packing), model_of(1, config.packing) if config.beta else None
-    passes, batch = Passes(policy, reference, None, config, Ranks("cpu"), partitioned=False), to_batch(groups)
+    passes, batch = (
+        Passes(policy, reference, None, config, Ranks("cpu"), partitioned=False),
+        to_batch(groups, teacher=config.teacher),
+    )
     policy.zero_grad(set_to_none=True)
     with torch.no_grad():  # another policy is the old one, as after a first update, so that ratios are not 1
         old_BT, _ = model_of(2)(batch)

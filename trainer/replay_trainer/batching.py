@@ -5,7 +5,8 @@
                            c c . .         every tensor named _BT lines up with the tokens of the sequences
 
 A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
-(see logprobs.py), or rows of similar length if it cannot take packed ones.
+(see logprobs.py), or rows of similar length if it cannot take packed ones. A packed row has each common beginning of
+its sequences once (packing/beginnings.py): the prompt of a group, and whatever else they share.
 
 The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several with contexts of their
 own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of a rollout
@@ -25,24 +26,9 @@ import torch
 from torch import Tensor
 
 from replay_client.completions import group_from_rows
-from replay_client.rollout import RolloutGroup
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class PackedGroup:
-    """One group in a packed row."""
-
-    start: int
-    """Position of its first prompt token."""
-    prompt: int
-    """Tokens of the prompt."""
-    completions: tuple[int, ...]
-    """Tokens of each completion; they follow the prompt one after another."""
-
-
-Layout = tuple[PackedGroup, ...]
+from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
+from replay_trainer.losses import Teacher, distillation_advantages
+from replay_trainer.packing.beginnings import Beginnings, Ints, Layout
 
 
 class Rollouts:
@@ -111,6 +97,12 @@ class Batch:
     """Index of the group that the row belongs to, ascending."""
     rollout_B: Ints
     """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
+    beginnings: Beginnings
+    """Which rows begin alike, as the model reads them: their prompt, and all of their completion but its last token."""
+    teacher_logprobs_BT: Tensor | None = None
+    """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
+    teacher_weight: float = 0.0
+    """Of the teacher in the advantages."""
 
     @property
     def num_rows(self) -> int:
@@ -118,9 +110,22 @@ class Batch:
         return self.completion_ids_BT.shape[0]
 
     @property
+    def input_lengths_B(self) -> Ints:
+        """Tokens of each row in a packed row: the last token of a completion predicts nothing."""
+        lengths_B: Ints = self.prompt_lengths_U[self.group_B] + np.maximum(self.completion_lengths_B - 1, 0)
+        return lengths_B
+
+    @property
     def advantages(self) -> Tensor:
-        """(B,) or (B, T), what the loss takes."""
+        """(B,) or (B, T), what the groups say."""
         return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
+
+    def advantages_under(self, old_BT: Tensor) -> Tensor:
+        """(B,) or (B, T), what the loss takes, if the policy had the log-probabilities `old_BT` before the update."""
+        teacher_BT = self.teacher_logprobs_BT
+        if teacher_BT is None:
+            return self.advantages
+        return distillation_advantages(self.advantages, old_BT, teacher_BT, self.mask_BT, self.teacher_weight)
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -134,23 +139,26 @@ class Batch:
 
     def select(self, rows: Ints) -> Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
-        longest, token_advantages = (
-            max(int(self.completion_lengths_B[rows].max(initial=1)), 1),
-            self.token_advantages_BT,
-        )
+        longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
+
+        def optional(values_BT: Tensor | None) -> Tensor | None:
+            return None if values_BT is None else values_BT[index, :longest]
+
         return replace(
             self,
             completion_ids_BT=self.completion_ids_BT[index, :longest],
             mask_BT=self.mask_BT[index, :longest],
             rollout_logprobs_BT=self.rollout_logprobs_BT[index, :longest],
             advantages_B=self.advantages_B[index],
-            token_advantages_BT=None if token_advantages is None else token_advantages[index, :longest],
+            token_advantages_BT=optional(self.token_advantages_BT),
             temperature_B=self.temperature_B[index],
             rollout_tokens_B=self.rollout_tokens_B[index],
             completion_lengths_B=self.completion_lengths_B[rows],
             group_B=self.group_B[rows],
             rollout_B=self.rollout_B[rows],
+            beginnings=self.beginnings.select(rows),
+            teacher_logprobs_BT=optional(self.teacher_logprobs_BT),
         )
 
 
@@ -175,14 +183,17 @@ def to_batch(
     device: torch.device | str = "cpu",
     mask_truncated: bool = False,
     advantages: Sequence[npt.NDArray[np.float32]] | None = None,
+    teacher: Teacher | None = None,
 ) -> Batch:
     """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
     No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
     default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
-    each group, in the place of its own; the `token_advantages` of a group come before both.
+    each group, in the place of its own; the `token_advantages` of a group come before both. `teacher`: whom to distil
+    from; None: nobody.
 
-    Raises ValueError for an empty prompt (nothing would predict the first token), and for a temperature not above 0.
+    Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature not above 0, and
+    for a column of the teacher that nobody can distil from.
     """
     for index, group in enumerate(groups):
         if not group.prompt_lengths.all():
@@ -192,6 +203,8 @@ def to_batch(
                 f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
                 f"the policy gradient needs samples at a temperature above 0"
             )
+        if teacher is not None and (reason := why_no_teacher(group, teacher.column)):
+            raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}): {reason}")
     rollouts_U = [group.sequence_rollouts for group in groups]
     sizes_U = np.array([group.group_size for group in groups], np.int64)
     group_B = np.repeat(np.arange(len(groups)), [len(rollouts_S) for rollouts_S in rollouts_U]).astype(np.int64)
@@ -208,7 +221,9 @@ def to_batch(
     advantages_B, token_advantages_BT = advantages_J[rollout_B], None
     if any(group.token_advantages is not None for group in groups):
         token_advantages_BT = np.broadcast_to(advantages_B[:, None], shape).copy()
+    teacher_logprobs_BT = None if teacher is None else np.zeros(shape, np.float32)
     row = 0
+    inputs: list[npt.NDArray[np.int32]] = []
     for index, (group, rollouts_S) in enumerate(zip(groups, rollouts_U, strict=True)):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
         trained_T = group.trained_mask
@@ -218,9 +233,12 @@ def to_batch(
             completion_ids_BT[row, :length] = group.completion_ids[tokens]
             if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
                 mask_BT[row, :length] = trained_T[tokens]
+            inputs.append(np.concatenate((group.prompt_ids, group.completion_ids[tokens][:-1])))
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
             if token_advantages_BT is not None and group.token_advantages is not None:
                 token_advantages_BT[row, :length] = group.token_advantages[tokens]
+            if teacher is not None and teacher_logprobs_BT is not None:
+                teacher_logprobs_BT[row, :length] = group.extras[teacher.column][tokens]
             row, start = row + 1, start + length
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(axis=1), minlength=len(advantages_J))
 
@@ -240,61 +258,85 @@ def to_batch(
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
+        beginnings=Beginnings.of(inputs),
+        teacher_logprobs_BT=None if teacher_logprobs_BT is None else tensor(teacher_logprobs_BT),
+        teacher_weight=0.0 if teacher is None else teacher.weight,
     )
+
+
+def why_no_teacher(group: RolloutGroup, column: str) -> str:
+    """Why nobody can distil from this column of the group; empty: one can. Tokens outside the mask may be NaN."""
+    values, axis = group.extras.get(column), group.axes.get(column)
+    if values is None:
+        return (
+            f"it has no column {column!r}, and teacher_weight asks for one: let its table require the column "
+            f"(requires = [{column!r}]), so that a group waits for the teacher"
+        )
+    if axis != "token" or values.shape != (group.num_tokens,):
+        return (
+            f"its column {column!r} has the shape {values.shape} and the axis {axis!r}: a teacher writes one "
+            f"log-probability for each of the {group.num_tokens} tokens of completion_ids, with the axis 'token'"
+        )
+    values_T = values.astype(np.float32)
+    # A comparison with NaN is False.
+    wrong_T = group.trained_mask & ~(np.abs(values_T) <= MAX_VALUE)
+    wrong_T |= group.trained_mask & (values_T > MAX_LOGPROB)
+    if wrong_T.any():
+        token = int(wrong_T.argmax())
+        return (
+            f"its column {column!r} holds {values_T[token]:g} at token {token}, which is trained on: a teacher writes "
+            f"a finite log-probability there, not above 0"
+        )
+    return ""
 
 
 def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:
     """Yield (indices, rows): every row once, at most `max_tokens` tokens of model input together.
 
-    A row with more tokens than that comes alone. Packed, the rows of a group stay together as far as they fit, because
-    they share one copy of their prompt. Otherwise rows of similar length come together, longest first; padding counts.
+    A row with more tokens than that comes alone. Packed, rows that begin alike come together as far as they fit: they
+    share one copy of their beginning. Otherwise rows of similar length come together, longest first; padding counts.
     """
-    lengths_B = batch.completion_lengths_B
-    prompts_B = batch.prompt_lengths_U[batch.group_B]
-    order_B = np.arange(batch.num_rows)
+    lengths_B = batch.input_lengths_B if packed else batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
+    order_B, shared_B = batch.beginnings.order_B, batch.beginnings.shared_B
     if not packed:
-        order_B = np.argsort(-(lengths_B + prompts_B), kind="stable")
+        order_B = np.argsort(-lengths_B, kind="stable")
     rows: list[int] = []
     tokens = 0
-    for row in order_B.tolist():
+    for place, row in enumerate(order_B.tolist()):
+        length = int(lengths_B[row])
         if packed:
-            shares_prompt = bool(rows) and batch.group_B[rows[-1]] == batch.group_B[row]
-            larger = tokens + _inputs(int(lengths_B[row])) + (0 if shares_prompt else int(prompts_B[row]))
+            larger = tokens + length - int(shared_B[place])
         else:
-            larger = (len(rows) + 1) * int((lengths_B + prompts_B)[rows[0] if rows else row])
+            larger = (len(rows) + 1) * int(lengths_B[rows[0] if rows else row])
         if rows and larger > max_tokens:
             yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
-            rows, larger = [], _inputs(int(lengths_B[row])) + int(prompts_B[row])
+            rows = []
+        tokens = larger if rows else length
         rows.append(row)
-        tokens = larger
     if rows:
         yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
 
 
 def packed_input(batch: Batch) -> ModelInput:
-    """All rows in one, each prompt once. The last token of a completion is left out: it predicts nothing."""
+    """All rows in one, each common beginning once. The last token of a row is left out: it predicts nothing there."""
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
+    lengths_B, beginnings = batch.input_lengths_B, batch.beginnings
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
-    segments: list[PackedGroup] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
-    start = 0
-    for group in np.unique(batch.group_B).tolist():
+    places_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)  # in the packed row, of the tokens of the row at hand
+    end = 0
+    for row, shared in zip(beginnings.order_B.tolist(), beginnings.shared_B.tolist(), strict=True):
+        group, inputs, length = batch.group_B[row], int(lengths_B[row]), int(batch.completion_lengths_B[row])
         prompt = int(batch.prompt_lengths_U[group])
-        tokens.append(prompts[group, :prompt])
-        positions.append(np.arange(prompt))
-        end, lengths = start + prompt, []
-        for row in np.flatnonzero(batch.group_B == group).tolist():
-            length = _inputs(int(batch.completion_lengths_B[row]))
-            tokens.append(completions[row, :length])
-            positions.append(np.arange(prompt, prompt + length))
-            predicts_BT[row, 0] = start + prompt - 1
-            predicts_BT[row, 1 : length + 1] = np.arange(end, end + length)
-            end += length
-            if length:
-                lengths.append(length)
-        segments.append(PackedGroup(start, prompt, tuple(lengths)))
-        start = end
+        ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
+        tokens.append(ids[shared:])
+        positions.append(np.arange(shared, inputs))
+        places_S[shared:inputs] = np.arange(end, end + inputs - shared)
+        end += inputs - shared
+        # Nothing predicts the first token of a row without a shared prompt: it is one of a context.
+        first = 0 if prompt else 1
+        predicts_BT[row, first:length] = places_S[prompt - 1 + first : prompt - 1 + length]
 
     def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(batch.device)
@@ -303,7 +345,7 @@ def packed_input(batch: Batch) -> ModelInput:
         input_ids_RS=row_of(tokens),
         position_ids_RS=row_of(positions),
         attention_mask_RS=None,
-        layout=tuple(segments),
+        layout=beginnings.layout(lengths_B),
         predicts_N=torch.from_numpy(predicts_BT).to(batch.device)[batch.mask_BT],
     )
 
@@ -350,11 +392,6 @@ def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields:
         advantages=np.zeros(len(rows), np.float32),
         **fields,
     )
-
-
-def _inputs(length: int) -> int:
-    """Number of tokens of a completion in a packed row: all but the last."""
-    return max(length - 1, 0)
 
 
 def _temperature(group: RolloutGroup) -> float:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,8 @@ class StepReport:
     """The groups this rank trained on."""
     replaced: Sequence[int]
     """Indices of the groups that came from the pool."""
+    record: Mapping[str, Any]
+    """Which groups all ranks took for the step, and what became of them: a line of `StepsFile`."""
 
 
 class Callback:
@@ -91,6 +93,19 @@ class StepMetricsFile(Callback):
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         append_lines(self.path, [report.metrics])
+
+
+@dataclass
+class StepsFile(StepMetricsFile):
+    """Writes which groups each step took from the server, over all ranks: a line of JSON each.
+
+    step. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group that the step
+    trained on. left_out: key, prompt_id and policy_version of fresh groups that it did not, because they carry no
+    gradient or were replaced. put_aside: key, table and reason of groups that nobody can train on.
+    """
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        append_lines(self.path, [report.record])
 
 
 @dataclass
@@ -241,7 +256,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
         for name in chosen:
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")
-    made: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl")]
+    made: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl"), StepsFile(folder / "steps.jsonl")]
     if config.log_completions:
         shown = console if config.progress else None
         made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))
@@ -306,7 +321,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Append lines of JSON; numbers that are not finite become null."""
     with writing(path), path.open("a") as file:
         for line in lines:

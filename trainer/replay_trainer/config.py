@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from replay_client.scoring import Scale
-from replay_client.settings import bounded, check_fields, suggests_names
+from replay_client.settings import (
+    RecipeSetting,
+    bounded,
+    check_fields,
+    described,
+    recipe_of,
+    settings_of,
+    suggests_names,
+    with_recipe,
+)
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
-from replay_trainer.losses import LossConfig, LossType
+from replay_trainer.losses import LossConfig, LossType, Teacher
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
@@ -122,6 +131,11 @@ class GRPOConfig:
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
     `token_advantages` keep those."""
+    teacher_weight: float = bounded(0.0, least=0, below=math.inf)
+    """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
+    reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
+    teacher_column: str = "teacher_logprobs"
+    """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
     max_completion_length: int | None = bounded(None, least=1)
     """The generator's limit in tokens of a rollout, over all its turns and sequences; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
@@ -167,6 +181,8 @@ class GRPOConfig:
     """Seed of torch's random numbers."""
     device: str = "auto"
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
+    recipe_name: str = ""
+    """The recipe that settings come from, for people who read it. `recipe` sets it, and the settings with it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -186,6 +202,39 @@ class GRPOConfig:
                 f"correction must be a CorrectionConfig, such as PRESETS['icepop'](), not {self.correction!r}"
             )
         _ = self.loss  # LossConfig checks its options
+        if not self.teacher_column:
+            raise ValueError("teacher_column is empty: name the column that the teacher brings, or leave it out")
+        if self.recipe_name:
+            recipe_of(self.recipe_name)
+
+    @classmethod
+    def recipe(cls, name: str, **own: Any) -> GRPOConfig:
+        """The settings of the recipe of this name, such as "replay". Fields in `own` win; `output_dir` is needed.
+
+        A mapping as `correction` changes the recipe's correction field by field. Raises ValueError for a name that
+        there is not.
+        """
+        return config_from({"recipe": name, **own})
+
+    def recipe_settings(self) -> list[RecipeSetting]:
+        """Each setting that the recipe declares, beside the one that is here; without a recipe none."""
+        return list(settings_of(recipe_of(self.recipe_name).trainer, self._plain)) if self.recipe_name else []
+
+    def described(self) -> dict[str, str]:
+        """What the trainer says of itself to the server (`describe`)."""
+        own = {
+            "recipe": self.recipe_name,
+            "fresh_groups_per_step": self.fresh_groups_per_step,
+            "prefetch": self.prefetch,
+            "publish_every": self.publish_every,
+            "zero_variance": self.zero_variance,
+        }
+        return described("trainer", self._plain, own)
+
+    @property
+    def _plain(self) -> dict[str, Any]:
+        """The fields by name, those of `correction` too."""
+        return vars(self) | {"correction": vars(self.correction)}
 
     @property
     def replayed_groups_per_step(self) -> int:
@@ -206,6 +255,11 @@ class GRPOConfig:
             epsilon_high=self.epsilon_high,
             max_completion_length=self.max_completion_length,
         )
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """What to distil from; None: nothing."""
+        return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
 
     def check_admission(self, groups_per_step: int) -> None:
         """Raises ValueError if the server's [admission] groups_per_step is below the fresh groups that a step takes.
@@ -240,10 +294,16 @@ class GRPOConfig:
 def config_from(options: Mapping[str, Any]) -> GRPOConfig:
     """A GRPOConfig from plain data, such as a TOML file's.
 
-    `correction` is a table or the name of a preset; its `rejection` is one table or several.
+    `correction` is a table or the name of a preset; its `rejection` is one table or several. `recipe` names the recipe
+    that sets what is not given.
     Raises ValueError for an unknown name; it suggests the nearest one.
     """
     values = dict(options)
+    if (recipe := values.pop("recipe", None)) is not None:
+        wanted, own = recipe_of(recipe).trainer, values.get("correction")
+        values = with_recipe(wanted, values) | {"recipe_name": recipe}
+        if isinstance(own, Mapping):
+            values["correction"] = with_recipe(wanted["correction"], own)
     correction = values.get("correction")
     try:
         if isinstance(correction, str):

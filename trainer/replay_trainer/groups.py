@@ -19,6 +19,7 @@ from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_T
 from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.background import through_restarts
+from replay_trainer.batching import why_no_teacher
 from replay_trainer.config import OnEmpty, ZeroVariance
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
@@ -40,11 +41,13 @@ class ModelLimits:
     its positions takes longer sequences than its configuration names."""
     group_tokens: int | None = None
     """GRPOConfig.max_group_tokens."""
+    teacher: str = ""
+    """The column that the trainer distils from, which each group needs; empty: it distils nothing."""
     inputs: frozenset[str] = frozenset()
     """Names of all inputs of the model."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None) -> ModelLimits:
+    def of(cls, model: Any, group_tokens: int | None = None, teacher: str = "") -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -55,7 +58,17 @@ class ModelLimits:
             for module in model.modules()
         )
         inputs = frozenset(inspect.signature(model.forward).parameters)
-        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, inputs)
+        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs)
+
+
+@dataclass(frozen=True)
+class BadGroup:
+    """A group that cannot be trained on."""
+
+    key: int
+    table: str
+    """It was drawn from this one."""
+    reason: str
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Inspector:
     def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
         self._drawn = 0
-        self._reasons: list[str] = []
+        self._put_aside: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
@@ -104,8 +117,8 @@ class Inspector:
         """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
         self.bad_keys.add(key)
         self._undeleted[key] = table
-        self._reasons.append(f"key {key} of table {table!r}: {reason}")
-        logger.warning("group put aside, it cannot be trained on: %s", self._reasons[-1])
+        self._put_aside.append(BadGroup(key, table, reason))
+        logger.warning("group put aside, it cannot be trained on: key %d of table %r: %s", key, table, reason)
 
     def returned(self, keys: Iterable[int], table: str) -> None:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
@@ -115,16 +128,16 @@ class Inspector:
             except ReplayError as error:
                 logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
-    def end_draws(self) -> int:
-        """Delete the bad groups of this step from the server; returns how many all ranks drew. Every rank calls it.
+    def end_draws(self) -> list[BadGroup]:
+        """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
 
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
         self.delete()
-        parts = self.ranks.all((self._drawn, self._reasons))
-        self._drawn, self._reasons = 0, []
-        reasons = [reason for _, reasons in parts for reason in reasons]
-        self._recent.append((sum(drawn for drawn, _ in parts), len(reasons)))
+        parts = self.ranks.all((self._drawn, self._put_aside))
+        self._drawn, self._put_aside = 0, []
+        put_aside = [group for _, groups in parts for group in groups]
+        self._recent.append((sum(drawn for drawn, _ in parts), len(put_aside)))
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
@@ -132,10 +145,10 @@ class Inspector:
         if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
                 f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
-                f"{self.max_share:g}. The last: {reasons[-1]}. They are deleted: mend what generates them, and "
-                f"resume with resume=True"
+                f"{self.max_share:g}. The last: key {put_aside[-1].key} of table {put_aside[-1].table!r}: "
+                f"{put_aside[-1].reason}. They are deleted: mend what generates them, and resume with resume=True"
             )
-        return len(reasons)
+        return put_aside
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
         if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
@@ -194,7 +207,7 @@ def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-    return ""
+    return why_no_teacher(group, limits.teacher) if limits.teacher else ""
 
 
 COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
@@ -269,9 +282,15 @@ class ZeroVarianceReplacer:
     """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
     scale: Scale | None = field(default=None, kw_only=True)
     """How the trainer computes advantages anew, as in `carries_gradient`."""
+    teacher: str = field(default="", kw_only=True)
+    """The column that the trainer distils from, as in `carries_gradient`."""
 
     def __post_init__(self) -> None:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
+
+    def informs(self, sample: Sample) -> bool:
+        """Whether a step with this group teaches something."""
+        return carries_gradient(sample.group, self.scale, self.teacher)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -284,7 +303,7 @@ class ZeroVarianceReplacer:
         Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
         this trainer waits.
         """
-        zero_variance = [i for i, sample in enumerate(samples) if not carries_gradient(sample.group, self.scale)]
+        zero_variance = [i for i, sample in enumerate(samples) if not self.informs(sample)]
         counts = new_counts()
         keys = {*exclude, *(sample.info.key for sample in samples)}
         drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
@@ -359,7 +378,7 @@ class ZeroVarianceReplacer:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
                 # Other writers may have inserted groups that the replacer exists to remove.
-                if not carries_gradient(sample.group, self.scale):
+                if not self.informs(sample):
                     counts["groups_uninformative"] += 1
                 elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:
                     counts["groups_too_stale"] += 1
@@ -427,14 +446,14 @@ class GroupSource:
             if len(chosen) >= self.size:
                 break
             fresh += (batch := next(self.batches))
-            chosen = chosen + [sample for sample in batch if carries_gradient(sample.group, self.replacer.scale)]
+            chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[: self.size], chosen[self.size :]
         count, missing = self._without_gradient(fresh), self.size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
-        return sum(not carries_gradient(sample.group, self.replacer.scale) for sample in samples)
+        return sum(not self.replacer.informs(sample) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:
         """The keys of the groups of every rank. The pool may hold them already."""

@@ -20,7 +20,7 @@ import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Moments
 from replay_trainer.groups import (
+    BadGroup,
     GroupSource,
     Inspector,
     ModelLimits,
@@ -122,7 +123,8 @@ class GRPOTrainer:
             fused=True,
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
-        limits = ModelLimits.of(self.policy.model, config.max_group_tokens)
+        teacher = config.teacher.column if config.teacher else ""
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,
@@ -132,14 +134,15 @@ class GRPOTrainer:
             config.max_replay_staleness,
             inspector=self.inspector,
             scale=config.scale_rewards,
+            teacher=teacher,
         )
         self.alarms = Alarms()
         self.publication: Publication
         self._source: GroupSource
         self._laps: Laps
         self._waits: ServerWaits
-        self._skipped = 0
-        """Groups of this step, over all ranks, that could not be trained on."""
+        self._bad: list[BadGroup] = []
+        """The groups of this step, over all ranks, that could not be trained on."""
 
     def train(self) -> int:
         """Train up to `max_steps`. Returns the number of steps it made: 0 if a resumed run had them all.
@@ -256,7 +259,7 @@ class GRPOTrainer:
         """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
         with self._waits.waiting("for groups"):
             taken = self._source.replace(step, taken)
-            self._skipped = self.inspector.end_draws()
+            self._bad = self.inspector.end_draws()
         return taken
 
     def _without_drifted(self, taken: Replacement) -> Replacement:
@@ -284,7 +287,8 @@ class GRPOTrainer:
             advantages = [group_advantages(group.rewards, scale="none") / np.float32(divisor) for group in groups]
         elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
-        return to_batch(groups, self.device, self.config.mask_truncated_completions, advantages)
+        mask_truncated, teacher = self.config.mask_truncated_completions, self.config.teacher
+        return to_batch(groups, self.device, mask_truncated, advantages, teacher)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """All updates of one step. Raises StepFailure if groups make one fail."""
@@ -339,7 +343,7 @@ class GRPOTrainer:
         if not any(self.ranks.all(bool(bad))):
             raise FloatingPointError(f"{reason}: no group is left, and the weights are sound") from failure
         self._note_bad(taken, bad, reason)
-        self._skipped += self.inspector.end_draws()
+        self._bad += self.inspector.end_draws()
         return taken.without(bad)
 
     def _note_bad(self, taken: Replacement, bad: Sequence[int], reason: str) -> None:
@@ -350,7 +354,8 @@ class GRPOTrainer:
     def _report(self, step: int, trained: TrainedStep) -> None:
         """Tell callbacks, and the priorities of the pool, what came of the step."""
         config, taken = self.config, trained.taken
-        metrics = self._describe(step, trained)
+        parts = self.ranks.all(self._part(trained))
+        metrics = self._describe(step, trained, parts)
         if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
             metrics |= _prefixed("eval", self.evaluate(self))
             self._laps.lap("evaluate")
@@ -360,15 +365,15 @@ class GRPOTrainer:
         metrics |= _prefixed("time", self._laps.take())
         metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
         for callback in self.callbacks:
-            callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced))
+            callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, self._record(step, parts)))
 
-    def _describe(self, step: int, trained: TrainedStep) -> Metrics:
-        """Metrics of the step over all ranks, the same on each of them."""
+    def _part(self, trained: TrainedStep) -> RankPart:
+        """What this rank tells the others of the step."""
         config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
         drifts = group_drifts(batch, old_BT)
-        part = RankPart(
-            fresh=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.fresh],
-            trained=[GroupFacts.of(sample, config.scale_rewards) for sample in taken.samples],
+        return RankPart(
+            fresh=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             counts=taken.counts,
@@ -377,7 +382,25 @@ class GRPOTrainer:
             sequences=batch.num_rows,
             tokens=int(batch.mask_BT.sum()),
         )
-        parts = self.ranks.all(part)
+
+    def _record(self, step: int, parts: Sequence[RankPart]) -> dict[str, Any]:
+        """Which groups all ranks took for the step, and what became of each: a line of `StepsFile`."""
+        trained = [
+            _named(facts) | {"source": "replayed" if i in part.replaced else "fresh", "rank": rank}
+            for rank, part in enumerate(parts)
+            for i, facts in enumerate(part.trained)
+        ]
+        used = {group["key"] for group in trained} | {group.key for group in self._bad}
+        return {
+            "step": step,
+            "trained": trained,
+            "left_out": [_named(facts) for part in parts for facts in part.fresh if facts.key not in used],
+            "put_aside": [asdict(group) for group in self._bad],
+        }
+
+    def _describe(self, step: int, trained: TrainedStep, parts: Sequence[RankPart]) -> Metrics:
+        """Metrics of the step over all ranks, the same on each of them."""
+        config, taken = self.config, trained.taken
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
         if self.ranks.is_first:
             self.alarms.check(correction)
@@ -396,7 +419,7 @@ class GRPOTrainer:
             "train/packed": int(self.policy.route == "packed"),
             **_prefixed("correction", correction),
             **_prefixed("train", trained.metrics),
-            "train/groups_skipped": self._skipped,
+            "train/groups_skipped": len(self._bad),
         }
 
     def _update_priorities(self, trained: TrainedStep) -> int:
@@ -439,6 +462,10 @@ class RankPart:
     rollouts: int
     sequences: int
     tokens: int
+
+
+def _named(facts: GroupFacts) -> dict[str, Any]:
+    return {"key": facts.key, "prompt_id": facts.prompt_id, "policy_version": facts.policy_version}
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> Metrics:

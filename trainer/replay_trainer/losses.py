@@ -22,10 +22,12 @@ the whole mask, summed over ranks. The losses and gradients of the parts then ad
 In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here both take the same normalizer, so that
 the gradient does not depend on how a batch is cut: the two differ by name only.
 
+`distillation_advantages` adds what a teacher says to the advantages, before any of these losses.
+
 `corrected_policy_loss` joins these losses with the correction: the objective of its configuration picks the ratio.
 
 Sources: GRPO arXiv 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, CISPO 2506.13585, GSPO 2507.18071; names
-as in TRL.
+as in TRL. On-policy distillation: Thinking Machines, "On-Policy Distillation", 2025.
 """
 
 from __future__ import annotations
@@ -82,6 +84,35 @@ class LossConfig:
     def clip_high(self) -> float:
         """epsilon_high, or its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Whom the policy is distilled from, and how much that counts beside the rewards."""
+
+    column: str
+    """The column of extras with its log-probabilities: (T,) nats, axis "token". The process of the teacher writes it,
+    by `client.extend`; nobody can train on a group without it."""
+    weight: float
+    """Of log teacher - log policy in the advantage of a token; above 0."""
+
+
+def distillation_advantages(
+    advantages: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, weight: float
+) -> Tensor:
+    """(B, T) advantages A + weight (log teacher - log π) of the tokens of `mask`; elsewhere A.
+
+    advantages: (B,) or (B, T). logprobs: (B, T) log π of the policy before the update, in nats; no gradient flows
+    through them. teacher_logprobs: (B, T) nats, finite inside the mask.
+
+    Where π wrote the tokens, the policy gradient of these advantages is that of -weight KL(π || teacher): the mean of
+    log π - log teacher over the tokens of π is the reverse KL (see the module for the source). The source takes the
+    sampler's log-probabilities for log π. They are the same for a fresh group. For a group of an older policy those of
+    π are right: the correction weighs its tokens as if π had written them.
+    """
+    advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(logprobs)
+    difference_BT = torch.where(mask.bool(), teacher_logprobs - logprobs.detach(), 0.0)
+    return advantages_BT + weight * difference_BT
 
 
 def loss_normalizer(mask: Tensor, loss_type: LossType) -> int:

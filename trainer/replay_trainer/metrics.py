@@ -29,6 +29,9 @@ Metrics = dict[str, float]
 class GroupFacts:
     """One group without its tokens."""
 
+    key: int
+    prompt_id: str
+    policy_version: int
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     """Of each rollout, tokens of all its sequences after their contexts."""
@@ -42,17 +45,20 @@ class GroupFacts:
     carries_gradient: bool
 
     @classmethod
-    def of(cls, sample: Sample, scale: Scale | None = None) -> GroupFacts:
-        """`scale`: as in `carries_gradient`."""
+    def of(cls, sample: Sample, scale: Scale | None = None, teacher: str = "") -> GroupFacts:
+        """`scale`, `teacher`: as in `carries_gradient`."""
         group = sample.group
         return cls(
+            key=sample.info.key,
+            prompt_id=group.prompt_id,
+            policy_version=group.policy_version,
             rewards=tuple(group.rewards.tolist()),
             lengths=tuple(group.rollout_lengths.tolist()),
             truncated=(group.finish_reasons or ()).count("length"),
             staleness=sample.info.staleness,
             age=sample.info.age,
             times_sampled=sample.info.times_sampled,
-            carries_gradient=carries_gradient(group, scale),
+            carries_gradient=carries_gradient(group, scale, teacher),
         )
 
 

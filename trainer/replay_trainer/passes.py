@@ -239,11 +239,12 @@ class Passes:
         """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
         config, rollouts = self.config, batch.rollouts
         tokens_J, logprobs_JT = rollouts.join(batch.rollout_tokens_B), rollouts.join(logprobs_BT)
+        advantages = batch.advantages_under(logprobs_BT.detach() if old_BT is None else old_BT)
         loss, metrics = corrected_policy_loss(
             logprobs_JT,
             logprobs_JT.detach() if old_BT is None else rollouts.join(old_BT),
             rollouts.join(batch.rollout_logprobs_BT),
-            rollouts.join(batch.advantages),
+            rollouts.join(advantages),
             rollouts.mask_JT,
             config.correction,
             config.loss,
@@ -262,6 +263,9 @@ class Passes:
                 tokens=tokens_J,
             )
             loss, metrics = loss + penalty, metrics | kl_metrics
+        if batch.teacher_logprobs_BT is not None:
+            difference_BT = logprobs_BT.detach() - batch.teacher_logprobs_BT
+            metrics["teacher_kl"] = float(difference_BT[batch.mask_BT].mean())
         return loss, metrics
 
     def _mean_weight(self, batch: Batch, source_BT: Tensor) -> float | None:
@@ -279,7 +283,7 @@ def correct_batch(batch: Batch, old_BT: Tensor, config: CorrectionConfig) -> Cor
         rollouts.join(batch.rollout_logprobs_BT),
         rollouts.mask_JT,
         config,
-        advantages=rollouts.join(batch.advantages),
+        advantages=rollouts.join(batch.advantages_under(old_BT)),
     )
 
 

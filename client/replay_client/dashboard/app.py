@@ -141,17 +141,19 @@ class Dashboard:
         """The rows of a table that match the query, from `offset` to `offset + limit`."""
         given = request.query_params
         text, prompt = given.get("text", "").lower(), given.get("prompt", "").lower()
-        bounds, flags = tuple(given.getlist("bound")), tuple(given.getlist("flag"))
-        query = Query(given.get("sort", "age"), given.get("descending") == "1", bounds, flags, prompt, text)
+        bounds, flags, tags = (tuple(given.getlist(name)) for name in ("bound", "flag", "tag"))
+        query = Query(given.get("sort", "age"), given.get("descending") == "1", bounds, flags, tags, prompt, text)
         offset, limit = max(0, int(given.get("offset", 0))), min(MOST_ROWS, int(given.get("limit", 100)))
         snapshot = self.catalog.snapshot(given.get("table", ""), int(given.get("snapshot") or 0))
         if snapshot is None:
-            return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, "histograms": {}, "flags": {}}
+            none = {"histograms": {}, "flags": {}, "tags": []}
+            return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
         view, key = View(snapshot, self.catalog.facts), (snapshot.id, self.catalog.facts.version, query)
         if key not in self._cache:
             found = await asyncio.to_thread(view.select, query)
             histograms = await asyncio.to_thread(view.histograms, found)
-            self._cached(key, lambda: (found, {"histograms": histograms, "flags": view.flags()}))
+            values = await asyncio.to_thread(lambda: snapshot.tag_values)
+            self._cached(key, lambda: (found, {"histograms": histograms, "flags": view.flags(), "tags": values}))
         rows, summary = self._cache[key]
         shown = rows[offset : offset + limit].tolist()
         self.catalog.want(snapshot.keys[shown].tolist())

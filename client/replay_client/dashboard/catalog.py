@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ SECONDS_PER_SWEEP = 2.0
 """Least time from one list of all tables to the next."""
 HELD_ROWS = 2_000_000
 """Most rows of all old snapshots together. They stay for viewers who hold or scroll a list."""
+MOST_TAG_NAMES, MOST_TAG_VALUES = 16, 12
+"""Names of tags, and values of each, that a list counts: those that most items have."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list has, without its payload."""
 _ids = itertools.count(1)
@@ -53,11 +57,52 @@ class Snapshot:
         """The tags of an item, each as NAME=VALUE."""
         return [f"{name}={value}" for name, value in self.labels[row].pairs]
 
+    @cached_property
+    def _tagged(self) -> tuple[list[frozenset[str]], npt.NDArray[np.int64]]:
+        """The different sets of tags, and the number of each item's set (N,). Most items share theirs with others."""
+        kinds: dict[tuple[Any, ...], int] = {}
+        numbers = np.fromiter((kinds.setdefault(each.pairs, len(kinds)) for each in self.labels), dtype=np.int64)
+        return [frozenset(f"{name}={value}" for name, value in pairs) for pairs in kinds], numbers
+
+    def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Which items have all these tags (N,), each given as NAME=VALUE. "NAME=" is for items without the tag."""
+        if not tags:
+            return np.ones(len(self.keys), dtype=np.bool_)
+        kinds, numbers = self._tagged
+        having = [all(_has_tag(kind, tag) for tag in tags) for kind in kinds]
+        found: npt.NDArray[np.bool_] = np.array(having, dtype=np.bool_)[numbers]
+        return found
+
+    @cached_property
+    def tag_values(self) -> list[dict[str, Any]]:
+        """The tags of all items, the most frequent first: their names, values as NAME=VALUE with the number of items,
+        and how many `others` are left out."""
+        kinds, numbers = self._tagged
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for tags, count in zip(kinds, np.bincount(numbers, minlength=len(kinds)).tolist(), strict=True):
+            for tag in tags:
+                counts[tag.partition("=")[0]][tag] += count
+        names = sorted(counts, key=lambda name: (-counts[name].total(), name))[:MOST_TAG_NAMES]
+        return [
+            {
+                "name": name,
+                "values": sorted(counts[name].items(), key=lambda each: (-each[1], each[0]))[:MOST_TAG_VALUES],
+                "others": max(0, len(counts[name]) - MOST_TAG_VALUES),
+            }
+            for name in names
+        ]
+
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""
         if self._slots[0] != facts.version:
             self._slots = facts.version, facts.slots_of(self.keys.tolist())
         return self._slots[1]
+
+
+def _has_tag(tags: frozenset[str], wanted: str) -> bool:
+    if wanted.endswith("=") and not any(tag.startswith(wanted) for tag in tags):
+        return True
+    return wanted in tags
 
 
 class Catalog:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.dashboard.turns import turns_of
 from replay_client.records import StoredItem
 from replay_client.rollout import RolloutGroup
 
@@ -16,6 +17,8 @@ FIRST_TOKENS = 16_384
 """Tokens of all sequences that come with the group; the page asks for the rest."""
 MOST_TOKENS = 16_384
 """Tokens of one window."""
+MOST_TURNS = 4096
+"""Turns of all sequences that come with the group. What a sequence has beyond its share is shown as one part."""
 HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
 _WARM_UP = 16
@@ -101,21 +104,27 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
         return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
     extras = group.extras.items()
     first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
+    turns_S = turns_of(group)
+    most = None if whole else max(8, min(256, MOST_TURNS // group.num_sequences))
+    # The roles are in the turns below, which are bounded.
+    told = not whole and any(turn.role is not None for turns in turns_S for turn in turns)
     return document | {
         "group": {
             "prompt_id": group.prompt_id,
             "policy_version": group.policy_version,
             "policy_version_end": group.policy_version_end,
             "sampling": group.sampling,
-            "meta": group.meta,
+            "meta": {name: value for name, value in group.meta.items() if not (told and name == "turns")},
             "rewards": group.rewards,
             "extras": [extra_facts(group, name) | {"name": name, "head": _head(array)} for name, array in extras],
             "masked": _masked(group),
             "per_token": list(per_token(group)),
             "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
             "completions": [
-                facts | {"window": window(group, row, 0, first, text, whole)}
-                for row, facts in enumerate(completion_facts(group))
+                facts
+                | {"turns": [turn.document() for turn in turns[:most]], "turn_count": len(turns)}
+                | {"window": window(group, row, 0, first, text, whole)}
+                for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True))
             ],
         }
     }

@@ -30,6 +30,8 @@ class Query:
     bounds: tuple[str, ...] = ()
     """Each `column:low:high`."""
     flags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    """Each NAME=VALUE, as `replay items --tag` takes it; a group must have all."""
     prompt: str = ""
     """A part of the prompt, of its name, or of a tag as NAME=VALUE; in small letters."""
     text: str = ""
@@ -38,6 +40,9 @@ class Query:
         for column in (self.sort, *(name for name, _, _ in self.limits())):
             if column not in SORTS:
                 raise ValueError(f"no column {column[:40]!r}; columns: {', '.join(SORTS)}")
+        for tag in self.tags:
+            if tag.find("=") < 1:
+                raise ValueError(f"tag {tag[:60]!r} is not NAME=VALUE, for example environment=math")
 
     def limits(self) -> list[tuple[str, float, float]]:
         parts = [bound.split(":") for bound in self.bounds]
@@ -75,7 +80,7 @@ class View:
 
     def select(self, query: Query) -> Rows:
         """The rows that match, sorted; rows whose value is unknown come last."""
-        found = np.ones(len(self._slots), dtype=bool)
+        found = self.snapshot.have_tags(query.tags)
         with np.errstate(invalid="ignore"):
             for name, low, high in query.limits():
                 found &= (self.column(name) >= low - 1e-6 * abs(low)) & (self.column(name) <= high + 1e-6 * abs(high))

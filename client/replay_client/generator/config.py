@@ -13,6 +13,7 @@ from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.rewards import Priority, load_priority
 from replay_client.settings import bounded, check_fields, suggests_names
 from replay_protos.labels import labels_of
+from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
 
 
 @suggests_names
@@ -103,6 +104,8 @@ class GeneratorConfig:
     None: for ever."""
     stop_grace: float = 2.0
     """How long groups that are being generated may go on after `stop`."""
+    recipe_name: str = ""
+    """The recipe that settings come from, for people who read it. `recipe` sets it, and the settings with it."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -112,3 +115,23 @@ class GeneratorConfig:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)
         load_priority(self.priority)
+        if self.recipe_name:
+            recipe_of(self.recipe_name)
+
+    @classmethod
+    def recipe(cls, name: str, **own: Any) -> GeneratorConfig:
+        """The settings of the recipe of this name, such as "replay". Fields in `own` win.
+
+        Raises ValueError for a name that there is not.
+        """
+        values = with_recipe(recipe_of(name).generator, own)
+        return cls(**values | {"tables": tuple(values["tables"]), "recipe_name": name})
+
+    def recipe_settings(self) -> list[RecipeSetting]:
+        """Each setting that the recipe declares, beside the one that is here; without a recipe none."""
+        return list(settings_of(recipe_of(self.recipe_name).generator, vars(self))) if self.recipe_name else []
+
+    def described(self) -> dict[str, str]:
+        """What the generator says of itself to the server (`describe`)."""
+        own = {"recipe": self.recipe_name, "max_concurrent_groups": self.max_concurrent_groups}
+        return described("generator", vars(self), own)

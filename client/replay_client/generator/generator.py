@@ -15,7 +15,9 @@ import logging
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +28,10 @@ from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine
 from replay_client.generator.group_maker import GroupMaker, LeftOut, PromptSource
 from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
-from replay_client.generator.policy_follower import PolicyFollower, StaleGroups
+from replay_client.generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
-from replay_client.generator.rollouts import RolloutHook, single_turn
+from replay_client.generator.rollouts import RolloutHook, held, single_turn
 from replay_client.generator.server import GeneratorServer
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
@@ -43,6 +45,18 @@ logger = logging.getLogger(__name__)
 
 _MOST_SKIPPED = 100
 """When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A group to make."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    number: int
+    """In the order of the prompts. The seed of its completions comes from it."""
+    again: bool = False
+    """Whether it was given up once."""
 
 
 class RolloutGenerator:
@@ -79,6 +93,7 @@ class RolloutGenerator:
         self.config = config or GeneratorConfig()
         self._engine = engine
         self._prompts = iter(prompts)
+        self._rollout = rollout
         self._on_group = on_group
         self._policy = PolicyFollower(
             client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
@@ -86,11 +101,14 @@ class RolloutGenerator:
         self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout)
         path = self.config.metrics_path
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
-        self._server = GeneratorServer(client, self.config, self._metrics.stats)
+        self._server = GeneratorServer(client, self.config, self._metrics.stats, self._policy)
         self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: set[asyncio.Task[None]] = set()
+        self._again: deque[_Work] = deque()  # given up once
+        self._started = 0
+        self._prompts_left = True
         self._ended = asyncio.Event()  # by `stop` or by a failure
         self._failure: BaseException | None = None
         self._skipped_in_a_row = 0
@@ -110,7 +128,8 @@ class RolloutGenerator:
         """
         try:
             self._metrics.create_file()
-            await self._run()
+            async with held(self._rollout):
+                await self._run()
         finally:
             await self._engine.close()
         if self._failure is not None:
@@ -195,37 +214,46 @@ class RolloutGenerator:
                 "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
                 f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
             )
-        number = 0
-        while self.config.max_groups is None or number < self.config.max_groups:
-            # In a thread: the next prompt of a streamed data set may take its time.
-            source = await in_daemon_thread(lambda: next(self._prompts, None))
-            if source is None:
-                break
-            try:
-                prompt, prompt_ids = self._maker.tokenize(source)
-            except PromptError as error:
-                self._skip(error)
-                continue
+        while (group := await self._next()) is not None:
             await self._slots.acquire()
             await self._stale.hold()
             times = GroupTimes(permit=-time.monotonic())
             lease = await self._server.acquire() if admission else None
             times.permit += time.monotonic()
             # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
-            work = partial(self._make_group, prompt, prompt_ids, number, lease, times)
-            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=prompt.prompt_id))
+            work = partial(self._make_group, group, lease, times)
+            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.prompt.prompt_id))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
             task.add_done_callback(lambda _: self._slots.release())
-            number += 1
 
-    async def _make_group(
-        self, prompt: Prompt, prompt_ids: list[int], number: int, lease: PermitLease | None, times: GroupTimes
-    ) -> None:
+    async def _next(self) -> _Work | None:
+        """The next group to start: one that was given up, or that of the next prompt. None: no more will come."""
+        while True:
+            if self._again:
+                return self._again.popleft()
+            if self._prompts_left and self._started != self.config.max_groups:
+                # In a thread: the next prompt of a streamed data set may take its time.
+                source = await in_daemon_thread(lambda: next(self._prompts, None))
+                if source is None:
+                    self._prompts_left = False
+                    continue
+                try:
+                    prompt, prompt_ids = self._maker.tokenize(source)
+                except PromptError as error:
+                    self._skip(error)
+                    continue
+                self._started += 1
+                return _Work(prompt, prompt_ids, self._started - 1)
+            if not self._groups:
+                return None
+            await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one of them may be given up
+
+    async def _make_group(self, work: _Work, lease: PermitLease | None, times: GroupTimes) -> None:
         """Make and insert one group, in a span of its own."""
-        acquired = time.monotonic()
+        prompt, acquired = work.prompt, time.monotonic()
         try:
-            group, by_function = await self._maker.make(prompt, prompt_ids, number, times)
+            group, by_function = await self._maker.make(prompt, work.prompt_ids, work.number, times)
             group.meta |= tracing.carrier()
             if lease is not None:
                 self._check_permit(lease, time.monotonic() - acquired)
@@ -233,15 +261,18 @@ class RolloutGenerator:
             times.insert = -time.monotonic()
             await self._server.insert(group, lease, prompt.tags)
             times.insert += time.monotonic()
-        except (LeftOut, PromptError) as error:
+        except (LeftOut, PromptError, TooOldToFinish) as error:
             # First of all: another group may wait for this permit.
             if lease is not None:
                 await self._server.release(lease)
             if isinstance(error, PromptError):
                 self._skip(error)
+            elif isinstance(error, TooOldToFinish):
+                self._give_up(work, error.version, times)
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
                 if error.counts_as == "stale_refused":
+                    self._metrics.stats["tokens_wasted"] += group.num_tokens
                     self._stale.refused(group.policy_version, error.__cause__)
         else:
             self._stale.inserted()
@@ -250,6 +281,15 @@ class RolloutGenerator:
         beat()
         if self._on_group is not None:
             self._on_group(self.stats)
+
+    def _give_up(self, work: _Work, version: int, times: GroupTimes) -> None:
+        """Make a group again with newer weights, but once only: one that takes too long would begin for ever."""
+        self._metrics.count_given_up(times)
+        self._stale.given_up(version)
+        if work.again:
+            logger.warning("prompt %r: left out, because its group was too old twice", work.prompt.prompt_id)
+        else:
+            self._again.append(replace(work, again=True))
 
     def _check_permit(self, lease: PermitLease, seconds: float) -> None:
         """Count a permit that expired before its group was made; warn of the first."""

@@ -48,6 +48,12 @@ class GeneratorStats(TypedDict):
     """Groups that the caller's `keep` rejected."""
     stale_refused: int
     """Groups that were too old when they arrived."""
+    given_up: int
+    """Groups that were given up while they were generated, because they would have been too old on arrival."""
+    tokens_wasted: int
+    """Of groups that were too old on arrival, and, as an estimate, those drawn for groups that were given up."""
+    tokens_saved: int
+    """An estimate of those that groups which were given up would have had besides."""
     stale_seconds: float
     """For which generation was held, because all groups would have been too old."""
     full_refused: int
@@ -108,7 +114,8 @@ class GeneratorMetrics:
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
-        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_RECENT_GROUPS)  # time, tokens, mean reward
+        # time, tokens, mean reward, seconds of generation
+        self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT_GROUPS)
         self._groups: list[_Inserted] = []
         self._nan_logprobs = 0
         self._reload_seconds: list[float] = []
@@ -125,15 +132,15 @@ class GeneratorMetrics:
         # What the policy did not write has no log-probability to know.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)
-        self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean())))
-        (first, first_tokens, _), (last, _, _) = self._recent[0], self._recent[-1]
-        tokens = sum(tokens for _, tokens, _ in self._recent) - first_tokens
+        self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean()), times.generate))
+        (first, first_tokens, *_), (last, *_) = self._recent[0], self._recent[-1]
+        tokens = sum(tokens for _, tokens, *_ in self._recent) - first_tokens
         self.stats["groups"] += 1
         self.stats["completions"] += group.group_size
         self.stats["tokens"] += group.num_tokens
         self.stats["nan_logprobs"] += unknown
         self.stats["tokens_per_second"] = tokens / (last - first) if last > first else 0.0
-        self.stats["reward_mean"] = sum(reward for _, _, reward in self._recent) / len(self._recent)
+        self.stats["reward_mean"] = sum(reward for _, _, reward, _ in self._recent) / len(self._recent)
         if self.path is None:
             return
         self._nan_logprobs += unknown
@@ -149,6 +156,20 @@ class GeneratorMetrics:
                 times,
             )
         )
+
+    def count_given_up(self, times: GroupTimes) -> None:
+        """Counts a group that was given up, as if it drew its tokens as fast as the latest groups.
+
+        No engine says how many tokens it has drawn for a request that is cancelled: vLLM answers once, at the end.
+        """
+        self.stats["given_up"] += 1
+        if not self._recent:
+            return
+        tokens = sum(tokens for _, tokens, *_ in self._recent) / len(self._recent)
+        seconds = sum(seconds for *_, seconds in self._recent) / len(self._recent)
+        drawn = tokens * min(1.0, times.generate / seconds)
+        self.stats["tokens_wasted"] += round(drawn)
+        self.stats["tokens_saved"] += round(tokens - drawn)
 
     def count_reload(self, seconds: float) -> None:
         """`seconds`: for loading and checking the weights."""
@@ -187,7 +208,11 @@ class GeneratorMetrics:
             "reward_mean": _mean(rewards),
             "reward_std": float(rewards.std()) if groups else None,
             **{
-                f"reward/{name}": _mean(np.concatenate([group.by_function[name] for group in groups])) for name in names
+                # The metrics of environments may differ from group to group.
+                f"reward/{name}": _mean(
+                    np.concatenate([group.by_function[name] for group in groups if name in group.by_function])
+                )
+                for name in names
             },
             "solve_rate": _mean(rewards >= self.solved_reward),
             "zero_variance_share": _mean([not group.carries_gradient for group in groups]),

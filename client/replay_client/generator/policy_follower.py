@@ -51,6 +51,14 @@ class WeightsMismatchError(ReplayError):
     """With the new weights the engine computes other log-probabilities than the trainer."""
 
 
+class TooOldToFinish(Exception):
+    """A group under way was given up: when it is finished, its table will refuse it as too old."""
+
+    def __init__(self, version: int) -> None:
+        """`version`: of the weights with which it began."""
+        self.version = version
+
+
 class StaleWeightsError(ReplayError):
     """The server refuses all groups of the engine's weights as too old, and newer weights do not come."""
 
@@ -79,13 +87,17 @@ class PolicyFollower:
         self._weights_root = weights_root
         self._condition = asyncio.Condition()
         self._generating = 0
+        self._under_way: dict[asyncio.Timeout, int] = {}
+        """What draws tokens now, with the version of the engine's weights when it began."""
+        self._max_staleness: int | None = None
         self._reloading = False
         self._following = False
         self._loaded: Policy | None = None
         self._warned = False
         self.newest_version = 0
         """Of the trainer, as far as this process knows."""
-        self._without_weights = False  # the newest policy
+        self.without_weights = False
+        """Whether the newest policy was published without weights."""
         self.version = 0
         """Of the weights in the engine."""
         self.reloads = 0
@@ -95,13 +107,27 @@ class PolicyFollower:
 
     @contextlib.asynccontextmanager
     async def generation(self) -> AsyncIterator[None]:
-        """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check."""
+        """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check.
+
+        Raises TooOldToFinish inside, as soon as the newest version is too far from that of the first tokens. Whatever
+        draws them is cancelled, and with it the requests of the engine. So a reload need not wait for it either.
+        """
         async with self._condition:
             if self._mode == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
+        version, limit = self.version, asyncio.timeout(None)
         try:
-            yield
+            async with limit:
+                self._under_way[limit] = version
+                try:
+                    yield
+                finally:
+                    self._under_way.pop(limit, None)
+        except TimeoutError:
+            if limit.expired():
+                raise TooOldToFinish(version) from None
+            raise
         finally:
             async with self._condition:
                 self._generating -= 1
@@ -128,7 +154,7 @@ class PolicyFollower:
             return f"the engine has version {self.version}, and does not follow the policy (follow_policy)"
         if self.version >= self.newest_version:
             return f"the engine has version {self.version}, the newest that this generator knows"
-        why = "which was published without weights" if self._without_weights else "whose weights are not loaded yet"
+        why = "which was published without weights" if self.without_weights else "whose weights are not loaded yet"
         return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
 
     async def load_first(self, wait: bool) -> None:
@@ -166,7 +192,22 @@ class PolicyFollower:
                 await self._reload(policy)
 
     def _see(self, policy: Policy) -> None:
-        self.newest_version, self._without_weights = policy.version, not policy.weights
+        self.newest_version, self.without_weights = policy.version, not policy.weights
+        self._give_up()
+
+    def bound(self, max_staleness: int | None) -> None:
+        """Says how many versions a group may be behind the newest when it arrives; None: any number."""
+        self._max_staleness = max_staleness
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends what is under way for groups that `Table.too_stale` of the server will refuse."""
+        if self._max_staleness is None:
+            return
+        for limit, version in list(self._under_way.items()):
+            if self.newest_version - version > self._max_staleness:
+                del self._under_way[limit]
+                limit.reschedule(0.0)
 
     async def _watch(self) -> AsyncGenerator[Policy]:
         """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
@@ -272,14 +313,28 @@ class StaleGroups:
 
     def refused(self, version: int, error: BaseException | None) -> None:
         """The server has refused a group of this version."""
-        hold = version >= self._policy.version
-        if hold and self._too_old != self._policy.version:
-            self._too_old, self._since = self._policy.version, time.monotonic()
         what = (
-            "all groups of these weights will be, so the generator waits for newer ones" if hold else "it is left out"
+            "all groups of these weights will be, so the generator waits for newer ones"
+            if self._hold(version)
+            else "it is left out"
         )
         refused = self._stats["stale_refused"]
         self._log.wait(f"a group is too old on arrival, the {refused}th, and {what}: {error}; {self._policy.why_old()}")
+
+    def given_up(self, version: int) -> None:
+        """A group of this version was given up, because the server would refuse it."""
+        if self._hold(version) and self._policy.without_weights:
+            self._log.wait(
+                "groups under way were given up, because they would be too old on arrival, and the generator waits for "
+                f"newer weights: {self._policy.why_old()}"
+            )
+
+    def _hold(self, version: int) -> bool:
+        """Holds generation if a group of this version tells that all others are too old. Returns whether it does."""
+        hold = version >= self._policy.version
+        if hold and self._too_old != self._policy.version:
+            self._too_old, self._since = self._policy.version, time.monotonic()
+        return hold
 
     def inserted(self) -> None:
         """The server has taken a group."""

@@ -25,6 +25,7 @@ from replay_client.errors import (
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rewards import load_priority
 from replay_client.records import PermitLease, ServerInfo
@@ -54,13 +55,19 @@ class GeneratorServer:
     back within the client's own timeout ends the run, with ServerUnavailableError.
     """
 
-    def __init__(self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats) -> None:
+    def __init__(
+        self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
+    ) -> None:
+        """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
         self._client = client
+        self._policy = policy
         self._config = config
         self._stats = stats
         self._priority = load_priority(config.priority)
         self._keys = KeySequence()
         self._seen: ServerInfo | None = None
+        self._is_known = False
+        """Whether the server knows the settings of this generator."""
         self._tells_prompts = False
         """Whether a table that groups come to indexes the tag `prompt_id`."""
         self._leases: set[PermitLease] = set()
@@ -73,7 +80,7 @@ class GeneratorServer:
         They do if one of the tables is that of [admission].
         """
         info = await self._answer(self._client.server_info)
-        self._see(info)
+        await self._see(info)
         self._tells_prompts = _index_prompts(info, self._config.tables)
         return (admission := info.admission) is not None and admission.table in self._config.tables
 
@@ -177,17 +184,30 @@ class GeneratorServer:
                 away.wait(f"the server does not answer, and the generator tries again: {error}")
                 continue
             away.go_on()
-            self._see(info)
+            await self._see(info)
 
-    def _see(self, info: ServerInfo) -> None:
-        """Says so if a server that answers now is another process than before: it may be empty."""
+    async def _see(self, info: ServerInfo) -> None:
+        """Says so if a server that answers now is another process than before: it may be empty.
+
+        A server that does not know the settings of this generator is told of them.
+        """
         if self._seen is not None and restarted(self._seen, info):
+            self._is_known = False
             logger.warning(
                 "the server was restarted: it holds %d items and is at policy version %d",
                 info.items,
                 info.policy.version,
             )
         self._seen = info
+        # A group goes to all of its tables or to none.
+        bounds = [
+            json.loads(info.tables[name].config)["max_staleness"] for name in self._config.tables if name in info.tables
+        ]
+        self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
+        if not self._is_known:
+            with contextlib.suppress(ReplayError):
+                await self._client.describe(self._config.described(), timeout=SECONDS_PER_LOOK)
+                self._is_known = True
 
 
 def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:

@@ -120,8 +120,23 @@ class Run:
         if number % 37 == 7:
             texts = [" ".join([text] * 12) for text in texts]
             reasons = ["length"] * 8
-        ids = [[*self.tokenizer.encode(text).ids, 0] for text in texts]
+        prompt_ids = self.tokenizer.encode(prompt).ids
+        call = [
+            (
+                "assistant",
+                f"I use the calculator. <tool_call>{json.dumps({'name': 'add', 'arguments': [a, b]})}</tool_call>",
+            ),
+            ("tool", str(a + b)),
+        ]
+        played = [[*(call if number % 3 == 1 else ()), ("assistant", text)] for text in texts]
+        turns = [[(role, self.tokenizer.encode(text).ids) for role, text in parts] for parts in played]
+        for parts in turns:
+            parts[-1][1].append(0)
+        ids = [[token for _, tokens in parts for token in tokens] for parts in turns]
+        wrote = [[role == "assistant" for role, tokens in parts for _ in tokens] for parts in turns]
         logprobs = [-self.numbers.gamma(0.5, 0.45, size=len(each)).astype(np.float32) for each in ids]
+        for row, mask in zip(logprobs, wrote, strict=True):
+            row[~np.array(mask)] = np.nan
         if number % 41 == 9:
             logprobs = [each - 3.0 for each in logprobs]
         rewards = [float(right) for right in rights]
@@ -130,8 +145,16 @@ class Run:
         extras = {"old_logprobs": old}
         if number % 5 == 0:
             extras["policy_versions"] = self.version - (self.numbers.random(total) < 0.4).astype(np.int64)
+        mask = np.concatenate(wrote)
+        if number % 7 == 0:
+            mask &= self.numbers.random(total) > 0.05
+        meta: dict[str, object] = {"worker": f"generator-{number % 3}"}
+        if number % 3 == 1:
+            meta["turns"] = [
+                [["prompt", len(prompt_ids)], *([role, len(tokens)] for role, tokens in parts)] for parts in turns
+            ]
         return group_from_completions(
-            prompt_ids=self.tokenizer.encode(prompt).ids,
+            prompt_ids=prompt_ids,
             completions=ids,
             logprobs=logprobs,
             rewards=rewards,
@@ -139,11 +162,11 @@ class Run:
             policy_version=self.version,
             prompt_id=f"add-{index:03}",
             finish_reasons=tuple(reasons),
-            loss_mask=self.numbers.random(total) > 0.05 if number % 7 == 0 else None,
+            loss_mask=None if mask.all() else mask,
             sampling={"temperature": 1.0, "top_p": 1.0},
             extras=extras,
             axes=dict.fromkeys(extras, "token"),
-            meta={"worker": f"generator-{number % 3}"},
+            meta=meta,
         )
 
     def generate(self) -> None:
@@ -160,7 +183,13 @@ class Run:
                 priority = group_priority(group.rewards, group.advantages)
                 try:
                     permits = client.acquire_permits(1)
-                    client.insert(payload, {"rollouts": priority}, policy_version=self.version, permits=permits)
+                    tags: dict[str, str | int] = {
+                        "environment": "calculator" if number % 3 == 1 else "sums",
+                        "level": 1 + number % 4,
+                    }
+                    client.insert(
+                        payload, {"rollouts": priority}, policy_version=self.version, permits=permits, tags=tags
+                    )
                 except ReplayError:
                     if self.stopped.wait(1.0):
                         return

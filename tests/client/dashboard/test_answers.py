@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import ml_dtypes
 import numpy as np
@@ -216,8 +216,49 @@ def test_tags_are_listed_searched_and_shown_with_their_group(pool, url):
     assert asked(url, f"/api/groups/{keys[0]}")["tags"] == {"environment": "math", "level": 3}
 
 
+def test_a_list_is_filtered_by_tags_as_the_command_line_does_and_counts_their_values(pool, url):
+    tags = [{"environment": "math", "level": 3}, {"environment": "math", "level": 1}, {"environment": "c=d"}, {}]
+    keys = [str(pool.insert(b"x", {"pool": 1.0}, tags=each)) for each in tags]
+
+    def found(*wanted: str) -> set[int]:
+        query = urlencode([("table", "pool"), *(("tag", each) for each in wanted)])
+        return {keys.index(row["key"]) for row in asked(url, f"/api/groups?{query}")["rows"]}
+
+    until(lambda: found() == {0, 1, 2, 3})
+    assert found("environment=math") == {0, 1}
+    assert found("environment=math", "level=3") == {0}
+    assert found("environment=c=d") == {2}
+    assert found("level=") == {2, 3}
+    assert found("environment=mat") == found("environment=math", "environment=c=d") == set()
+    for wanted in ("environment=math", "level="):
+        assert len(found(wanted)) == pool.list_items("pool", tags=dict([wanted.split("=", 1)])).matching
+    listed = asked(url, "/api/groups?table=pool&tag=level%3D3")["tags"]
+    assert listed == [
+        {"name": "environment", "values": [["environment=math", 2], ["environment=c=d", 1]], "others": 0},
+        {"name": "level", "values": [["level=1", 1], ["level=3", 1]], "others": 0},
+    ]
+
+
+def test_only_the_most_frequent_values_of_a_tag_are_counted(pool, url):
+    for number in range(30):
+        pool.insert(b"x", {"pool": 1.0}, tags={"prompt_id": f"p{min(number, 26):02}"})
+    until(lambda: asked(url, "/api/groups?table=pool")["total"] == 30)
+    ((counted),) = asked(url, "/api/groups?table=pool")["tags"]
+    assert (counted["values"][0], len(counted["values"]), counted["others"]) == (["prompt_id=p26", 4], 12, 15)
+
+
 @pytest.mark.parametrize(
-    "query", ["sort=nothing", "bound=priority", "bound=nothing:0:1", "bound=priority:a:b", "offset=x", "snapshot=x"]
+    "query",
+    [
+        "tag=math",
+        "tag==math",
+        "sort=nothing",
+        "bound=priority",
+        "bound=nothing:0:1",
+        "bound=priority:a:b",
+        "offset=x",
+        "snapshot=x",
+    ],
 )
 def test_what_cannot_be_asked_is_refused_with_a_reason(url, query):
     status, _, found = answer_of(url, f"/api/groups?table=pool&{query}")
@@ -317,6 +358,29 @@ def test_each_sequence_of_a_rollout_is_shown_with_the_reward_of_its_rollout_whic
     row = until(lambda: next((r for r in asked(url, "/api/groups?table=pool")["rows"] if r["read"]), None))
     assert (row["completions"], row["reward_mean"], row["length_mean"]) == (2, 0.5, 2.5)
     assert row["notes"] == []
+
+
+def test_turns_of_many_parts_are_bounded_and_the_whole_group_has_them_all(pool, url):
+    group = make_group(lengths=(1000, 3), loss_mask=[token % 2 == 0 for token in range(1003)])
+    told = [[["prompt", 2], ["assistant", 3]], [["prompt", 2], ["tool", 3]]]
+    keys = [
+        pool.insert(each, {"pool": 1.0})
+        for each in (
+            group,
+            make_group(lengths=(3, 3), loss_mask=[True] * 3 + [False] * 3, meta={"turns": told, "a": 1}),
+        )
+    ]
+    first = asked(url, f"/api/groups/{keys[0]}")["group"]["completions"][0]
+    assert (len(first["turns"]), first["turn_count"]) == (256, 1000)
+    assert first["turns"][-1] == {"role": None, "start": 255, "stop": 256, "trained": 0}
+    assert len(asked(url, f"/api/groups/{keys[0]}?whole=1")["group"]["completions"][0]["turns"]) == 1000
+    second = asked(url, f"/api/groups/{keys[1]}")["group"]
+    assert second["meta"] == {"a": 1}  # the roles are in the turns
+    assert [each["turns"] for each in second["completions"]] == [
+        [{"role": "assistant", "start": 0, "stop": 3, "trained": 3}],
+        [{"role": "tool", "start": 0, "stop": 3, "trained": 0}],
+    ]
+    assert asked(url, f"/api/groups/{keys[1]}?whole=1")["group"]["meta"]["turns"] == told
 
 
 def test_extras_are_cut_by_their_axis_and_never_by_their_shape(pool, url):

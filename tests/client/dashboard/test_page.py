@@ -284,9 +284,19 @@ def test_each_sequence_says_which_rollout_it_is_of_and_each_extra_which_axis_it_
         with serving(Settings({"address": server.address})) as url:
             tab = opened(url).go(f"group/{key}")
             tab.wait_for_selector(".completion .t")
-            said = tab.eval_on_selector_all(".completion > p", "all => all.map(each => each.innerText.split(' · ')[0])")
-            # By reward: both sequences of the first rollout have that of the rollout.
-            assert said == ["rollout 0, sequence 1 of 2", "rollout 0, sequence 2 of 2", "2 tokens"]
+            # By reward: both sequences of the first rollout stand in it, and it counts once.
+            assert tab.eval_on_selector_all(".rollout h2 b", "all => all.map(each => each.innerText)") == [
+                "reward 1",
+                "reward 0",
+            ]
+            assert "2 sequences · 3 tokens · ended by stop" in tab.inner_text(".rollout >> nth=0")
+            heads = "all => all.map(each => each.innerText)"
+            assert tab.eval_on_selector_all(".completion h3", heads) == [
+                "#0 sequence 1 of 2",
+                "#1 sequence 2 of 2",
+                "#2",
+            ]
+            assert "ended by length" in tab.inner_text(".rollout >> nth=1")
             assert "0.50 mean of 2, 0 to 1" in tab.inner_text(".about")
             tab.click(".about summary")
             assert "float64 [8] axis whole: 0 1" in tab.inner_text(".about details")

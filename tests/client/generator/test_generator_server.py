@@ -16,6 +16,7 @@ from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_client.waits import WaitLog
+from replay_protos.recipes import read_described
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import async_until, free_port, server_process, turns
@@ -150,11 +151,23 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
 async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = ScriptedEngine()
+    engine, score = ScriptedEngine(), asyncio.Event()
+    score.set()
+    scoring: set[str] = set()
+
+    async def reward(row: Any, text: str) -> float:
+        scoring.add(row["prompt_id"])
+        await score.wait()
+        scoring.discard(row["prompt_id"])
+        return float(len(text))
+
     with serving() as server:
-        async with generating(server.address, engine) as (generator, client, task):
+        async with generating(server.address, engine, reward=reward) as (generator, client, task):
             await async_until(lambda: generator.stats["groups"] > 3)
+            score.clear()
+            await async_until(lambda: len(scoring) == 4)
             await client.set_policy_version(9)
+            score.set()
             await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
             started = len(engine.seeds)
             await turns()
@@ -186,13 +199,64 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
                 await asyncio.wait_for(task, 60)
 
 
+async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_newer_weights(tmp_path: Path) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving(groups_per_step=4, max_staleness=2) as server:
+        async with generating(server.address, engine, max_groups=5) as (generator, client, task):
+            await async_until(lambda: engine.generating == 4)
+            await client.set_policy_version(2)  # they would be just young enough
+            await async_until(lambda: generator.stats["policy_version"] == 0 and engine.generating == 4)
+            await client.set_policy_version(3, weights=str(tmp_path))
+            # The requests that were under way have ended, or the engine could not have loaded weights.
+            await async_until(lambda: engine.version == 3 and engine.generating == 4)
+            assert generator.stats["given_up"] == 4
+            engine.let_go()
+            await task
+            samples = await client.sample("rollouts", 5)
+            admission = (await client.server_info()).admission
+    assert sorted(sample.group.prompt_id for sample in samples) == [f"p{number}" for number in range(5)]
+    assert {sample.group.policy_version for sample in samples} == {3}
+    assert (generator.stats["stale_refused"], generator.stats["groups"]) == (0, 5)
+    assert admission is not None
+    assert (admission.running, admission.expired) == (0, 0)
+
+
+async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving() as server:
+        async with generating(server.address, engine, max_groups=1) as (generator, client, task):
+            for version in (3, 6):
+                await async_until(lambda: engine.generating == 1)
+                await client.set_policy_version(version, weights=str(tmp_path))
+                await async_until(lambda version=version: generator.stats["given_up"] == version // 3)
+            await task
+    assert (generator.stats["groups"], generator.stats["given_up"]) == (0, 2)
+    assert "prompt 'p0': left out, because its group was too old twice" in caplog.messages
+
+
+async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay_client.generator.server.SECONDS_PER_LOOK", 0.05)
+    monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.2)
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving() as server:
+        async with generating(server.address, engine, max_groups=1) as (generator, client, task):
+            await async_until(lambda: engine.generating == 1)
+            await client.set_policy_version(2)
+            await client.update_table("rollouts", max_staleness=1)
+            await async_until(lambda: generator.stats["given_up"] == 1)
+            await client.update_table("rollouts", max_staleness=2)
+            engine.let_go()
+            await task
+    assert generator.stats["groups"] == 1
+
+
 async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay_client.generator.policy_follower.TRIAL_SECONDS", 0.2)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
             await async_until(lambda: generator.stats["groups"] > 3)
             await client.set_policy_version(9)
-            await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
+            await async_until(lambda: generator.stats["stale_seconds"] and not generator.stats["groups_under_way"])
             inserted = generator.stats["groups"]
             await client.update_table("rollouts", max_staleness=20)
             await async_until(lambda: generator.stats["groups"] > inserted + 10)
@@ -262,8 +326,18 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
         '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
     )
     with server_process(tmp_path, config, address) as server:
-        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (generator, _, task):
+        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (
+            generator,
+            client,
+            task,
+        ):
+
+            async def described() -> list[object]:
+                said = (await client.server_info()).clients
+                return [read_described(each.settings).get("max_concurrent_groups") for each in said]
+
             await async_until(lambda: generator.stats["groups"] > 5)
+            assert await described() == [2]
             getattr(server.process, way)()
             server.process.wait()
             await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
@@ -272,6 +346,9 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
             with server_process(tmp_path, config, address):
                 await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
                 await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
+                async with asyncio.timeout(90.0):
+                    while await described() != [2]:
+                        await asyncio.sleep(0.01)
             assert not task.done()
 
 

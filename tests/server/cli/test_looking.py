@@ -200,10 +200,46 @@ def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(clien
     shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
     assert "prompt: 2 tokens\n1+\n" in shown
     assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
-    assert "after 3 tokens of its own context:\n23=\nit wrote:\n24\n" in shown
+    assert "[own context, 3 tokens, not trained on]\n23=\n[2 tokens, trained on]\n24\n" in shown
     last = document(replay("show", str(key), "--tokens", "--json"))["group"]["completions"][1]
     assert last["context"] == {"tokens": 3, "ids": group.completion_ids[3:6].tolist()}
     assert (last["ids"], last["logprobs"]) == (group.completion_ids[6:].tolist(), [-2.0, None])
+
+
+def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    parts = [("assistant", "1+2"), ("tool", "=3"), ("assistant", "+"), ("assistant", "")]
+    ids = [tokenizer(text).input_ids for _, text in parts]
+    turns = [[["prompt", 4], *([role, len(each)] for (role, _), each in zip(parts, ids, strict=True))]]
+    group = make_group(
+        prompt=tokenizer("1+2=").input_ids,
+        completions=[[token for each in ids for token in each]],
+        loss_mask=[False, True, True, False, False, True],
+        meta={"turns": turns, "worker": "a"},
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
+    assert (
+        "[assistant, 3 tokens, 2 trained on]\n1+2\n[tool, 2 tokens, not trained on]\n=3\n"
+        "[assistant, 1 token, trained on]\n+\n[assistant, 0 tokens]\n"
+    ) in shown
+    assert "meta: worker a\n" in shown
+    document_of_group = document(replay("show", str(key), "--json"))["group"]
+    (completion,) = document_of_group["completions"]
+    assert completion["turns"][:2] == [
+        {"role": "assistant", "start": 0, "stop": 3, "trained": 2, "tokens": 3},
+        {"role": "tool", "start": 3, "stop": 5, "trained": 0, "tokens": 2},
+    ]
+    assert document_of_group["meta"] == {"turns": turns, "worker": "a"}
+    whole = document(replay("show", str(key), "--json", "--tokens"))["group"]["completions"][0]
+    assert whole["turns"][1]["ids"] == ids[1]
+    plain = client.insert(make_group(), {"replay": 1.0})
+    assert "trained on" not in replay("show", str(plain)).stdout
+    many = make_group(lengths=(80,), loss_mask=[token % 2 == 0 for token in range(80)])
+    assert (
+        "[and 16 more turns; --json has them all]\n" in replay("show", str(client.insert(many, {"replay": 1.0}))).stdout
+    )
 
 
 def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):

@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,14 +34,22 @@ PANELS = {
     "Importance ratio": ("correction/ratio_mean", "trainer / sampler, mean over tokens before truncation"),
 }
 """Title of each panel: the metric, and what it is."""
+CALLED = "reward/called"
+"""The generator's metric of the share of rollouts that called the tool, at each version of the policy."""
+TOOL_PANELS = {
+    "Fresh reward": PANELS["Fresh reward"],
+    "Replaced groups": PANELS["Replaced groups"],
+    "Calls": (CALLED, "share of the rollouts that called the calculator"),
+    "Importance ratio": PANELS["Importance ratio"],
+}
 SMOOTH = 10
 """Steps in the mean that is drawn over the values."""
 
 
-def draw(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Writes a PNG with a panel for each of PANELS."""
+def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[str, str]] = PANELS) -> None:
+    """Writes a PNG with a panel for each of `panels`."""
     with _figure(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
-        for axis, (title, (name, meaning)) in zip(axes.flat, PANELS.items(), strict=True):
+        for axis, (title, (name, meaning)) in zip(axes.flat, panels.items(), strict=True):
             points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
             steps, values = [step for step, _ in points], [value for _, value in points]
             axis.plot(steps, values, color="tab:blue", alpha=0.3, label="each step")
@@ -159,6 +167,14 @@ class Variant:
     """One of task.PROBLEMS."""
     max_tokens: int = 6
     """The longest completion of that task."""
+    generate: tuple[str, ...] = ()
+    """More options of `replay generate`."""
+    panels: Mapping[str, tuple[str, str]] = field(default_factory=lambda: PANELS)
+    """What the picture shows."""
+    steps: int = STEPS
+    """Training steps, unless the user says otherwise."""
+    solve_rate: float = 0.4
+    """Solve rate at which the warm-up ends."""
 
     @property
     def server_config(self) -> str:
@@ -186,6 +202,21 @@ SHARING = Variant(
     task="steps",
     max_tokens=9,
 )
+WITH_TOOL = Variant(
+    task="tools",
+    max_tokens=12,
+    generate=(
+        *("--chat", "--rollout", "replay_trainer.demo.tools:rollout"),
+        # It counts the calls, and does not reward them.
+        *("--reward", "replay_trainer.demo.tools:called=0"),
+    ),
+    learning_rate=1.5e-4,
+    panels=TOOL_PANELS,
+    steps=50,
+    solve_rate=0.1,
+)
+TASKS: dict[str, Variant] = {variant.task: variant for variant in (DEMO, WITH_TOOL)}
+"""By the name that users type."""
 
 
 class DemoError(Exception):
@@ -279,12 +310,13 @@ def run(
     steps: int,
     seed: int,
     engine: str,
-    target_solve_rate: float = 0.4,
+    target_solve_rate: float | None = None,
     variant: Variant = DEMO,
     warm: Path | None = None,
 ) -> None:
     """Runs the demo; returns when the trainer has done its steps. Raises DemoError.
 
+    `target_solve_rate`: at which the warm-up ends; None: that of the variant.
     `warm`: the folder of an earlier demo, whose model after its warm-up this one begins with.
     """
     prepare(out, seed, variant)
@@ -296,7 +328,8 @@ def run(
     parts: list[Part] = []
     try:
         with display.progress:
-            run_parts(out, steps, seed, engine, target_solve_rate, variant, display, parts)
+            target = variant.solve_rate if target_solve_rate is None else target_solve_rate
+            run_parts(out, steps, seed, engine, target, variant, display, parts)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
         for part in reversed(parts):
@@ -304,7 +337,8 @@ def run(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
-    draw(metrics, out / "curves.png")
+    add_calls(metrics, read_metrics(out / "generator.jsonl"))
+    draw(metrics, out / "curves.png", variant.panels)
     for line in summarise(metrics, generator_stats(parts)):
         display.console.print(line, highlight=False, soft_wrap=True)
     display.console.print(
@@ -325,7 +359,7 @@ def prepare(out: Path, seed: int, variant: Variant) -> None:
     check_folder(out)
     for name in ("logs", "model", "warm", "train"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("prompts.jsonl", "replay.toml", "train.toml", "metrics.jsonl", "curves.png"):
+    for name in ("prompts.jsonl", "replay.toml", "train.toml", "metrics.jsonl", "generator.jsonl", "curves.png"):
         (out / name).unlink(missing_ok=True)
     (out / "logs").mkdir()
     (out / MARKER).write_text(json.dumps({"seed": seed}))
@@ -382,7 +416,8 @@ def run_parts(
     generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
     generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", "exact_match", "--wait-for-policy"]
     generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
-    generate += ["--priority", variant.priority, "--json"]
+    generate += ["--priority", variant.priority, *variant.generate, "--json"]
+    generate += ["--metrics", str(out / "generator.jsonl"), "--metrics-interval", "0.5"]
     display.show("generator", f"loading {engine}")
     start("generator", [*replay, *generate])
 
@@ -435,11 +470,21 @@ def generator_stats(parts: list[Part]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in lines[-1].items()} if lines else {}
 
 
+def add_calls(metrics: list[dict[str, Any]], generated: Sequence[Mapping[str, Any]]) -> None:
+    """Writes CALLED into each step from whose version of the policy the generator has told it."""
+    told = {line["policy_version"]: line[CALLED] for line in generated if line.get(CALLED) is not None}
+    for line in metrics:
+        if (version := line["step"] - 1) in told:
+            line[CALLED] = told[version]
+
+
 def summarise(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Iterator[str]:
     """What the run came to, a line each: the trainer's part, then the generator's."""
     seconds = sum(line["time/step"] for line in metrics)
     yield ""
     yield from summary(metrics)
+    if called := [line[CALLED] for line in metrics if CALLED in line]:
+        yield (f"calculator          called in {called[0]:.0%} of the rollouts at first, {called[-1]:.0%} at last")
     yield (
         f"generated           {generated.get('groups', 0)} groups, {generated.get('tokens', 0) / seconds:.0f} tokens/s"
     )

@@ -28,13 +28,19 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+from replay_trainer.demo import tools
+
 Row = dict[str, str]
+Batch = tuple[Tensor, Tensor]
+"""Right-padded ids (R, S), and labels (R, S) that are -100 outside of what the policy writes."""
 
 CHARACTERS = "0123456789+-=*? abcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 _IDS = {character: index + 3 for index, character in enumerate(CHARACTERS)}
 _WARM_UP_BATCH = 64
+_CHECKED = 256
+"""Rows with which it is checked."""
 _RAMP_STEPS = 20
 """Steps of the warm-up in which the learning rate rises."""
 _WARM_UP_SECONDS = 120.0
@@ -56,14 +62,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
-    """A freshly initialised Qwen2 of 1.0 million parameters for `make_tokenizer`'s tokens.
+def make_model(seed: int, vocabulary: int = len(CHARACTERS) + 3) -> Qwen2ForCausalLM:
+    """A freshly initialised Qwen2 of 1.0 million parameters, for `make_tokenizer`'s tokens unless told otherwise.
 
     The initial weights are four times the usual size, with which so small a model learns sooner.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(CHARACTERS) + 3,
+        vocab_size=vocabulary,
         hidden_size=192,
         intermediate_size=384,
         num_hidden_layers=3,
@@ -95,7 +101,11 @@ def two_steps(rng: random.Random) -> tuple[str, str]:
     return f"{first}+{second}+{third}=", f"{str(middle)[::-1]} {str(middle + third)[::-1]}"
 
 
-PROBLEMS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"sums": a_sum, "steps": two_steps}
+PROBLEMS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "sums": a_sum,
+    "steps": two_steps,
+    "tools": tools.a_product,
+}
 
 
 def problems(seed: int, count: int, kind: str = "sums") -> list[Row]:
@@ -113,16 +123,22 @@ def encode(text: str) -> list[int]:
     return [_IDS[character] for character in text]
 
 
-def supervised_batch(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Right-padded ids (R, S), and labels (R, S) that are -100 outside of the answers and their eos."""
-    prompts = [encode(row["prompt"]) for row in rows]
-    answers = [[*encode(row["answer"]), EOS_ID] for row in rows]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids, labels = torch.full((len(rows), width), PAD_ID), torch.full((len(rows), width), -100)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[i, :end] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : end] = torch.tensor(answer)
+def supervised_batch(rows: Sequence[Row]) -> Batch:
+    """The prompts with their answers, which the policy writes."""
+    return padded([(encode(row["prompt"]), [*encode(row["answer"]), EOS_ID]) for row in rows])
+
+
+def padded(conversations: Sequence[Sequence[list[int]]]) -> Batch:
+    """Conversations as the tokens of their turns: what is given, what the policy writes, what is given, and so on."""
+    width = max(sum(map(len, turns)) for turns in conversations)
+    ids, labels = torch.full((len(conversations), width), PAD_ID), torch.full((len(conversations), width), -100)
+    for i, turns in enumerate(conversations):
+        end = 0
+        for number, turn in enumerate(turns):
+            start, end = end, end + len(turn)
+            ids[i, start:end] = torch.tensor(turn)
+            if number % 2:
+                labels[i, start:end] = ids[i, start:end]
     return ids, labels
 
 
@@ -138,14 +154,22 @@ def solve_rate(model: Any, ids: Tensor, labels: Tensor) -> float:
 def warm_up(
     model: Any, rows: Sequence[Row], checked: Sequence[Row], *, seed: int, learning_rate: float, check_every: int
 ) -> Iterator[dict[str, float]]:
-    """Trains on the answers of `rows`, without end. Yields `steps`, `loss` and `solve_rate`, that of `checked`.
+    """`imitate` for the answers of `rows`, checked with those of `checked`."""
+    taught, held_out = supervised_batch(rows), supervised_batch(checked)
+    return imitate(model, taught, held_out, seed=seed, learning_rate=learning_rate, check_every=check_every)
+
+
+def imitate(
+    model: Any, taught: Batch, checked: Batch, *, seed: int, learning_rate: float, check_every: int
+) -> Iterator[dict[str, float]]:
+    """Trains on what the policy writes in `taught`, without end. Yields `steps`, `loss` and `solve_rate` of `checked`.
 
     It yields every `check_every` steps. The number of steps that a model needs differs by seed, so the caller ends the
     training by the solve rate.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    (ids, labels), held_out = supervised_batch(rows), supervised_batch(checked)
+    ids, labels = taught
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
@@ -160,22 +184,35 @@ def warm_up(
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % check_every == 0:
-            yield {"steps": step, "loss": loss.item(), "solve_rate": solve_rate(model, *held_out)}
+            yield {"steps": step, "loss": loss.item(), "solve_rate": solve_rate(model, *checked)}
+
+
+def lessons(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], kind: str) -> tuple[Batch, Batch]:
+    """What the warm-up of one of PROBLEMS teaches, and what it is checked with."""
+    if kind != "tools":
+        return supervised_batch(rows), supervised_batch(rows[:_CHECKED])
+    with_tool, alone = (tools.demonstrations(tokenizer, rows, with_tool=each) for each in (True, False))
+    # Most without the tool, so that the policy begins with few calls.
+    return padded(with_tool + 2 * alone), padded(with_tool[:_CHECKED])
 
 
 def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: str = "sums") -> None:
     """Does one of the two commands above; prints progress as JSON lines."""
     tokenizer, rows = make_tokenizer(), problems(seed, 3000, kind)
+    if kind == "tools":
+        tools.teach_chat(tokenizer)
+    model = make_model(seed, len(tokenizer))
     logging.disable_progress_bar()
     if command == "make":
-        make_model(seed).save_pretrained(folder / "model")
+        model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     # One thread: with two, a second busy process on two cores makes this five times slower.
     torch.set_num_threads(1)
-    model, end = make_model(seed), time.monotonic() + _WARM_UP_SECONDS
-    for stats in warm_up(model, rows, rows[:256], seed=seed, learning_rate=1.5e-3, check_every=5):
+    taught, checked = lessons(tokenizer, rows, kind)
+    end = time.monotonic() + _WARM_UP_SECONDS
+    for stats in imitate(model, taught, checked, seed=seed, learning_rate=1.5e-3, check_every=5):
         print(json.dumps(stats), flush=True)
         if stats["solve_rate"] >= target_solve_rate:
             break

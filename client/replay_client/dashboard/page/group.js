@@ -1,8 +1,9 @@
-// One group: the prompt once, its completions side by side, each token coloured by what is known of it.
-import { ask, bytes, duration, fill, h, number, percent, plural, show, visible } from "./dom.js";
-import { neighbours } from "./groups.js";
+// One group: the prompt once, its rollouts side by side, and the sequences of each beside each other.
+import { ask, bytes, duration, fill, h, number, plural, show, visible } from "./dom.js";
+import { findTag, neighbours } from "./groups.js";
+import { legend, shadesOf, signed, spreadOf, strip, tokens, turns } from "./tokens.js";
 
-const STEPS = 8, AT_ONCE = 16;
+const AT_ONCE = 16;
 const ORDERS = { reward: (a, b) => b.reward - a.reward || a.index - b.index, advantage: (a, b) => b.advantage - a.advantage,
   length: (a, b) => b.tokens - a.tokens, "log-prob": (a, b) => (a.mean_logprob ?? 0) - (b.mean_logprob ?? 0),
   number: (a, b) => a.index - b.index };
@@ -51,7 +52,8 @@ function about() {
     held]) => `${name} (priority ${number(held.priority)}${held.effective_priority !== null && held.effective_priority !== held.priority ? `, now ${number(held.effective_priority)}` : ""}, used ${held.times_sampled}×)`).join(", ") || "no table any more: it was consumed, evicted or dropped"],
     ["age", duration(item.age)], ["policy version", group?.policy_version_end ? `${group.policy_version} to ${group.policy_version_end}`
       : item.policy_version], ["staleness", item.staleness], ["size", bytes(item.bytes)],
-    ...Object.entries(item.tags).map(([name, value]) => [`tag ${name}`, value])];
+    ...Object.entries(item.tags).map(([name, value]) => [`tag ${name}`, h("button", { type: "button", class: "chip",
+      title: "Groups with this tag", onclick: () => findTag(tables.map(([each]) => each), `${name}=${value}`) }, visible(value).slice(0, 300))])];
   if (group) {
     const rewards = group.rewards, mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     rows.unshift(["prompt", group.prompt_id || "without a name"],
@@ -61,7 +63,7 @@ function about() {
   }
   return h("section", { class: "card about", "aria-label": "Facts" },
     h("dl", { class: "facts" }, rows.map(([label, value]) => h("div", null, h("dt", null, visible(label).slice(0, 60)),
-    h("dd", null, visible(value).slice(0, 300))))),
+    h("dd", null, value instanceof Node ? value : visible(value).slice(0, 300))))),
     group?.extras.length > 0 && h("details", null, h("summary", null, plural(group.extras.length, "extra array")),
       h("dl", { class: "facts" }, group.extras.map((each) => h("div", null, h("dt", null, visible(each.name).slice(0, 60)),
       h("dd", null, `${each.dtype} [${each.shape.join(", ")}]${each.axis === "group" ? "" : ` axis ${each.axis}:`} ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
@@ -73,34 +75,25 @@ const damaged = () => h("section", { class: "card", "aria-label": "Payload" },
 
 const promptOf = (group) => h("section", { class: "card prompt", "aria-label": "Prompt" },
   h("h2", null, "Prompt", h("small", null, plural(group.prompt.total, "token"))),
-  h("div", { class: "text", tabindex: 0 }, tokens(group.prompt, null, -1)), rest(group.prompt, -1));
+  h("div", { class: "text", tabindex: 0 }, tokens(group.prompt, -1)), rest(group.prompt, -1));
 
 // ------------------------------------------------------------------------------------------------ tools
 
-const shades = (group) => ["log-prob", ...(group.masked ? ["mask"] : []),
-  ...group.per_token.flatMap((name) => (/log_?prob/.test(name) ? [`ratio to ${name}`] : [name])), "nothing"];
 function select(label, options, value, use) {
   return h("label", null, label, h("select", { onchange: (event) => (use(event.target.value), draw()) },
     options.map((each) => h("option", { value: each, selected: String(each) === String(value) }, visible(each)))));
 }
 function tools(group) {
-  if (!shades(group).includes(shade)) shade = "log-prob";
+  if (!shadesOf(group).includes(shade)) shade = "log-prob";
   const numbers = ["–", ...group.completions.map((each) => each.index)];
   return h("div", { class: "tools" },
-    select("Colour", shades(group), shade, (value) => (shade = value)), legend(),
+    select("Colour", shadesOf(group), shade, (value) => (shade = value)), legend(shade),
     select("Order", Object.keys(ORDERS), order, (value) => (order = value)),
     select("Compare", numbers, compare[0] ?? "–", (value) => (compare[0] = value === "–" ? null : +value)),
       select("with", numbers, compare[1] ?? "–", (value) => (compare[1] = value === "–" ? null : +value)),
     h("span", { class: "push" }), h("button", { type: "button", onclick: copyJson }, "Copy as JSON"),
       h("button", { type: "button", onclick: copyPython }, "Copy as Python"),
       h("a", { class: "button", href: `api/groups/${key}?whole=1`, download: `group-${key}.json` }, "Download"));
-}
-function legend() {
-  const ends = shade === "log-prob" ? ["likely", "unlikely"] : shade.startsWith("ratio") ? ["less likely now", "more likely now"]
-    : shade === "mask" ? ["trained on", "masked"] : shade === "nothing" ? null : ["low", "high"];
-  const kind = shade.startsWith("ratio") ? "r" : "q";
-  return ends && h("span", { class: "scale", "aria-label": `from ${ends[0]} to ${ends[1]}`, role: "img" }, ends[0],
-    Array.from({ length: STEPS }, (_, i) => h("i", { class: `${kind}${i}` })), ends[1]);
 }
 async function clip(text, what) {
   try {
@@ -117,23 +110,57 @@ const copyPython = () => clip(`from replay_client import ReplayClient\n\nwith Re
 
 // ------------------------------------------------------------------------------------------------ completions
 
+// The rollouts with what the orders look at. A group without several sequences has one sequence in each.
+function rolloutsOf(group) {
+  const found = new Map();
+  for (const each of group.completions) {
+    if (!found.has(each.rollout)) found.set(each.rollout, { index: each.rollout, reward: each.reward, advantage: each.advantage, tokens: 0,
+      mean_logprob: each.mean_logprob, finish_reason: each.finish_reason, sequences: [] });
+    const rollout = found.get(each.rollout);
+    rollout.sequences.push(each);
+    rollout.tokens += each.tokens;
+    rollout.mean_logprob = rollout.sequences.reduce((sum, part) => sum + (part.mean_logprob ?? 0) * part.tokens, 0) / (rollout.tokens || 1);
+  }
+  return [...found.values()];
+}
+const standing = (rollout, group) => {
+  const most = Math.max(...group.rewards), least = Math.min(...group.rewards);
+  return most > least ? (rollout.reward === most ? "best" : rollout.reward === least ? "worst" : "") : "";
+};
+const scored = ({ reward, advantage }) => [h("b", null, `reward ${number(reward)}`),
+  h("small", { class: advantage < 0 ? "minus" : "plus" }, `advantage ${signed(advantage)}`)];
+
 function completions(group) {
-  const sorted = [...group.completions].sort(ORDERS[order]), mark = group.completions.map((each) => each.reward), most = Math.max(...mark),
-    least = Math.min(...mark);
-  return h("section", { class: "completions", "aria-label": "Completions", tabindex: 0 }, sorted.slice(0, many).map((each) =>
-    h("article", { class: `card completion ${most > least ? (each.reward === most ? "best" : each.reward === least ? "worst" : "") : ""}`,
-      "data-row": each.index, "aria-label": `Completion ${each.index}` },
-      h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
-        h("small", { class: each.advantage < 0 ? "minus" : "plus" },
-        `advantage ${each.advantage > 0 ? "+" : ""}${number(each.advantage)}`)),
-      h("p", { class: "quiet" }, [each.parts > 1 && `rollout ${each.rollout}, sequence ${each.part + 1} of ${each.parts}`, plural(each.tokens, "token"), each.context_tokens > 0 && `${each.context_tokens} of context before them`, each.finish_reason && `ended by ${visible(each.finish_reason)}`,
-        each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
-        each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
-          each.masked_tokens > 0 && `${each.masked_tokens} masked`].filter(Boolean).join(" · ")),
-      h("div", { class: "text", tabindex: 0 }, each.window.total ? tokens(each.window, group, each.index) : h("em", { class: "quiet" }, "empty")),
-        rest(each.window, each.index))),
-    sorted.length > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) },
-      `Show ${Math.min(AT_ONCE, sorted.length - many)} more of ${sorted.length} completions`));
+  const several = group.completions.some((each) => each.parts > 1), look = { shade, spread: spreadOf(group, shade) };
+  let left = many;
+  const cards = [...rolloutsOf(group)].sort(ORDERS[order]).map((rollout) => {
+    const shown = rollout.sequences.slice(0, Math.max(0, left));
+    left -= shown.length;
+    if (!shown.length) return null;
+    if (!several) return sequenceCard(shown[0], look, `card completion ${standing(rollout, group)}`,
+      h("h2", null, `#${shown[0].index} `, scored(rollout)), rollout.finish_reason);
+    return h("section", { class: `rollout ${standing(rollout, group)} ${shown.length > 1 ? "wide" : ""}`, "data-rollout": rollout.index,
+      "aria-label": `Rollout ${rollout.index}` },
+      h("h2", null, `Rollout ${rollout.index} `, scored(rollout), h("small", null, [plural(rollout.sequences.length, "sequence"),
+        plural(rollout.tokens, "token"), rollout.finish_reason && `ended by ${visible(rollout.finish_reason)}`].filter(Boolean).join(" · "))),
+      h("div", { class: "sequences" }, shown.map((each) => sequenceCard(each, look, "card completion",
+        h("h3", null, `#${each.index} `, each.parts > 1 && h("small", null, `sequence ${each.part + 1} of ${each.parts}`))))));
+  });
+  const total = group.completions.length, kind = several ? "sequences" : "completions";
+  return h("section", { class: "completions", "aria-label": several ? "Rollouts" : "Completions", tabindex: 0 }, cards,
+    total > many && h("button", { type: "button", class: "more", onclick: () => ((many += AT_ONCE), draw()) },
+      `Show ${Math.min(AT_ONCE, total - many)} more of ${total} ${kind}`));
+}
+function sequenceCard(each, look, kind, head, ended = "") {
+  const facts = [plural(each.tokens, "token"), each.context_tokens > 0 && `${each.context_tokens} of context before them`,
+    ended && `ended by ${visible(ended)}`,
+    each.mean_logprob === null ? "log-probs unknown" : `mean log-prob ${number(each.mean_logprob)}`,
+    each.mean_logprob !== null && each.unknown_logprobs > 0 && `${each.unknown_logprobs} unknown`,
+    each.masked_tokens > 0 && `${each.masked_tokens} masked`];
+  return h("article", { class: kind, "data-row": each.index, "aria-label": `Sequence ${each.index}` }, head,
+    h("p", { class: "quiet" }, facts.filter(Boolean).join(" · ")), strip(each),
+    h("div", { class: "text", tabindex: 0 }, each.window.total ? turns(each, look) : h("em", { class: "quiet" }, "empty")),
+    rest(each.window, each.index));
 }
 function rest(window, row) {
   const left = window.total - window.ids.length;
@@ -150,39 +177,6 @@ async function more(window, row) {
     show(h("p", { class: "failure" }, error.message));
   }
   draw();
-}
-
-// The class of each token: q0 to q7 from low to high, r0 to r7 around 1 for ratios.
-function classOf(arrays, i, spread) {
-  const bin = (x) => Math.min(STEPS - 1, Math.max(0, Math.floor(x * STEPS)));
-  if (shade === "nothing") return "";
-  if (shade === "mask") return arrays.mask && !arrays.mask[i] ? "masked q7" : "";
-  if (shade.startsWith("ratio to ")) {
-    const now = arrays[shade.slice(9)]?.[i], then = arrays.logprob?.[i];
-    return now === null || then === null || now === undefined ? "unknown" : `r${bin(0.5 + (now - then) / 1.4)}`;
-  }
-  const value = shade === "log-prob" ? arrays.logprob?.[i] : arrays[shade]?.[i];
-  if (value === null || value === undefined) return "unknown";
-  return shade === "log-prob" ? `q${bin(Math.sqrt(Math.max(0, -value) / 8))}`
-    : `q${bin((Number(value) - spread[0]) / (spread[1] - spread[0] || 1))}`;
-}
-function tokens(window, group, row, marked = null) {
-  const { ids, text, arrays } = window, values = (arrays[shade] ?? []).filter((x) => x !== null).map(Number);
-  const spread = values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [0, 1];
-  return h("span", { class: "tokens", onpointermove: (event) => inspect(event, window, row), onpointerleave: null }, ids.map((id, i) =>
-    h("span", { class: `t ${group && !marked ? classOf(arrays, i, spread) : ""} ${marked?.has(i) ? "differs" : ""} ${text ? "" : "id"}`,
-      "data-i": i }, text ? visible(text[i]) : id)));
-}
-function inspect(event, window, row) {
-  const i = event.target.dataset?.i, panel = document.querySelector(".inspector");
-  if (i === undefined || !panel) return;
-  const at = (name) => window.arrays[name]?.[i], logprob = at("logprob");
-  const parts = [row < 0 ? "prompt" : `#${row}`, `token ${i}`, `id ${window.ids[i]}`,
-    window.text ? JSON.stringify(visible(window.text[i])) : null,
-    logprob === undefined ? null : logprob === null ? "log-prob unknown" : `log-prob ${number(logprob)} (${percent(Math.exp(logprob))})`,
-    ...Object.keys(window.arrays).filter((name) => !["logprob",
-      "mask"].includes(name)).map((name) => `${name} ${number(Number(at(name)))}${/log_?prob/.test(name) && logprob !== null ? ` (ratio ${number(Math.exp(at(name) - logprob))})` : ""}`), at("mask") === false ? "masked: not trained on" : null];
-  fill(panel, parts.filter(Boolean).join("   "));
 }
 
 // ------------------------------------------------------------------------------------------------ differences
@@ -215,7 +209,7 @@ function difference(group) {
   return h("section", { class: "difference", "aria-label": "Differences" }, both.map((each, side) => h("article", { class: "card" },
     h("h2", null, `#${each.index} `, h("b", null, `reward ${number(each.reward)}`),
       h("small", null, `${plural(only[side].size, "token")} that #${both[1 - side].index} does not have${cut ? ", of those shown" : ""}`)),
-      h("div", { class: `text side${side}`, tabindex: 0 }, tokens(each.window, group, each.index, only[side])))));
+      h("div", { class: `text side${side}`, tabindex: 0 }, tokens(each.window, each.index, { marked: only[side] })))));
 }
 
 export function keyPressed(event) {

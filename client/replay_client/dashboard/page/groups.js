@@ -11,7 +11,7 @@ const COLUMNS = [
 ];
 const HISTOGRAMS = { reward_mean: "mean reward", reward_std: "spread of rewards", length_mean: "mean length",
   logprob_mean: "mean log-prob", staleness: "staleness", times_sampled: "times used", priority: "priority" };
-const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", flags: [], bounds: {} });
+const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", flags: [], tags: [], bounds: {} });
 
 let table = "", filter = fresh(), held = false, snapshot = null, blocks = new Map(), found = null, focused = 0, problem = "", asked = 0,
   list = null, timer = null, look = null, shown = 0, tall = 34;
@@ -63,6 +63,7 @@ async function load(anew = false) {
     const given = new URLSearchParams({ table, sort: filter.sort, descending: filter.descending, offset: block * BLOCK, limit: BLOCK });
     for (const name of ["prompt", "text"]) if (filter[name]) given.set(name, filter[name]);
     for (const flag of filter.flags) given.append("flag", flag);
+    for (const tag of filter.tags) given.append("tag", tag);
     for (const [name, [low, high]] of Object.entries(filter.bounds)) given.append("bound", `${name}:${low}:${high}`);
     if (snapshot) given.set("snapshot", snapshot);
     try {
@@ -104,7 +105,7 @@ function rowOf(row, index) {
   if (!row) return h("div", { ...props, class: `${props.class} blank` }, h("span", { role: "cell" }, "…"));
   const cell = (kind, ...content) => h("span", { role: "cell", class: kind }, ...content);
   const whole = row.read && row.reward_mean !== null;
-  return h("div", { ...props, onclick: (event) => event.target.closest("a") || (location.hash = `#/group/${row.key}`) },
+  return h("div", { ...props, onclick: (event) => event.target.closest("a, button") || (location.hash = `#/group/${row.key}`) },
     cell("key", h("a", { href: `#/group/${row.key}`, title: row.key }, shortKey(row.key))),
     cell("prompt", ...(row.read ? promptParts(row.prompt_id ?? "", row.prompt ?? "") : ["not read yet"])),
     cell("reward", whole && bar(row.reward_mean / Math.max(1, row.reward_max)), whole ? number(row.reward_mean, 3) : "–"),
@@ -114,7 +115,8 @@ function rowOf(row, index) {
       ? ` ${percent(row.truncated_share)} cut` : ""),
     cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)),
       cell("num", duration(row.age)),
-    cell("notes", row.tags.map((tag) => h("span", { class: "note tag" }, visible(tag).slice(0, 60))),
+    cell("notes", row.tags.map((tag) => h("button", { type: "button", class: "note tag", title: `Groups with ${visible(tag)}`,
+      "aria-pressed": String(filter.tags.includes(tag)), onclick: () => toggleTag(tag) }, visible(tag).slice(0, 60))),
       (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note))));
 }
 
@@ -132,9 +134,35 @@ const pick = (name) => (low, high, extend) => {
 };
 const later = (changes) => (clearTimeout(timer), (timer = setTimeout(() => change(changes), 250)));
 
+// A group has one value of each tag, so another value of the same tag takes the place of the first.
+const nameOf = (tag) => tag.slice(0, tag.indexOf("="));
+function toggleTag(tag) {
+  const others = filter.tags.filter((each) => nameOf(each) !== nameOf(tag));
+  change({ tags: filter.tags.includes(tag) ? others : [...others, tag] });
+}
+// Shows the groups with this tag, in the first of `tables` or, if it is in none, in the table of the list.
+export function findTag(tables, tag) {
+  if (tables.length && !tables.includes(table)) table = tables[0];
+  filter = { ...fresh(), tags: [tag] };
+  location.hash = table ? `#/groups/${encodeURIComponent(table)}` : "#/groups";
+}
+function tagChips() {
+  const listed = found?.tags ?? [], known = new Set(listed.flatMap(({ values }) => values.map(([value]) => value)));
+  const strange = filter.tags.filter((tag) => !known.has(tag)).map((tag) => [tag, null]);
+  const chip = ([tag, count]) => {
+    const on = filter.tags.includes(tag);
+    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), title: visible(tag),
+      onclick: () => toggleTag(tag) }, visible(tag.slice(nameOf(tag).length + 1)).slice(0, 60), count === null ? null : h("small", null, count.toLocaleString("en")));
+  };
+  const row = (label, chips, others) => h("div", { class: "chips", role: "group", "aria-label": `Tag ${label}` },
+    h("h2", null, "Tag ", h("b", null, label)), chips.map(chip), others > 0 && h("small", null, `and ${plural(others, "further value")}`));
+  return [...strange.map((each) => row(visible(nameOf(each[0])), [each], 0)),
+    ...listed.map(({ name, values, others }) => row(visible(name), values, others))];
+}
+
 function controls(main = document.getElementById("main")) {
   if (!main.querySelector(".groups")) return;
-  const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.flags.length || Object.keys(filter.bounds).length;
+  const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.flags.length || filter.tags.length || Object.keys(filter.bounds).length;
   fill(main.querySelector(".bar"), h("h1", { class: "unseen" }, "Groups"),
     h("div", { class: "tabs", role: "group", "aria-label": "Table" },
       tables.map((each) => h("a", { href: `#/groups/${encodeURIComponent(each.name)}`,
@@ -164,7 +192,7 @@ function controls(main = document.getElementById("main")) {
       oninput: (event) => later({ text: event.target.value }) })),
     h("label", null, "Prompt", h("input", { type: "search", placeholder: "name or begin of the prompt, or a tag: environment=math", value: filter.prompt,
       oninput: (event) => later({ prompt: event.target.value }) })),
-    chips("Notes", false), chips("Ended by", true),
+    tagChips(), chips("Notes", false), chips("Ended by", true),
     h("div", { class: "histograms" },
       Object.entries(HISTOGRAMS).filter(([name]) => histograms[name]).map(([name, label]) => histogram(histograms[name],
       { label: filter.bounds[name] ? `${label}: ${number(filter.bounds[name][0])} to ${number(filter.bounds[name][1])}` : label,

@@ -1,0 +1,76 @@
+"""Turns: the parts of each sequence, with the side that wrote each, and how many of its tokens are trained on.
+
+A generator that plays rollouts of several turns writes the roles into `meta["turns"]`: for each of the S sequences
+[[role, tokens], ...], from the first token of its prompt to its last token. Nobody has to. Without them, or where they
+are not those of the tokens that are there, a sequence is cut where `trained_mask` changes, and its parts have no role.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from replay_client.rollout import Bool, RolloutGroup
+
+MOST_ROLE = 40
+"""Characters of a role. It is text from elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Tokens `start` to `stop` of a sequence; 0 is its first token after the prompt that all sequences share."""
+
+    role: str | None
+    """Who wrote it, in the words of the generator, such as "assistant" or "tool". None: nobody said."""
+    start: int
+    stop: int
+    trained: int
+    """How many of its tokens are trained on."""
+
+    def document(self) -> dict[str, Any]:
+        return {"role": self.role, "start": self.start, "stop": self.stop, "trained": self.trained}
+
+
+def turns_of(group: RolloutGroup) -> list[list[TurnSpan]]:
+    """The turns of each of the S sequences without the shared prompt; none where all tokens are of one kind: those of a
+    group without roles, contexts and loss mask."""
+    told_S = group.meta.get("turns")
+    if not isinstance(told_S, list | tuple) or len(told_S) != group.num_sequences:
+        if group.loss_mask is None and group.context_lengths is None:
+            return [[] for _ in range(group.num_sequences)]
+        told_S = [None] * group.num_sequences
+    mask_T, shared = group.trained_mask, int(group.prompt_ids.size)
+    found = []
+    for told, span in zip(told_S, group.sequence_spans(), strict=True):
+        mask = mask_T[span]
+        turns = _told(told, mask, shared)
+        found.append(_runs(mask) if turns is None else turns)
+    return found
+
+
+def _told(told: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
+    """The turns that the generator wrote down; None if they are not those of these tokens."""
+    if not isinstance(told, list | tuple):
+        return None
+    turns, stop = [], -shared
+    for each in told:
+        match each:
+            case [str(role), int(tokens)] if tokens >= 0 and not isinstance(tokens, bool):
+                start, stop = stop, stop + tokens
+            case _:
+                return None
+        if stop > 0 or start >= 0:  # what lies in the shared prompt is shown there
+            start = max(0, start)
+            turns.append(TurnSpan(role[:MOST_ROLE], start, stop, int(mask[start:stop].sum())))
+    return turns if stop == mask.size else None
+
+
+def _runs(mask: Bool) -> list[TurnSpan]:
+    """The parts of a sequence between the places where its mask changes."""
+    if not mask.size:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]
+    return [TurnSpan(None, start, stop, stop - start if mask[start] else 0) for start, stop in pairwise(edges)]
