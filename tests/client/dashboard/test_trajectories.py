@@ -140,7 +140,7 @@ def test_without_roles_the_parts_of_the_mask_are_shown(opened, tmp_path):
         tab.wait_for_selector(".turn .t")
         kinds = [each.split(" · ")[1].split(" ")[0] for each in texts(tab, "[data-row='0'] .turn")]
         assert kinds == ["trained", "not", "trained"]
-        assert tab.locator(".turn .who b").count() == 0
+        assert texts(tab, ".turn .who b") == ["own context"]
         tab.evaluate("key => location.hash = `#/group/${key}`", str(plain))
         tab.wait_for_selector(f"h1 >> text={plain}")
         tab.wait_for_selector(".completion .t")
