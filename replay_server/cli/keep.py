@@ -367,7 +367,7 @@ def sequence_rows(group: RolloutGroup, decoder: Any = None) -> list[Row]:
     prompts, spans, counts = group.prompts(), group.sampled_spans(), _counts(group)
     meta = {name: value for name, value in group.meta.items() if name != "turns"}
     for (rollout, part), before, span, turns in zip(places, prompts, spans, turns_of(group), strict=True):
-        row = {
+        row: Row = {
             "prompt_id": group.prompt_id,
             "rollouts": group.group_size,
             "rollout": rollout,
