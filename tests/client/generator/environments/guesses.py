@@ -13,6 +13,12 @@ class GuessTask(vf.Task[vf.TaskData]):
         return float(trace.num_turns)
 
 
+async def even(trace: vf.Trace) -> float:
+    """The share of even digits in all that the policy wrote; a reward for those who plug it in."""
+    said = "".join(message.content or "" for message in trace.assistant_messages)
+    return sum(character in "02468" for character in said) / max(1, len(said))
+
+
 class Guesses(vf.Taskset[GuessTask]):
     def load(self) -> Iterator[GuessTask]:
         for start in range(4):
