@@ -108,4 +108,4 @@ def test_a_recipe_gives_generate_its_settings_and_what_the_user_sets_wins(tmp_pa
         command = typer.main.get_command(app).commands["generate"]
         given = command.make_context("generate", ["--model", "m", "--prompts", "p.jsonl", *config]).params
         assert (given["priority"], given["recipe"]) == (priority, recipe)
-        assert given["table"] == (["rollouts"] if recipe else None)
+        assert list(given["table"]) == (["rollouts"] if recipe else [])
