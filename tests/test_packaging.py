@@ -185,13 +185,13 @@ def test_an_extra_is_resolved_in_a_constraints_file(extra):
             for line in needed
             if not line.specifier.contains(constraints(variant).get(canonicalize_name(line.name), "0"))
         ]
-        for variant in ("server", "cpu", "gpu")
+        for variant in ("server", "cpu", "gpu", "verifiers")
     }
     assert [] in unmet.values(), f"run `make constraints`: {unmet}"
 
 
 def test_constraints_are_versions_that_every_index_has():
-    for variant in ("server", "cpu", "gpu"):
+    for variant in ("server", "cpu", "gpu", "verifiers"):
         lines = (ROOT / f"docker/constraints/{variant}.txt").read_text().splitlines()
         assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines if not line.startswith("#"))
 

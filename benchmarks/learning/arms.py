@@ -38,6 +38,11 @@ class Arm:
     """Steps before the pool is used."""
     lag: int = 0
     """Policy versions that the generator is behind the trainer."""
+    num_iterations: int = 1
+    """Updates on the groups of a step, as GRPOConfig.num_iterations."""
+    stored: Literal["whole", "right", "distinct"] = "whole"
+    """What a step trains on of a stored group: all of it, or its right answers. distinct: the pool holds no groups but
+    right answers, each text of a prompt once, and gives all of them with the same probability (Re:Max)."""
     correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(clip_max=2.0))
     loss: LossConfig = LOSS
 
@@ -75,6 +80,12 @@ ARMS = {
         Arm("plain"),
         Arm("half", fresh=8),
         Arm("quarter", fresh=4),
+        Arm("eighth", fresh=2),
+        # The recipe without its pool, and instead of it more updates on what was generated.
+        Arm("quarter-opsm", fresh=4, correction=OPSM),
+        Arm("quarter-opsm-twice", fresh=4, correction=OPSM, num_iterations=2),
+        Arm("quarter-opsm-4-times", fresh=4, correction=OPSM, num_iterations=4),
+        Arm("quarter-twice", fresh=4, correction=BYPASS, num_iterations=2),
         Arm(
             "replace",
             zero_variance="replace",
@@ -96,6 +107,8 @@ ARMS = {
         share("share50-opsm", 8, **FOR_EVER),
         share("share75-opsm", 12, **FOR_EVER),
         share("small50-opsm", 4, fresh=4, **FOR_EVER),
+        share("small50-right", 4, fresh=4, stored="right", **FOR_EVER),
+        share("small50-distinct", 4, fresh=4, stored="distinct", pool_size=4096, exponent=0.0, **FOR_EVER),
         share("share50-truncate", 8, correction=CorrectionConfig()),
         share("share50-3-times", 8, max_times_sampled=3),
         share("share50-advantage", 8, priority="advantage", exponent=1.0),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.learning.tasks import Problems, Row, Task, make_problems
+from benchmarks.learning.tasks import Problems, Row, Task, make_problems, right_texts
+from benchmarks.learning.variety import HeldOut
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_trainer.demo import task as demo
@@ -22,9 +23,9 @@ WARM_UP_STEPS = 3000
 """A warm-up that has not reached its solve rate after these many steps has failed."""
 
 
-def answer_tokens(row: Row) -> list[int]:
-    """The one completion that is right."""
-    return [*encode(row["answer"]), EOS_ID]
+def answer_tokens(row: Row) -> list[list[int]]:
+    """The completions that are right."""
+    return [[*encode(text), EOS_ID] for text in right_texts(row)]
 
 
 def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, Problems]:
@@ -51,15 +52,43 @@ def warm_start(folder: Path, task: Task, regime: str, seed: int) -> tuple[Any, P
 
 def _warm_up(model: Any, problems: Problems, paths: dict[str, Path], seed: int) -> None:
     waiting = list(paths)
+    # The demo's solve rate is that of one answer.
+    several = HeldOut(problems.held_out[:50]) if "answers" in problems.held_out[0] else None
     # Every second step: the solve rate rises by some hundredths in five.
     checks = demo.warm_up(
         model, problems.warm_up, problems.held_out[:200], seed=seed, learning_rate=1e-3, check_every=2
     )
     for stats in checks:
-        while waiting and stats["solve_rate"] >= REGIMES[waiting[0]]:
+        rate = stats["solve_rate"] if several is None else several.measure(model)[0]
+        while waiting and rate >= REGIMES[waiting[0]]:
             torch.save(model.state_dict(), paths[waiting.pop(0)])
         if not waiting or stats["steps"] >= WARM_UP_STEPS:
             return
+
+
+class TinyPolicy:
+    """A warm start and the prompts that it is trained on."""
+
+    packing = False
+    bf16 = False
+    max_tokens_per_micro_batch = None
+
+    def __init__(self, model: Any, rows: Sequence[Row], max_tokens: int, seed: int) -> None:
+        self.model, self.prompts = model, len(rows)
+        self._rows, self._max_tokens = rows, max_tokens
+        self._random = torch.Generator().manual_seed(seed)
+        self._past: Any = None
+
+    def sample(
+        self, chosen: Sequence[int], group_size: int, version: int, state: Mapping[str, Any] | None
+    ) -> list[RolloutGroup]:
+        model = self.model
+        if state is not None:
+            self._past = self._past or type(model)(model.config).eval()
+            self._past.load_state_dict(state)
+            model = self._past
+        rows = [self._rows[index] for index in chosen]
+        return sample_groups(model, rows, group_size, self._max_tokens, version, self._random)
 
 
 @torch.no_grad()
@@ -99,7 +128,7 @@ def sample_groups(
         lengths_G = live_GT.sum(1)
         right = answer_tokens(row)
         rewards_G = np.array(
-            [ids[:length].tolist() == right for ids, length in zip(ids_GT, lengths_G, strict=True)], dtype=np.float32
+            [ids[:length].tolist() in right for ids, length in zip(ids_GT, lengths_G, strict=True)], dtype=np.float32
         )
         groups.append(
             RolloutGroup(

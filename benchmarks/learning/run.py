@@ -63,22 +63,38 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def work(job: Job, warm_starts: Path, engine: str) -> dict[str, Any]:
+def work(job: Job, warm_starts: Path, engine: str, pause: Path | None = None) -> dict[str, Any]:
     """One run, in a process of its own."""
     import torch
 
-    from benchmarks.learning import loop, system
+    from benchmarks.learning import loop, pretrained, system
 
     torch.set_num_threads(1)
     arm, *rest = job
     settings = loop.Settings(*rest)
+    if settings.regime == pretrained.PRETRAINED:
+        return pretrained.run(ARMS[arm], settings, warm_starts, lambda: wait_while(pause))
     if engine == loop.IN_PROCESS:
         return loop.run(ARMS[arm], settings, warm_starts)
     return system.run(ARMS[arm], settings, warm_starts, engine)
 
 
-def run_all(wanted: Sequence[Job], engine: str, out: Path, warm_starts: Path, processes: int, seconds: float) -> None:
-    """Runs what `out` lacks and appends each record to it; begins nothing after `seconds`."""
+def wait_while(pause: Path | None) -> None:
+    """Returns when there is no such file: whoever needs the machine for a while makes it, and removes it."""
+    while pause is not None and pause.exists():
+        time.sleep(5)
+
+
+def run_all(
+    wanted: Sequence[Job],
+    engine: str,
+    out: Path,
+    warm_starts: Path,
+    processes: int,
+    seconds: float,
+    pause: Path | None = None,
+) -> None:
+    """Runs what `out` lacks and appends each record to it; begins nothing after `seconds`, nor while `pause` exists."""
     begin = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     done = {identity(record) for record in read_records(out) if record["engine"] == engine}
@@ -90,8 +106,9 @@ def run_all(wanted: Sequence[Job], engine: str, out: Path, warm_starts: Path, pr
         running: dict[Future[dict[str, Any]], Job] = {}
         while left or running:
             while left and len(running) < processes and time.monotonic() - begin < seconds:
+                wait_while(pause)
                 job = left.pop(0)
-                running[pool.submit(work, job, warm_starts, engine)] = job
+                running[pool.submit(work, job, warm_starts, engine, pause)] = job
             if not running:
                 print(f"time is up; {len(left)} runs are left", flush=True)
                 return
@@ -123,6 +140,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--engine", default="in-process", choices=["in-process", "transformers", "vllm"])
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--pause", type=Path, help="no run begins while this file exists")
     parser.add_argument("--out", type=Path, default=HERE / "runs.jsonl")
     parser.add_argument("--warm-starts", type=Path, default=HERE / "warm")
     parsed = parser.parse_args(arguments)
@@ -133,4 +151,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse()
-    run_all(list(jobs(given)), given.engine, given.out, given.warm_starts, given.processes, 3600 * given.hours)
+    run_all(
+        list(jobs(given)),
+        given.engine,
+        given.out,
+        given.warm_starts,
+        given.processes,
+        3600 * given.hours,
+        given.pause,
+    )

@@ -3,9 +3,10 @@
     sums     "58+7="      "56"         an addition, units first; operand sizes as in the demo
     steps    "38+5+9="    "34 25"      both sums on the way, units first: every step must be right
     sort     "52817?"     "12578"      held out: nothing was tuned on it
+    split    "473="       "964+4"      any two numbers that add up to it, the second one of a digit: nine right answers
 
-An answer is unique, so a model's solve rate at temperature 1 is computed exactly, as the mean probability of the
-answers, without sampling.
+All right answers of a prompt are known, so a model's solve rate at temperature 1 is computed exactly, as the mean of
+their probability, without sampling.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from replay_trainer.demo.task import a_sum, two_steps
 
 Row = dict[str, str]
+"""prompt; answer: the one to learn in the warm-up; answers: if there are several, all of them, with spaces between."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Task:
     problem: Callable[[random.Random], tuple[str, str]]
     max_tokens: int
     """The longest completion that may be sampled, its end-of-sequence token included."""
+    answers: Callable[[str], list[str]] | None = None
+    """All right answers to a prompt; None: that of `problem` is the only one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,25 @@ def _sort(rng: random.Random) -> tuple[str, str]:
     return "".join(digits) + "?", "".join(sorted(digits))
 
 
-TASKS = {task.name: task for task in (Task("sums", a_sum, 6), Task("steps", two_steps, 9), Task("sort", _sort, 8))}
+def _split(rng: random.Random) -> tuple[str, str]:
+    total, second = rng.randrange(10 ** rng.choice((2, 3, 3)), 10**4), rng.randrange(1, 10)
+    return f"{total}=", f"{str(total - second)[::-1]}+{second}"
+
+
+def _splits(prompt: str) -> list[str]:
+    total = int(prompt[:-1])
+    return [f"{str(total - second)[::-1]}+{second}" for second in range(1, 10)]
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("sums", a_sum, 6),
+        Task("steps", two_steps, 9),
+        Task("sort", _sort, 8),
+        Task("split", _split, 7, _splits),
+    )
+}
 HELD_OUT_TASK = "sort"
 WARM_UP_ROWS, TRAIN_ROWS, HELD_OUT_ROWS = 3000, 512, 512
 
@@ -69,8 +91,18 @@ def make_problems(task: Task, seed: int) -> Problems:
     while len(rows) < WARM_UP_ROWS + TRAIN_ROWS + HELD_OUT_ROWS:
         prompt, answer = task.problem(rng)
         rows[prompt] = answer
-    every = [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
+    every = [_row(task, prompt, answer) for prompt, answer in rows.items()]
     rng.shuffle(every)
     return Problems(
         every[:WARM_UP_ROWS], every[WARM_UP_ROWS : WARM_UP_ROWS + TRAIN_ROWS], every[WARM_UP_ROWS + TRAIN_ROWS :]
     )
+
+
+def right_texts(row: Row) -> list[str]:
+    """All right answers of a row."""
+    return row["answers"].split() if "answers" in row else [row["answer"]]
+
+
+def _row(task: Task, prompt: str, answer: str) -> Row:
+    row = {"prompt": prompt, "answer": answer}
+    return row if task.answers is None else row | {"answers": " ".join(task.answers(prompt))}

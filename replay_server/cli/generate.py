@@ -55,18 +55,29 @@ def generate(
     sampling: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[
-        str, typer.Option(help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub.")
-    ],
+        str | None,
+        typer.Option(
+            help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub. Needed, unless "
+            "--environment brings them."
+        ),
+    ] = None,
     reward: Annotated[
         list[str] | None,
         typer.Option(
             help="`exact_match` (against the row's `answer`) or package.module:function, `=0.5` after it for a weight; "
-            "may be repeated. Needed, unless the rollouts of --rollout bring their rewards."
+            "may be repeated. Needed, unless the rollouts of --rollout or --environment bring their rewards."
         ),
     ] = None,
     rollout: Annotated[
         str | None,
         typer.Option(help="package.module:function that plays each rollout, for several turns. [one completion]"),
+    ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(help="verifiers:NAME, an environment of the package verifiers: it brings prompts and rewards."),
+    ] = None,
+    environment_args: Annotated[
+        str | None, typer.Option(help='Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
     ] = None,
     config: ConfigFile = None,
     recipe: RecipeOfOptions = None,
@@ -111,6 +122,7 @@ def generate(
     from replay_client.errors import ReplayError
     from replay_client.generator import GeneratorConfig, run_generator
     from replay_client.generator.engines import SamplingConfig
+    from replay_client.generator.environments import load_environment
     from replay_client.generator.rewards import load_reward
     from replay_client.generator.rollouts import single_turn
     from replay_client.scoring import carries_gradient
@@ -123,10 +135,11 @@ def generate(
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
+        check_source(prompts, rollout, environment, environment_args, chat, system)
         settings = GeneratorConfig(
             sampling=SamplingConfig(**sampling, seed=seed),
             tables=tuple(table or ["rollouts"]),
-            tags=parse_tags(tag),
+            tags=({"environment": environment.partition(":")[2]} if environment else {}) | parse_tags(tag),
             max_concurrent_groups=max_concurrent_groups or None,
             metrics_path=metrics,
             recipe_name=recipe or "",
@@ -134,11 +147,16 @@ def generate(
         )
         if recipe is not None:
             show_recipe(recipe, settings.recipe_settings())
-        rows = load_rows(prompts, prompt_field, split, chat, system, seed)
-        if not (reward or rollout):
-            raise ValueError("--reward exact_match or --reward package.module:function is needed")
+        if environment:
+            need("--environment", "verifiers", "verifiers")
+            hook: RolloutHook = (played := load_environment(environment, environment_args))
+            rows: Iterator[PromptSource] = played.prompts(seed)
+        else:
+            rows = load_rows(str(prompts), prompt_field, split, chat, system, seed)
+            if not (reward or rollout):
+                raise ValueError("--reward exact_match or --reward package.module:function is needed")
+            hook = load_function("rollout", rollout, {}) if rollout else single_turn
         scorer = [load_reward(name) for name in reward] if reward else None
-        hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
         client = AsyncReplayClient.from_env(timeout, **access)
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         if (engine == "vllm-server") != bool(base_url):
@@ -158,6 +176,24 @@ def generate(
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report.print(stats)
+
+
+def check_source(
+    prompts: str | None, rollout: str | None, environment: str | None, args: str | None, chat: bool, system: str | None
+) -> None:
+    """Raises ValueError unless the prompts come from one side, and what belongs to the other is not given."""
+    if not (prompts or environment):
+        raise ValueError("--prompts is needed, or --environment verifiers:NAME")
+    for option, given in {
+        "--prompts": prompts,
+        "--rollout": rollout,
+        "--chat": chat,
+        "--system": system,
+    }.items():
+        if environment and given:
+            raise ValueError(f"{option} and --environment exclude each other: an environment brings its own")
+    if args and not environment:
+        raise ValueError("--environment-args needs --environment verifiers:NAME")
 
 
 class Report:

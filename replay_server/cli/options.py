@@ -145,7 +145,11 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
         field = name.replace("-", "_")
         if field not in known:
             raise typer.BadParameter(f"{path}: {unknown_name(name, known)}")
-        defaults[field] = _listed(value) if getattr(known[field], "multiple", False) else value
+        if getattr(known[field], "multiple", False):
+            value = _listed(value)
+        elif isinstance(value, dict):
+            value = json.dumps(value)  # what the command line takes as JSON
+        defaults[field] = value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 

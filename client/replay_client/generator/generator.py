@@ -31,7 +31,7 @@ from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, Gr
 from replay_client.generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
 from replay_client.generator.prompts import Prompt, PromptError
 from replay_client.generator.rewards import Rewards, in_daemon_thread
-from replay_client.generator.rollouts import RolloutHook, single_turn
+from replay_client.generator.rollouts import RolloutHook, held, single_turn
 from replay_client.generator.server import GeneratorServer
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
@@ -93,6 +93,7 @@ class RolloutGenerator:
         self.config = config or GeneratorConfig()
         self._engine = engine
         self._prompts = iter(prompts)
+        self._rollout = rollout
         self._on_group = on_group
         self._policy = PolicyFollower(
             client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
@@ -127,7 +128,8 @@ class RolloutGenerator:
         """
         try:
             self._metrics.create_file()
-            await self._run()
+            async with held(self._rollout):
+                await self._run()
         finally:
             await self._engine.close()
         if self._failure is not None:

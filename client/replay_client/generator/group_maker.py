@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from replay_client.generator.engines import Engine, SamplingConfig
 from replay_client.generator.metrics import GroupTimes
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Message, Prompt, PromptError
-from replay_client.generator.rewards import RewardError, Rewards, Scorer
+from replay_client.generator.rewards import OWN_REWARD, RewardError, Rewards, Scorer
 from replay_client.generator.rollouts import Rollout, RolloutHook, Task, group_of_rollouts, play, where
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
@@ -93,6 +93,7 @@ class GroupMaker:
             rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
+        by_function |= _metrics_of(rollouts)
         times.reward += time.monotonic()
         group = self._assemble(prompt, rollouts, version, rewards, by_function)
         if not group.trained_mask.any():
@@ -156,3 +157,12 @@ class GroupMaker:
             ended_T = np.repeat(ended_S, group.completion_lengths)
             group.loss_mask = ended_T if group.loss_mask is None else group.loss_mask & ended_T
         return group
+
+
+def _metrics_of(rollouts: Sequence[Rollout]) -> dict[str, npt.NDArray[np.float32]]:
+    """The metrics (G,) that all rollouts have, by name."""
+    shared = set.intersection(*(set(rollout.metrics) for rollout in rollouts))
+    return {
+        f"{OWN_REWARD}/{name}": np.array([rollout.metrics[name] for rollout in rollouts], np.float32)
+        for name in sorted(shared)
+    }

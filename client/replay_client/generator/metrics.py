@@ -208,7 +208,11 @@ class GeneratorMetrics:
             "reward_mean": _mean(rewards),
             "reward_std": float(rewards.std()) if groups else None,
             **{
-                f"reward/{name}": _mean(np.concatenate([group.by_function[name] for group in groups])) for name in names
+                # The metrics of environments may differ from group to group.
+                f"reward/{name}": _mean(
+                    np.concatenate([group.by_function[name] for group in groups if name in group.by_function])
+                )
+                for name in names
             },
             "solve_rate": _mean(rewards >= self.solved_reward),
             "zero_variance_share": _mean([not group.carries_gradient for group in groups]),

@@ -27,6 +27,7 @@ import inspect
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
@@ -149,6 +150,9 @@ class Rollout:
     """Why it ended; "": as the last completion of its last sequence."""
     info: dict[str, Any] = field(default_factory=dict)
     """Whatever reward functions want to know of it, for example which tools were called. It is not stored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the environment, such as the parts of its reward. Those that all rollouts of a group have are
+    stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the reward."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -239,7 +243,15 @@ class RolloutPolicy:
 
 
 RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
-"""Plays one rollout. It may raise any exception: then the rollout has failed."""
+"""Plays one rollout. It may raise any exception: then the rollout has failed.
+
+A hook that is an asynchronous context manager too is entered before the first rollout, and left after the last: an
+environment may need servers of its own."""
+
+
+def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
+    """The context in which `hook` may be called."""
+    return hook if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
 
 
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:

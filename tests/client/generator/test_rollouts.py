@@ -25,6 +25,7 @@ from replay_client.generator import (
 )
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.transformers import TransformersEngine
+from replay_client.generator.environments import load_environment
 from replay_client.generator.rewards import group_reward
 from replay_client.generator.tool_loop import ToolCall, json_calls, tool_loop
 from replay_server import ReplayServer, TableConfig
@@ -481,3 +482,70 @@ def test_tools_of_one_name_and_no_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="min_rollouts 9 is more than group_size 4"):
         GeneratorConfig(group_size=4, min_rollouts=9)
     assert issubclass(RolloutError, Exception)
+
+
+# ------------------------------------------------------------------------------------------------ environments
+
+
+@dataclass
+class Browser:
+    """A hook that needs to be open. `fails`: it cannot be opened."""
+
+    fails: bool = False
+    open: bool = False
+    opened: int = 0
+
+    async def __aenter__(self) -> None:
+        if self.fails:
+            raise RolloutError("no browser is installed")
+        self.open, self.opened = True, self.opened + 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self.open = False
+
+    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        assert self.open
+        rollout = await with_sub_agent(task, policy)
+        rollout.metrics = {"clicks": float(task.index), f"page-{task.index}": 1.0}
+        return rollout
+
+
+async def test_a_hook_that_is_a_context_is_open_while_rollouts_are_played() -> None:
+    browser = Browser()
+    await generate(RecordingClient(), ScriptedEngine(completions=[SAID]), browser, reward=None, max_groups=3)
+    assert (browser.opened, browser.open) == (1, False)
+
+
+async def test_a_hook_that_cannot_be_opened_ends_the_run_and_closes_the_engine() -> None:
+    engine = ScriptedEngine(completions=[SAID])
+    with pytest.raises(RolloutError, match="no browser is installed"):
+        await generate(RecordingClient(), engine, Browser(fails=True))
+    assert engine.closed == 1
+
+
+async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the_reward(tmp_path: Path) -> None:
+    client, path = RecordingClient(), tmp_path / "metrics.jsonl"
+    engine = ScriptedEngine(completions=[SAID])
+    await generate(client, engine, Browser(), reward=None, group_size=2, max_groups=2, metrics_path=path)
+    for group, _ in client.inserts:
+        assert group.rewards.tolist() == group.extras["rewards/rollout/clicks"].tolist() == [0.0, 1.0]
+        assert group.axes["rewards/rollout/clicks"] == "rollout"
+        assert not any("page" in name for name in group.extras)
+    assert '"reward/rollout/clicks": 0.5' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "words"),
+    [
+        ("gym:cartpole", None, "environment must be verifiers:NAME, not 'gym:cartpole'"),
+        ("verifiers", None, "environment must be verifiers:NAME, not 'verifiers'"),
+        ("verifiers:sums", "{", r"environment_args must be a JSON object, not '\{'"),
+        ("verifiers:sums", "[3]", r"environment_args must be a JSON object, like .*, not \[3\]"),
+    ],
+    ids=["package", "name", "json", "object"],
+)
+def test_an_environment_is_named_by_its_package_and_has_an_object_of_arguments(
+    source: str, args: str | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_environment(source, args)

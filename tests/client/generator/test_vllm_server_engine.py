@@ -38,6 +38,7 @@ from tests.client.generator.factories import (
     make_version,
     recomputed,
 )
+from tests.client.generator.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.client.generator.vllm_servers import VLLMProcess
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import async_until
@@ -188,6 +189,63 @@ class TestRealServers:
             # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
             cuts = [n for n in range(len(before) + 1) if (before[:n] < 1e-4).all() and (after[n:] < 1e-4).all()]
             assert cuts
+
+    async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
+    ) -> None:
+        sampling = SamplingConfig(temperature=0.8, max_tokens=12)
+        group = await group_of(make_engine(*fresh), two_turns(sampling), PROMPT, sampling, 8)
+        check_group(group, sampling, model)
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            assert ids[~group.trained_mask[span]].tolist() == TOOL
+
+    async def test_a_turn_after_new_weights_has_their_version_and_logprobs(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling = SamplingConfig(temperature=0.7, max_tokens=12)
+        hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2))
+        group = await group_of(engine, hook, PROMPT, sampling, 8)
+        assert (group.policy_version, group.policy_version_end) == (1, 2)
+        check_group(group, sampling, {1: versions[0], 2: versions[1]})
+
+    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling, (old, new) = SamplingConfig(max_tokens=48), versions[:2]
+        for attempt in range(40):
+            loading: list[asyncio.Task[None]] = []
+
+            async def later(new: Path = new, attempt: int = attempt) -> None:
+                await asyncio.sleep(0.02 * 1.15**attempt)  # how long a turn takes depends on the machine
+                await engine.load_weights(str(new), attempt + 2)
+
+            async def load(loading: list[asyncio.Task[None]] = loading, later: Any = later) -> None:
+                """Begins to load, and lets the second turn begin."""
+                loading.append(asyncio.create_task(later()))
+
+            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load), PROMPT, sampling, 8)
+            await asyncio.gather(*loading)
+            if group.policy_version_end is not None:
+                break
+            old, new = new, old
+        assert group.policy_version_end is not None
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
+            assert np.isnan(logprobs[~trained]).all()
+            by_weights = [np.array(recomputed(each, PROMPT, ids.tolist(), sampling)) for each in (old, new)]
+            before, after = (~trained | (np.abs(logprobs - each) < 1e-4) for each in by_weights)
+            # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
+            assert [n for n in range(ids.size + 1) if before[:n].all() and after[n:].all()]
+
+    async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sampling = SamplingConfig(temperature=2.0, max_tokens=24)
+        check_group(await tool_group(make_engine(*fresh), monkeypatch, sampling, 64), sampling, model)
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
         self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any

@@ -144,6 +144,9 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
         (f"{GENERATE} --reload=now", "--reload must be one of between_groups, at_once, not 'now'"),
         (f"{GENERATE} --reward-timeout=-1", "--reward-timeout must be above 0"),
         (f"{GENERATE} --system=Add.", "--system needs --chat"),
+        ("generate --model m --reward exact_match", "--prompts is needed, or --environment verifiers:NAME"),
+        (f"{GENERATE} --environment verifiers:sums", "--prompts and --environment exclude each other"),
+        (f"{GENERATE} --environment-args {{}}", "--environment-args needs --environment verifiers:NAME"),
         ("train --model m --output-dir o --steps -1", "--steps must be at least 1, not -1"),
     ],
 )
@@ -173,6 +176,7 @@ def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str
         ("vllm", "demo", "vllm"),
         ("torch", "generate --model m --prompts PROMPTS --reward exact_match --engine transformers", "trainer"),
         ("vllm", "generate --model m --prompts PROMPTS --reward exact_match", "vllm"),
+        ("verifiers", "generate --model m --environment verifiers:sums", "verifiers"),
     ],
 )
 def test_a_command_without_its_extra_names_it(module, command, extra, tmp_path):

@@ -21,6 +21,8 @@ DEFAULTS = {
     "--prompts": None,
     "--reward": None,
     "--rollout": None,
+    "--environment": None,
+    "--environment-args": None,
     "--config": None,
     "--recipe": None,
     "--engine": "vllm",
@@ -74,7 +76,7 @@ DEFAULTS = {
 
 def test_generate_has_these_options_with_these_defaults():
     assert {name: option.default for name, option in OPTIONS.items()} == DEFAULTS
-    assert {name for name, option in OPTIONS.items() if option.required} == {"--model", "--prompts"}
+    assert {name for name, option in OPTIONS.items() if option.required} == {"--model"}
     switches = {name: option.secondary_opts for name, option in OPTIONS.items() if option.secondary_opts}
     assert switches == {name: [f"--no-{name[2:]}"] for name in ("--chat", "--wait-for-policy", "--drop-zero-variance")}
 

@@ -151,8 +151,8 @@ function tagChips() {
   const strange = filter.tags.filter((tag) => !known.has(tag)).map((tag) => [tag, null]);
   const chip = ([tag, count]) => {
     const on = filter.tags.includes(tag);
-    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), onclick: () => toggleTag(tag) },
-      visible(tag.slice(nameOf(tag).length + 1)).slice(0, 60), count === null ? null : h("small", null, count.toLocaleString("en")));
+    return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), title: visible(tag),
+      onclick: () => toggleTag(tag) }, visible(tag.slice(nameOf(tag).length + 1)).slice(0, 60), count === null ? null : h("small", null, count.toLocaleString("en")));
   };
   const row = (label, chips, others) => h("div", { class: "chips", role: "group", "aria-label": `Tag ${label}` },
     h("h2", null, "Tag ", h("b", null, label)), chips.map(chip), others > 0 && h("small", null, `and ${plural(others, "further value")}`));
