@@ -10,10 +10,9 @@ import ast
 import functools
 import inspect
 import json
-import logging
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from replay_protos.recipes import RECIPES, RecipeSetting, recipe_of
+from replay_protos.recipes import RECIPES, recipe_of
 
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
@@ -174,11 +173,11 @@ ConfigFile = Annotated[
 ]
 
 
-_recipe_log = logging.getLogger("replay_server.recipe")
+# ------------------------------------------------------------------------------------------------ recipes
 
-_RECIPE_HELP = f"Take settings that belong together: {' or '.join(RECIPES)}. What you set yourself wins. [none]"
+_HELP = f"Take settings that belong together: {' or '.join(RECIPES)}. What you set yourself wins. [none]"
 
-RecipeOption = Annotated[str | None, typer.Option("--recipe", help=_RECIPE_HELP)]
+RecipeOption = Annotated[str | None, typer.Option("--recipe", help=_HELP)]
 
 
 def _be_defaults(context: typer.Context, name: str | None) -> str | None:
@@ -195,27 +194,5 @@ def _be_defaults(context: typer.Context, name: str | None) -> str | None:
     return name
 
 
-RecipeOfOptions = Annotated[
-    str | None, typer.Option("--recipe", callback=_be_defaults, is_eager=True, help=_RECIPE_HELP)
-]
+RecipeOfOptions = Annotated[str | None, typer.Option("--recipe", callback=_be_defaults, is_eager=True, help=_HELP)]
 """--recipe of a command whose settings are options. Declare it after --config, whose file may name the recipe."""
-
-
-def show_recipe(name: str, settings: Iterable[RecipeSetting]) -> None:
-    """Logs each setting of the recipe, with what the user has set in its place. Call it when the log is set up."""
-    lines = [f"recipe {name}: {recipe_of(name).about}"]
-    for setting in settings:
-        line = f"    {setting.name} = {_shown(setting.actual)}"
-        lines.append(line if setting.kept else f"{line}  (yours; the recipe has {_shown(setting.wanted)})")
-    _recipe_log.setLevel(logging.INFO)  # a command whose log begins at warnings says this all the same
-    _recipe_log.info("\n".join(lines))
-
-
-def _shown(value: object) -> str:
-    """As a file has it, on one line."""
-    return json.dumps(value, default=_name_of)
-
-
-def _name_of(value: object) -> str:
-    """What no file can have: a path, or a function."""
-    return str(value) if isinstance(value, Path) else getattr(value, "__name__", repr(value))
