@@ -199,6 +199,8 @@ class RecordingClient:
     """Raised by the next inserts, one each."""
     left: bool = False
     """It said that it ends."""
+    described: Mapping[str, str] = field(default_factory=dict)
+    """What it said of its settings."""
     insert_keys: list[int] = field(default_factory=list)
     current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -263,6 +265,9 @@ class RecordingClient:
         self.leases.remove(lease)
         self.released += lease.count
         return lease.count
+
+    async def describe(self, settings: Mapping[str, str], *, timeout: float) -> None:
+        self.described = settings
 
     async def leave(self, *, timeout: float) -> None:
         self.left = True
