@@ -199,8 +199,6 @@ class RecordingClient:
     """Raised by the next inserts, one each."""
     left: bool = False
     """It said that it ends."""
-    described: Mapping[str, str] = field(default_factory=dict)
-    """What it said of its settings."""
     insert_keys: list[int] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
     """What it was told to describe itself with."""
@@ -270,9 +268,6 @@ class RecordingClient:
         self.leases.remove(lease)
         self.released += lease.count
         return lease.count
-
-    async def describe(self, settings: Mapping[str, str], *, timeout: float) -> None:
-        self.described = settings
 
     async def leave(self, *, timeout: float) -> None:
         self.left = True
