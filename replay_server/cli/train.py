@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.options import as_worker, in_flags, typed
+from replay_server.cli.options import RecipeOption, as_worker, in_flags, typed
 from replay_server.cli.output import complain, fail, in_words, need, say
 from replay_server.cli.process import (
     LogFormat,
@@ -19,8 +19,8 @@ from replay_server.cli.process import (
     loading,
     log_to_stderr,
     set_up_tracing,
+    show_recipe,
 )
-from replay_server.cli.recipes import RecipeOption, show_recipe
 
 if TYPE_CHECKING:
     from replay_trainer import PromptEvaluation

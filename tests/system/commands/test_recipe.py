@@ -13,7 +13,8 @@ from replay_protos.recipes import RECIPES, read_described, settings_of
 from tests.commands import run_replay
 from tests.factories import server_process, until
 
-STEPS = 12
+VERSIONS = 16
+"""How many the trainer sets before it is asked."""
 
 
 def shown(output: str) -> dict[str, str]:
@@ -87,9 +88,9 @@ def test_three_commands_with_one_word_train_agree_and_become_as_old_as_predicted
         generator = generate(server.address, "transformers", "--recipe", "replay", "--name", "gen")
         trainer = replay(
             *("train", "--address", server.address, "--name", "tr", "--config", str(config)),
-            *("--model", str(model_folder), "--output-dir", str(tmp_path / "run"), "--steps", str(STEPS)),
+            *("--model", str(model_folder), "--output-dir", str(tmp_path / "run"), "--steps", "100000"),
         )
-        until(lambda: client.policy().version >= 2 or trainer.poll() is not None, 200)
+        until(lambda: client.policy().version >= VERSIONS or trainer.poll() is not None, seconds=200)
         assert trainer.poll() is None, trainer.output()
         info = client.server_info()
         said = {each.name: read_described(each.settings) for each in info.clients}
@@ -100,25 +101,30 @@ def test_three_commands_with_one_word_train_agree_and_become_as_old_as_predicted
         assert "the server, generator gen, trainer tr run by recipe 'replay'; changed on purpose: " in words
         assert "correction.off_policy_mask_threshold of trainer tr is 0.2 (recipe: 0.1)" in words
 
-        assert trainer.wait(timeout=200) == 0, trainer.output()
+        trainer.terminate()
+        trainer.wait(timeout=60)
         assert shown(generator.output()) == declared("generator")
         threshold = {"correction.off_policy_mask_threshold": "0.2  (yours; the recipe has 0.1)"}
         assert shown(trainer.output()) == declared("trainer") | threshold
         flow = client.server_info().tables["rollouts"].flow
-        assert (flow.versions, flow.drawn) == (STEPS, pytest.approx(4.0, abs=4 * 2 / STEPS))
+        assert flow.versions >= VERSIONS
+        assert flow.drawn == pytest.approx(4.0, abs=2 * 4 / flow.versions)
         lines = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-        stale = [line["fresh/staleness_mean"] for line in lines if "fresh/staleness_mean" in line]
+        stale = [line["fresh/staleness_mean"] for line in lines][-flow.versions :]
         # Permits let no group become older than one version. What the trainer measured is what the server measured, but
-        # for a batch that was drawn ahead and not trained on.
+        # for the steps under way: drawn ahead, not announced, or stopped.
         assert max(stale) <= 1.0
-        assert flow.staleness == pytest.approx(sum(stale) / len(stale), abs=2 / STEPS)
+        assert flow.staleness == pytest.approx(sum(stale) / len(stale), abs=4 / flow.versions)
         [age] = [each for each in messages(doctor(server.address), "rollouts") if each[1].startswith("drawn ")]
         assert "1.0 where generators always wait for the trainer" in age[1]
 
         generator.terminate()
         generator.wait(timeout=60)
         other = generate(server.address, "transformers", "--name", "plain")
-        until(lambda: "plain" in {each.name for each in client.server_info().clients if each.settings != "{}"}, 120)
+        until(
+            lambda: "plain" in {each.name for each in client.server_info().clients if each.settings != "{}"},
+            seconds=120,
+        )
         level, words = next(each for each in messages(doctor(server.address), "recipe") if "plain" in each[1])
         assert level == "warning"
         assert "generator plain does not run by recipe 'replay', as the server does: priority is" in words

@@ -110,7 +110,7 @@ def test_with_permits_the_expected_staleness_needs_no_word_of_the_generator():
             client.sample("rollouts", 2)
             client.set_policy_version(version + 1)
         info = client.server_info()
-        found, missing = fresh_flow(info.tables["rollouts"], info.admission, info.clients)
+        found, missing = fresh_flow(info, info.tables["rollouts"])
         assert (found.under_way, found.waiting, found.drawn, missing) == (2.0, 0.0, 2.0, "")
         assert found.expected == found.most == 1.0
         # Of 12 steps the first one draws groups of its own version.
