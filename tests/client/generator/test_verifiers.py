@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.generator import GeneratorConfig, PromptError, RolloutGenerator
@@ -28,6 +26,7 @@ from replay_client.generator.engines.transformers import TransformersEngine
 from replay_client.generator.environments import load_environment
 from replay_client.scoring import group_advantages
 from replay_server import ReplayServer, TableConfig
+from replay_server.cli.app import app
 from tests.client.generator.factories import EOS, RecordingClient, make_model, recomputed
 from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import lines_of, make_trainer
@@ -264,20 +263,17 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def test_replay_generate_plays_the_environment_of_the_page(model: Path, tmp_path: Path) -> None:
+def test_replay_generate_plays_the_environment_of_the_page(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_files(ROOT / "docs/how-to/verifiers.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
     command = ["generate", "--config", "generate.toml", "--model", str(model), "--engine", "transformers"]
     command += ["--group-size", "2", "--min-rollouts", "2", "--max-groups", "2", "--max-tokens", "4"]
     with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server, ReplayClient(server.address) as client:
-        done = subprocess.run(
-            [sys.executable, "-m", "replay_server.cli", *command],
-            cwd=tmp_path,
-            env=os.environ | {"REPLAY_ADDRESS": server.address},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        # In this process: importing verifiers once more takes longer than all else.
+        done = CliRunner().invoke(app, [*command, "--address", server.address])
+        assert done.exit_code == 0, done.output
         items = client.list_items("rollouts").items
         groups = [item.group for item in client.get([item.key for item in items])]
     assert [item.tags["environment"] for item in items] == ["reversed_words"] * 2
