@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,31 @@ def _warm_up(model: Any, problems: Problems, paths: dict[str, Path], seed: int) 
             torch.save(model.state_dict(), paths[waiting.pop(0)])
         if not waiting or stats["steps"] >= WARM_UP_STEPS:
             return
+
+
+class TinyPolicy:
+    """A warm start and the prompts that it is trained on."""
+
+    packing = False
+    bf16 = False
+    max_tokens_per_micro_batch = None
+
+    def __init__(self, model: Any, rows: Sequence[Row], max_tokens: int, seed: int) -> None:
+        self.model, self.prompts = model, len(rows)
+        self._rows, self._max_tokens = rows, max_tokens
+        self._random = torch.Generator().manual_seed(seed)
+        self._past: Any = None
+
+    def sample(
+        self, chosen: Sequence[int], group_size: int, version: int, state: Mapping[str, Any] | None
+    ) -> list[RolloutGroup]:
+        model = self.model
+        if state is not None:
+            self._past = self._past or type(model)(model.config).eval()
+            self._past.load_state_dict(state)
+            model = self._past
+        rows = [self._rows[index] for index in chosen]
+        return sample_groups(model, rows, group_size, self._max_tokens, version, self._random)
 
 
 @torch.no_grad()

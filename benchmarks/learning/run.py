@@ -63,15 +63,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def work(job: Job, warm_starts: Path, engine: str) -> dict[str, Any]:
+def work(job: Job, warm_starts: Path, engine: str, pause: Path | None = None) -> dict[str, Any]:
     """One run, in a process of its own."""
     import torch
 
     from benchmarks.learning import loop, system
+    from benchmarks.learning.real import pretrained
 
     torch.set_num_threads(1)
     arm, *rest = job
     settings = loop.Settings(*rest)
+    if settings.regime == pretrained.PRETRAINED:
+        return pretrained.run(ARMS[arm], settings, warm_starts, lambda: wait_while(pause))
     if engine == loop.IN_PROCESS:
         return loop.run(ARMS[arm], settings, warm_starts)
     return system.run(ARMS[arm], settings, warm_starts, engine)
@@ -106,7 +109,7 @@ def run_all(
             while left and len(running) < processes and time.monotonic() - begin < seconds:
                 wait_while(pause)
                 job = left.pop(0)
-                running[pool.submit(work, job, warm_starts, engine)] = job
+                running[pool.submit(work, job, warm_starts, engine, pause)] = job
             if not running:
                 print(f"time is up; {len(left)} runs are left", flush=True)
                 return

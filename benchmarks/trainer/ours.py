@@ -54,6 +54,9 @@ class EndlessClient:
     def leave(self, **_: Any) -> None:
         """Nobody looks at this server."""
 
+    def describe(self, settings: dict[str, str]) -> None:
+        """Nobody compares anything here."""
+
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         pass
 

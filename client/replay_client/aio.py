@@ -336,10 +336,14 @@ class AsyncReplayClient:
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
         return await self._placement.change("Delete", once(request), timeout)
 
-    async def get(self, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> list[StoredItem]:
-        """The items with these keys, as far as the server holds them. Does not count as sampling."""
+    async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
+        """The items with these keys, as far as the server holds them. Does not count as sampling.
+
+        Without `payloads` no bytes travel, and those of the items are empty: to see which items are there.
+        """
         wanted = list(keys)
-        answers = await self._fleet.ask("Get", message_of(pb.GetRequest, keys=wanted), timeout)
+        request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
+        answers = await self._fleet.ask("Get", request, timeout)
         if self._fleet.only is not None:
             return stored_items_of(*answers[self._fleet.only])
         found = {item.key: item for answer in answers.values() for item in stored_items_of(*answer)}

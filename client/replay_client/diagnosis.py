@@ -19,7 +19,7 @@ from replay_client.records import ServerInfo, TableInfo, Waiting
 from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
 from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
-from replay_protos.staleness import fresh_flow
+from replay_protos.staleness import clients_there, fresh_flow
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -301,19 +301,18 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _said(info: ServerInfo, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name of each generator or trainer that has not ended, and what it says of itself."""
-    for client in info.clients:
-        if not client.ended and (said := read_described(client.settings)).get("part") == part:
+    """The name of each generator or trainer that is there, and what it says of itself."""
+    for client in clients_there(info):
+        if (said := read_described(client.settings)).get("part") == part:
             yield client.name, said
 
 
 def _recipe(info: ServerInfo) -> Iterator[Finding]:
     """Who runs by the recipe of the others, and who does not."""
-    parts = [("the server", info.recipe, None)]
-    parts += [
-        (f"{part} {name}", said.get("recipe"), (part, said)) for part in _PARTS for name, said in _said(info, part)
-    ]
-    if (recipe := next((name for _, name, _ in parts if name in RECIPES), None)) is None:
+    parts: list[tuple[str, object, tuple[str, dict[str, Any]] | None]] = [("the server", info.recipe, None)]
+    for part in _PARTS:
+        parts += [(f"{part} {name}", said.get("recipe"), (part, said)) for name, said in _said(info, part)]
+    if (recipe := next((name for _, name, _ in parts if isinstance(name, str) and name in RECIPES), None)) is None:
         return
     by_it = [who for who, name, _ in parts if name == recipe]
     changed, others = [], False
@@ -363,6 +362,8 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
     """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
     for name, said in _said(info, "trainer"):
         table, fresh, admission = said.get("rollouts_table"), said.get("fresh_groups_per_step"), info.admission
+        if not isinstance(table, str) or not isinstance(fresh, int):
+            continue
         dynamic = said.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
         if admission is not None and admission.table == table and not dynamic and fresh != admission.groups_per_step:
             outcome = "it will wait for ever" if fresh > admission.groups_per_step else "generators run ahead of it"
@@ -373,7 +374,7 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
                 f"set [admission] groups_per_step = {fresh}, or groups_per_step and replay_share of the trainer",
             )
         for generator, told in _said(info, "generator"):
-            if table not in (filled := _fed_from(info, told.get("tables", [table]))):
+            if (tables := told.get("tables")) and table not in (filled := _fed_from(info, tables)):
                 yield _warning(
                     "tables",
                     f"trainer {name} takes fresh groups from {table}, and generator {generator} inserts into "
@@ -548,7 +549,7 @@ def _never_fed(table: _Table) -> Finding:
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
     """How old groups are when they are drawn, beside what follows from the flow of groups (staleness.py)."""
-    flow, missing = fresh_flow(table.info, info.admission, info.clients)
+    flow, missing = fresh_flow(info, table.info)
     if flow is None:
         if missing:
             drawn = f"drawn {table.info.flow.staleness:.1f} versions old; what that should be is unknown: {missing}"

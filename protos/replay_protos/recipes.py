@@ -122,13 +122,18 @@ def described(part: str, actual: Settings, own: Settings) -> dict[str, str]:
 
 
 def read_described(settings: str) -> dict[str, Any]:
-    """What a client has said of itself, from the `settings` of its ClientInfo. What is no JSON is a text."""
+    """What a client has said of itself, from the `settings` of its ClientInfo. What is no JSON is a text.
+
+    A client may say anything. `tables` is a list of names here, or nothing.
+    """
     said: dict[str, Any] = {}
     for name, text in json.loads(settings or "{}").items():
         try:
             said[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             said[name] = text
+    if not (isinstance(tables := said.get("tables"), list) and all(isinstance(each, str) for each in tables)):
+        said.pop("tables", None)
     return said
 
 

@@ -96,8 +96,13 @@ class FreshFlow:
         return found
 
 
-def fresh_flow(table: Any, admission: Any, clients: Iterable[Any]) -> tuple[FreshFlow | None, str]:
-    """The flow through a table, from the messages of ServerInfo; or None, and which input is missing.
+def clients_there(info: Any) -> list[Any]:
+    """The clients of a ServerInfo that have not ended, and were not killed some time ago."""
+    return [client for client in info.clients if not client.ended and (client.open or client.age < info.long_wait)]
+
+
+def fresh_flow(info: Any, table: Any) -> tuple[FreshFlow | None, str]:
+    """The flow through a table of a ServerInfo, of the message or the client's record; or None, and what is missing.
 
     None and "" for a table of which nothing is to be said: its items may be drawn more than once, or it has seen too
     few versions.
@@ -106,8 +111,9 @@ def fresh_flow(table: Any, admission: Any, clients: Iterable[Any]) -> tuple[Fres
     if not flow.versions or not flow.drawn:
         return None, ""
     config = json.loads(table.config)
+    admission = info.admission
     by_permits = admission is not None and admission.table == table.name
-    concurrency, silent = _concurrency(table.name, clients)
+    concurrency, silent = _concurrency(table.name, clients_there(info))
     if not by_permits and concurrency is None:
         who = f"generator {silent} does not say" if silent else "no generator is there that says"
         return None, f"{who} how many groups it makes at a time (max_concurrent_groups; client.describe)"
@@ -132,10 +138,10 @@ def _concurrency(table: str, clients: Iterable[Any]) -> tuple[int | None, str]:
     """The groups that all generators of a table make at a time; or None, and who does not say."""
     total = 0
     for client in clients:
-        if "generator" not in client.role or client.ended or not client.open:
+        if "generator" not in client.role:
             continue
         said = read_described(client.settings)
-        if table not in said.get("tables", [table]):
+        if table not in (said.get("tables") or [table]):
             continue
         if not isinstance(most := said.get("max_concurrent_groups"), int):
             return None, client.name

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_server.cli.connection import parse_tags
-from replay_server.cli.options import ConfigFile, as_worker, in_flags, options_of
+from replay_server.cli.options import ConfigFile, RecipeOfOptions, as_worker, in_flags, options_of
 from replay_server.cli.output import fail, in_words, need, print_json, say
 from replay_server.cli.process import (
     LogFormat,
@@ -25,8 +25,8 @@ from replay_server.cli.process import (
     loading,
     log_to_stderr,
     set_up_tracing,
+    show_recipe,
 )
-from replay_server.cli.recipes import RecipeOfOptions, show_recipe
 
 if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats

@@ -20,6 +20,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from replay_protos.recipes import RECIPES, recipe_of
+
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
 
@@ -169,3 +171,28 @@ ConfigFile = Annotated[
         help="TOML file with these options, such as max_tokens = 1024; the command line wins.",
     ),
 ]
+
+
+# ------------------------------------------------------------------------------------------------ recipes
+
+_HELP = f"Take settings that belong together: {' or '.join(RECIPES)}. What you set yourself wins. [none]"
+
+RecipeOption = Annotated[str | None, typer.Option("--recipe", help=_HELP)]
+
+
+def _be_defaults(context: typer.Context, name: str | None) -> str | None:
+    """Makes the generator's part of the recipe the defaults of the command's options. The file's values stay."""
+    if name is None:
+        return None
+    try:
+        wanted = recipe_of(name).generator
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    # `tables` is typed as --table.
+    defaults = {"table" if field == "tables" else field: value for field, value in wanted.items()}
+    context.default_map = {**defaults, **(context.default_map or {})}
+    return name
+
+
+RecipeOfOptions = Annotated[str | None, typer.Option("--recipe", callback=_be_defaults, is_eager=True, help=_HELP)]
+"""--recipe of a command whose settings are options. Declare it after --config, whose file may name the recipe."""

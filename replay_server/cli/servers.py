@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.options import option, taking
+from replay_server.cli.options import RecipeOption, option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
-from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
-from replay_server.cli.recipes import RecipeOption, show_recipe
+from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing, show_recipe
 
 if TYPE_CHECKING:
     from replay_server.config import Config

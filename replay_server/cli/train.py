@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.options import as_worker, in_flags, typed
+from replay_server.cli.options import RecipeOption, as_worker, in_flags, typed
 from replay_server.cli.output import complain, fail, in_words, need, say
 from replay_server.cli.process import (
     LogFormat,
@@ -18,8 +19,8 @@ from replay_server.cli.process import (
     loading,
     log_to_stderr,
     set_up_tracing,
+    show_recipe,
 )
-from replay_server.cli.recipes import RecipeOption, show_recipe
 
 if TYPE_CHECKING:
     from replay_trainer import PromptEvaluation
@@ -33,7 +34,9 @@ def train(
     access: dict[str, Any],
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig, and [lora].")
+    ] = None,
     recipe: RecipeOption = None,
     steps: Annotated[
         int | None, typer.Option(help="Updates since the start of the run. [max_steps of the file, or 500]")
@@ -67,6 +70,7 @@ def train(
     given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed, "progress": not quiet}
     given["recipe"] = recipe
     options = _read(config) | {name: value for name, value in given.items() if value is not None}
+    lora = options.pop("lora", None)
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
     elif eval_reward:
@@ -100,6 +104,8 @@ def train(
         with ReplayClient.from_env(timeout, **access) as client:
             with loading(model):
                 loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+                if lora is not None:
+                    loaded = _with_adapter(loaded, lora, training.seed)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
             steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
@@ -120,6 +126,34 @@ def _read(config: Path | None) -> dict[str, Any]:
         return {} if config is None else tomllib.loads(config.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         fail(f"--config {config}: {error}")
+
+
+def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
+    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
+    one in the folder `adapter`.
+
+    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+    """
+    need("[lora]", "lora", "peft")
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from replay_client.settings import unknown_name
+
+    if not isinstance(lora, dict):
+        raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
+    if (folder := lora.get("adapter")) is not None:
+        if len(lora) > 1:
+            raise ValueError("[lora] adapter names one that is there, with its own settings: leave out the others")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ValueError(f"[lora] adapter: the folder {folder} holds no adapter_config.json")
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    torch.manual_seed(seed)  # half of an adapter begins with random numbers
+    wanted = {"target_modules": "all-linear", **lora, "task_type": "CAUSAL_LM"}
+    known = [each.name for each in fields(LoraConfig) if each.init]
+    if unknown := sorted(wanted.keys() - set(known)):
+        raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
+    return get_peft_model(model, LoraConfig(**wanted))
 
 
 def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:

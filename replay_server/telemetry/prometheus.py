@@ -207,9 +207,7 @@ def _expected(info: pb.ServerInfo) -> Iterator[Metric]:
         labels=["table"],
     )
     for table in info.tables:
-        if (
-            flow := fresh_flow(table, info.admission if info.HasField("admission") else None, info.clients)[0]
-        ) is not None:
+        if (flow := fresh_flow(info, table)[0]) is not None:
             gauge.add_metric([table.name], flow.expected)
     yield gauge
 

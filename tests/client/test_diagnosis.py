@@ -464,6 +464,23 @@ def test_a_trainer_that_takes_other_groups_than_are_made_is_named_without_a_reci
     assert remedy
 
 
+@pytest.mark.parametrize("junk", ["[]", "{}", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
+def test_a_client_that_says_nonsense_of_itself_stops_no_diagnosis(junk):
+    names = [*trainer_says(), "recipe", "tables", "max_concurrent_groups", "priority"]
+    said = dict.fromkeys(names, junk) | {"part": '"generator"'}
+    odd = {"gen": ("generator", said), "tr": ("trainer", said | {"part": '"trainer"'})}
+    for info in (by_recipe(**odd), by_recipe(recipe="", **odd)):
+        assert {each.check for each in diagnose(info, VERSION, NOW)} >= {"rollouts", "replay"}
+
+
+def test_who_was_killed_some_time_ago_is_not_compared():
+    info = by_recipe(gen=("generator", GeneratorConfig().described()))
+    assert said_of(info, "recipe")[0][0] is Level.WARNING
+    for client in info.clients:
+        client.open, client.age = 0, 2 * LONG
+    assert [level for level, _, _ in said_of(info, "recipe")] == [Level.OK]
+
+
 def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
     said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
     assert said_of(by_recipe(tr=("trainer", said)), "permits") == []

@@ -14,7 +14,7 @@ from replay_server.cli.app import app
 from replay_trainer.config import config_from
 from tests.docs.blocks import PAGES, ROOT, blocks, write_files
 
-ALONE = {"docs/tutorial.md", "docs/how-to/use-from-trl.md", "docs/how-to/trl-async.md"}
+ALONE = {"docs/tutorial.md", "docs/tutorial-agent.md", "docs/how-to/use-from-trl.md", "docs/how-to/trl-async.md"}
 """Pages with a test of their own."""
 
 

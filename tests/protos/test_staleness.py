@@ -7,8 +7,6 @@ import itertools
 import json
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +97,7 @@ def flow_of(rig: Rig, flow: pb.Flow) -> FreshFlow:
     if rig.admitted is not None:
         admission = pb.AdmissionInfo(groups_per_step=rig.batch, max_staleness=rig.admitted, table="rollouts")
     generator = pb.ClientInfo(name="g", role="generator", open=1, settings=json.dumps(settings))
-    found, missing = fresh_flow(table, admission, [generator])
+    found, missing = fresh_flow(pb.ServerInfo(admission=admission, clients=[generator], long_wait=20.0), table)
     assert found is not None, missing
     return found
 
@@ -187,13 +185,18 @@ def test_a_bound_that_is_kept_needs_no_change():
     [
         (None, "no generator is there that says"),
         (pb.ClientInfo(name="mine", role="generator", open=1), "generator mine does not say"),
+        (pb.ClientInfo(name="killed", role="generator", age=60.0), "no generator is there that says"),
+        (
+            pb.ClientInfo(name="odd", role="generator", age=1.0, settings='{"tables": "7"}'),
+            "generator odd does not say",
+        ),
     ],
-    ids=["nobody", "one of one's own"],
+    ids=["nobody", "one of one's own", "one that was killed", "one that says nonsense"],
 )
-def test_what_is_missing_is_named_and_nothing_is_guessed(client: Any, words: str):
+def test_what_is_missing_is_named_and_nothing_is_guessed(client: pb.ClientInfo | None, words: str):
     flow = pb.Flow(versions=8, drawn=4, waiting=2, staleness=1)
-    table = SimpleNamespace(name="rollouts", config='{"rate_limiter": {"max_size": 4}}', flow=flow)
-    found, missing = fresh_flow(table, None, [] if client is None else [client])
+    table = pb.TableInfo(name="rollouts", config='{"rate_limiter": {"max_size": 4}}', flow=flow)
+    found, missing = fresh_flow(pb.ServerInfo(clients=[] if client is None else [client], long_wait=20.0), table)
     assert found is None
     assert words in missing
     assert "max_concurrent_groups" in missing

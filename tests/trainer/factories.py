@@ -176,6 +176,9 @@ class FakeClient:
     def leave(self) -> None:
         """Nobody looks at this server."""
 
+    def describe(self, settings: dict[str, str]) -> None:
+        """Nobody compares anything here."""
+
     def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
         self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")
         return self.checkpoints[-1]

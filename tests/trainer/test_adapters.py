@@ -12,11 +12,16 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from replay_client import ReplayClient
 from replay_client.generator.engines.transformers import TransformersEngine
 from replay_client.generator.weights import Probe
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer
 from replay_trainer.weights import published
 from tests.client.generator.factories import make_model as make_model_with_tokenizer
+from tests.commands import fails, run_replay
+from tests.factories import make_group
 from tests.trainer.factories import (
     FakeClient,
     Killed,
@@ -191,3 +196,53 @@ def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: 
     smaller = with_adapter(base, lora(target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match=r"differ in 24 tensors, such as .* LoraConfig of the run"):
         trainer_of(smaller, client, tmp_path / "run", resume=True).train()
+
+
+def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path: Path) -> None:
+    base = make_model_with_tokenizer(tmp_path / "base")
+    (tmp_path / "new.toml").write_text("groups_per_step = 2\nmax_steps = 2\nreport_to = []\n[lora]\nr = 3\n")
+    (tmp_path / "more.toml").write_text(
+        f'groups_per_step = 2\nmax_steps = 1\nreport_to = []\n[lora]\nadapter = "{tmp_path}/new/step-2"\n'
+    )
+    with ReplayServer(DEFAULT_TABLES, port=0) as server:
+
+        def train(name: str) -> Any:
+            with ReplayClient(server.address) as client:
+                client.set_policy_version(0, rollback=True)
+                for _ in range(8):
+                    client.insert(make_group(rewards=[1.0, 0.0]), {"rollouts": 1.0})
+            options = ["--config", str(tmp_path / f"{name}.toml"), "--output-dir", str(tmp_path / name), "--quiet"]
+            done = run_replay("train", "--model", str(base), *options, address=server.address)
+            assert done.returncode == 0, done.stderr
+            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), published(tmp_path / name)[-1])
+
+        first, second = train("new"), train("more")
+    for model in (first, second):
+        assert model.peft_config["default"].r == 3
+    changed = [name for name, tensor in second.state_dict().items() if not tensor.equal(first.state_dict()[name])]
+    assert changed
+    assert all("lora_" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("lora = 16", "lora is a section of the file: [lora], with r = 16 below it, not lora = 16"),
+        ("[lora]\nlora_alfa = 4", "[lora]: there is no 'lora_alfa'; did you mean 'lora_alpha'?"),
+        ('[lora]\nadapter = "a"\nr = 4', "leave out the others"),
+        ('[lora]\nadapter = "nowhere"', "the folder nowhere holds no adapter_config.json"),
+        ('[lora]\ntarget_modules = ["no_such"]', "no_such"),
+    ],
+    ids=[
+        "no section",
+        "a misspelt field",
+        "fields beside an adapter",
+        "no adapter there",
+        "modules that are not there",
+    ],
+)
+def test_an_adapter_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path, section: str, words: str) -> None:
+    make_model_with_tokenizer(tmp_path / "base")
+    (tmp_path / "train.toml").write_text(section)
+    options = ["--config", str(tmp_path / "train.toml"), "--output-dir", str(tmp_path / "out")]
+    assert words in fails("train", "--model", str(tmp_path / "base"), *options)

@@ -5,7 +5,8 @@
                            c c . .         every tensor named _BT lines up with the tokens of the sequences
 
 A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
-(see logprobs.py), or rows of similar length if it cannot take packed ones.
+(see logprobs.py), or rows of similar length if it cannot take packed ones. A packed row has each common beginning of
+its sequences once (packing/beginnings.py): the prompt of a group, and whatever else they share.
 
 The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several with contexts of their
 own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of a rollout
@@ -27,23 +28,7 @@ from torch import Tensor
 from replay_client.completions import group_from_rows
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
 from replay_trainer.losses import Teacher, distillation_advantages
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class PackedGroup:
-    """One group in a packed row."""
-
-    start: int
-    """Position of its first prompt token."""
-    prompt: int
-    """Tokens of the prompt."""
-    completions: tuple[int, ...]
-    """Tokens of each completion; they follow the prompt one after another."""
-
-
-Layout = tuple[PackedGroup, ...]
+from replay_trainer.packing.beginnings import Beginnings, Ints, Layout
 
 
 class Rollouts:
@@ -112,6 +97,8 @@ class Batch:
     """Index of the group that the row belongs to, ascending."""
     rollout_B: Ints
     """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
+    beginnings: Beginnings
+    """Which rows begin alike, as the model reads them: their prompt, and all of their completion but its last token."""
     teacher_logprobs_BT: Tensor | None = None
     """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
     teacher_weight: float = 0.0
@@ -121,6 +108,12 @@ class Batch:
     def num_rows(self) -> int:
         """B, the number of sequences."""
         return self.completion_ids_BT.shape[0]
+
+    @property
+    def input_lengths_B(self) -> Ints:
+        """Tokens of each row in a packed row: the last token of a completion predicts nothing."""
+        lengths_B: Ints = self.prompt_lengths_U[self.group_B] + np.maximum(self.completion_lengths_B - 1, 0)
+        return lengths_B
 
     @property
     def advantages(self) -> Tensor:
@@ -164,6 +157,7 @@ class Batch:
             completion_lengths_B=self.completion_lengths_B[rows],
             group_B=self.group_B[rows],
             rollout_B=self.rollout_B[rows],
+            beginnings=self.beginnings.select(rows),
             teacher_logprobs_BT=optional(self.teacher_logprobs_BT),
         )
 
@@ -229,6 +223,7 @@ def to_batch(
         token_advantages_BT = np.broadcast_to(advantages_B[:, None], shape).copy()
     teacher_logprobs_BT = None if teacher is None else np.zeros(shape, np.float32)
     row = 0
+    inputs: list[npt.NDArray[np.int32]] = []
     for index, (group, rollouts_S) in enumerate(zip(groups, rollouts_U, strict=True)):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
         trained_T = group.trained_mask
@@ -238,6 +233,7 @@ def to_batch(
             completion_ids_BT[row, :length] = group.completion_ids[tokens]
             if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
                 mask_BT[row, :length] = trained_T[tokens]
+            inputs.append(np.concatenate((group.prompt_ids, group.completion_ids[tokens][:-1])))
             rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
             if token_advantages_BT is not None and group.token_advantages is not None:
                 token_advantages_BT[row, :length] = group.token_advantages[tokens]
@@ -262,6 +258,7 @@ def to_batch(
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
+        beginnings=Beginnings.of(inputs),
         teacher_logprobs_BT=None if teacher_logprobs_BT is None else tensor(teacher_logprobs_BT),
         teacher_weight=0.0 if teacher is None else teacher.weight,
     )
@@ -296,55 +293,50 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
 def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:
     """Yield (indices, rows): every row once, at most `max_tokens` tokens of model input together.
 
-    A row with more tokens than that comes alone. Packed, the rows of a group stay together as far as they fit, because
-    they share one copy of their prompt. Otherwise rows of similar length come together, longest first; padding counts.
+    A row with more tokens than that comes alone. Packed, rows that begin alike come together as far as they fit: they
+    share one copy of their beginning. Otherwise rows of similar length come together, longest first; padding counts.
     """
-    lengths_B = batch.completion_lengths_B
-    prompts_B = batch.prompt_lengths_U[batch.group_B]
-    order_B = np.arange(batch.num_rows)
+    lengths_B = batch.input_lengths_B if packed else batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
+    order_B, shared_B = batch.beginnings.order_B, batch.beginnings.shared_B
     if not packed:
-        order_B = np.argsort(-(lengths_B + prompts_B), kind="stable")
+        order_B = np.argsort(-lengths_B, kind="stable")
     rows: list[int] = []
     tokens = 0
-    for row in order_B.tolist():
+    for place, row in enumerate(order_B.tolist()):
+        length = int(lengths_B[row])
         if packed:
-            shares_prompt = bool(rows) and batch.group_B[rows[-1]] == batch.group_B[row]
-            larger = tokens + _inputs(int(lengths_B[row])) + (0 if shares_prompt else int(prompts_B[row]))
+            larger = tokens + length - int(shared_B[place])
         else:
-            larger = (len(rows) + 1) * int((lengths_B + prompts_B)[rows[0] if rows else row])
+            larger = (len(rows) + 1) * int(lengths_B[rows[0] if rows else row])
         if rows and larger > max_tokens:
             yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
-            rows, larger = [], _inputs(int(lengths_B[row])) + int(prompts_B[row])
+            rows = []
+        tokens = larger if rows else length
         rows.append(row)
-        tokens = larger
     if rows:
         yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
 
 
 def packed_input(batch: Batch) -> ModelInput:
-    """All rows in one, each prompt once. The last token of a completion is left out: it predicts nothing."""
+    """All rows in one, each common beginning once. The last token of a row is left out: it predicts nothing there."""
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
+    lengths_B, beginnings = batch.input_lengths_B, batch.beginnings
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
-    segments: list[PackedGroup] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
-    start = 0
-    for group in np.unique(batch.group_B).tolist():
+    places_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)  # in the packed row, of the tokens of the row at hand
+    end = 0
+    for row, shared in zip(beginnings.order_B.tolist(), beginnings.shared_B.tolist(), strict=True):
+        group, inputs, length = batch.group_B[row], int(lengths_B[row]), int(batch.completion_lengths_B[row])
         prompt = int(batch.prompt_lengths_U[group])
-        tokens.append(prompts[group, :prompt])
-        positions.append(np.arange(prompt))
-        end, lengths = start + prompt, []
-        for row in np.flatnonzero(batch.group_B == group).tolist():
-            length = _inputs(int(batch.completion_lengths_B[row]))
-            tokens.append(completions[row, :length])
-            positions.append(np.arange(prompt, prompt + length))
-            predicts_BT[row, 0] = start + prompt - 1
-            predicts_BT[row, 1 : length + 1] = np.arange(end, end + length)
-            end += length
-            if length:
-                lengths.append(length)
-        segments.append(PackedGroup(start, prompt, tuple(lengths)))
-        start = end
+        ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
+        tokens.append(ids[shared:])
+        positions.append(np.arange(shared, inputs))
+        places_S[shared:inputs] = np.arange(end, end + inputs - shared)
+        end += inputs - shared
+        # Nothing predicts the first token of a row without a shared prompt: it is one of a context.
+        first = 0 if prompt else 1
+        predicts_BT[row, first:length] = places_S[prompt - 1 + first : prompt - 1 + length]
 
     def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(batch.device)
@@ -353,7 +345,7 @@ def packed_input(batch: Batch) -> ModelInput:
         input_ids_RS=row_of(tokens),
         position_ids_RS=row_of(positions),
         attention_mask_RS=None,
-        layout=tuple(segments),
+        layout=beginnings.layout(lengths_B),
         predicts_N=torch.from_numpy(predicts_BT).to(batch.device)[batch.mask_BT],
     )
 
@@ -400,11 +392,6 @@ def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields:
         advantages=np.zeros(len(rows), np.float32),
         **fields,
     )
-
-
-def _inputs(length: int) -> int:
-    """Number of tokens of a completion in a packed row: all but the last."""
-    return max(length - 1, 0)
 
 
 def _temperature(group: RolloutGroup) -> float:

@@ -5,138 +5,30 @@
 The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
 backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 
-Where the model can take it, prompts and completions of a micro-batch are packed: one row, without padding, with each
-prompt only once.
+Where the model can take it, the sequences of a micro-batch are packed: one row, without padding, in which each common
+beginning stands once.
 
-    p p p a a b b b q q c c c c d          two groups: prompt p with completions a, b; prompt q with c, d
-    0 1 2 3 4 3 4 5 0 1 2 3 4 5 2          positions
+    p p p a a b b b d q q c c      prompt p with completions a, b and b d; prompt q with c
+    0 1 2 3 4 3 4 5 6 0 1 2 3      positions
 
-Everything except attention treats tokens one by one, so it computes exactly these tokens. Attention follows the layout:
-a prompt attends to itself, a completion to its prompt and itself. The layout is a keyword of the forward call, which
-transformers passes on to the attention function. A layer that is recomputed for the backward pass gets it too.
+Everything except attention treats tokens one by one, so it computes exactly these tokens. Attention follows the layout
+(packing/attention.py). The layout is a keyword of the forward call, which transformers passes on to the attention
+function. A layer that is recomputed for the backward pass gets it too.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from replay_trainer.batching import Batch, Layout, ModelInput, bare_group, packed_input, padded_input, to_batch
-
-ATTENTION = "replay_packed"
-"""Name of the attention implementation; without a layout it is transformers' sdpa."""
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-
-_packing: ContextVar[bool] = ContextVar("packing", default=False)
-
-
-def enable_packing(model: Any) -> bool:
-    """Give `model` the packed attention. Returns False, and changes nothing, if the model cannot take it.
-
-    It cannot if it does not call its attention through transformers' interface, or if it has layers that mix tokens in
-    another way. The caller must still check the results: some models ignore the interface.
-    """
-    settable = getattr(model, "_can_set_attn_implementation", None)
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or _PLAIN_LAYERS)
-    if settable is None or not settable() or not layers <= _PLAIN_LAYERS:
-        return False
-    if model.config._attn_implementation in (ATTENTION, "sdpa"):
-        model.set_attn_implementation(ATTENTION)
-    return bool(model.config._attn_implementation == ATTENTION)
-
-
-@contextmanager
-def packed_forward() -> Iterator[None]:
-    """In this context, packed attention makes no mask of S x S entries: the layout replaces it."""
-    token = _packing.set(True)
-    try:
-        yield
-    finally:
-        _packing.reset(token)
-
-
-def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask for packed rows, else the mask of transformers' sdpa."""
-    return None if _packing.get() else sdpa_mask(*args, **kwargs)
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    replay_layout: Layout | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one packed row; query (1, H, N, D), key and value (1, H or less, N, D) -> (1, N, H, D).
-
-    Raises NotImplementedError for variants that scaled_dot_product_attention does not have.
-    """
-    if replay_layout is None:
-        # The function of transformers has no type for its result.
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention has no {name}")
-    # Under autocast, rotated queries and keys come in float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    repeats = query.shape[1] // key.shape[1]
-
-    def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
-        """The last L of S positions attend to all positions up to their own."""
-        L, S = query_HLD.shape[2], key_HSD.shape[2]
-        if repeats > 1:
-            key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
-        if sliding_window is not None and sliding_window < S:
-            distance_LS = torch.arange(S - L, S, device=query.device)[:, None] - torch.arange(S, device=query.device)
-            mask: Any = (distance_LS >= 0) & (distance_LS < sliding_window)
-        elif L == S:
-            return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, is_causal=True, scale=scaling)
-        else:
-            mask = causal_lower_right(L, S)
-        return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, attn_mask=mask, scale=scaling)
-
-    outputs: list[Tensor] = []
-    for segment in replay_layout:
-        end = segment.start + segment.prompt
-        prompt = slice(segment.start, end)
-        query_p, key_p, value_p = query[:, :, prompt], key[:, :, prompt], value[:, :, prompt]
-        if segment.prompt:  # rows that each have a context may share no token
-            outputs.append(attend(query_p, key_p, value_p))
-        for length in segment.completions:
-            completion = slice(end, end + length)
-            query_c, key_c, value_c = query[:, :, completion], key[:, :, completion], value[:, :, completion]
-            key_c, value_c = torch.cat([key_p, key_c], dim=2), torch.cat([value_p, value_c], dim=2)
-            if query.is_cuda or segment.prompt > length:
-                outputs.append(attend(query_c, key_c, value_c))
-            else:
-                # On a CPU a mask costs all of L x S. Causal attention from the start of the prompt costs half of S x S.
-                outputs.append(attend(torch.cat([query_p, query_c], dim=2), key_c, value_c)[:, :, segment.prompt :])
-            end += length
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, packed_mask)
-
+from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input, padded_input, to_batch
+from replay_trainer.packing.attention import enable_packing, packed_forward
 
 CHUNK_LOGITS = 2**24
 """Logits in memory at once, 64 MiB in float32."""
@@ -240,7 +132,7 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _trial(model: Any) -> Batch:
-    """A batch of random tokens: completions of unequal lengths with shared prompts."""
+    """A batch of random tokens: completions of unequal lengths with shared prompts, of which some go on from others."""
     vocabulary = len(model.get_input_embeddings().weight)
     random = np.random.default_rng(0)
 
@@ -248,7 +140,10 @@ def _trial(model: Any) -> Batch:
         return random.integers(0, vocabulary, count)
 
     lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]  # of a prompt and its completions, in tokens
-    return to_batch([bare_group(*map(tokens, group)) for group in lengths], model.device)
+    groups = [list(map(tokens, group)) for group in lengths]
+    longest = groups[1][-1]
+    groups[1] += [np.concatenate((longest[:begun], tokens(more))) for begun, more in ((7, 4), (3, 2), (5, 0))]
+    return to_batch([bare_group(*group) for group in groups], model.device)
 
 
 def chosen_logprobs(

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, ServerUnavailableError
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -211,7 +211,7 @@ class Publication:
             self.client.set_policy_version(version, weights=str(folder), rollback=True)
             if self.leases.give_back_of_dead(groups):
                 self.client.set_policy_version(version, weights=str(folder), rollback=True)  # counts permits anew
-            self.client.describe(self.config.described())
+            self._describe()
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
@@ -330,10 +330,15 @@ class Publication:
         with self._waits.waiting(f"to announce version {version}, which is in {folder},"):
             if not announced:
                 self.client.set_policy_version(version, weights=str(folder))
-            self.client.describe(self.config.described())  # again, for the server may have started again
             # Last: a trainer that is killed before this resumes from the state, which names its groups.
             self.leases.acknowledge(groups)
+        self._describe()  # each time, for the server may have started again
         self._announcing = ""
+
+    def _describe(self) -> None:
+        """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""
+        with suppress(ReplayError):
+            self.client.describe(self.config.described())
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
         """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""

@@ -66,6 +66,8 @@ class GeneratorServer:
         self._priority = load_priority(config.priority)
         self._keys = KeySequence()
         self._seen: ServerInfo | None = None
+        self._is_known = False
+        """Whether the server knows the settings of this generator."""
         self._tells_prompts = False
         """Whether a table that groups come to indexes the tag `prompt_id`."""
         self._leases: set[PermitLease] = set()
@@ -187,13 +189,10 @@ class GeneratorServer:
     async def _see(self, info: ServerInfo) -> None:
         """Says so if a server that answers now is another process than before: it may be empty.
 
-        Each new server is told of the settings of this generator.
+        A server that does not know the settings of this generator is told of them.
         """
-        again = self._seen is not None and restarted(self._seen, info)
-        if again or self._seen is None:
-            with contextlib.suppress(ReplayError):
-                await self._client.describe(self._config.described(), timeout=SECONDS_PER_LOOK)
-        if again:
+        if self._seen is not None and restarted(self._seen, info):
+            self._is_known = False
             logger.warning(
                 "the server was restarted: it holds %d items and is at policy version %d",
                 info.items,
@@ -205,6 +204,10 @@ class GeneratorServer:
             json.loads(info.tables[name].config)["max_staleness"] for name in self._config.tables if name in info.tables
         ]
         self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
+        if not self._is_known:
+            with contextlib.suppress(ReplayError):
+                await self._client.describe(self._config.described(), timeout=SECONDS_PER_LOOK)
+                self._is_known = True
 
 
 def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:

@@ -38,7 +38,11 @@ def main() -> None:
                 take(browser, url, "groups/replay", "dashboard-groups", "light", 720)
                 both = "document.querySelectorAll('.runs input').forEach(box => box.checked || box.click())"
                 take(browser, url, "training", "dashboard-training", "dark", 720, both)
-                click = "document.querySelector('.space .row .key a').click()"
+                # A group with turns of a tool.
+                click = (
+                    "[...document.querySelectorAll('.space .row')].find(row => "
+                    "row.innerText.includes('calculator')).querySelector('.key a').click()"
+                )
                 take(browser, url, "groups/replay", "dashboard-group", "dark", 720, click)
         with Run(Path(folder) / "blocked", "blocked") as run, serving(Settings({"address": run.server.address})) as url:
             time.sleep(45)

@@ -66,7 +66,17 @@ def recomputed(
     folder: Path, prompt_ids: Sequence[int], completion_ids: Sequence[int], sampling: SamplingConfig
 ) -> list[float]:
     """Log-probabilities of a completion by one forward pass, without cache, padding or batch."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    return logprobs_of(loaded(folder), prompt_ids, completion_ids, sampling)
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def logprobs_of(
+    model: Any, prompt_ids: Sequence[int], completion_ids: Sequence[int], sampling: SamplingConfig
+) -> list[float]:
+    """`recomputed` with a model that is loaded."""
     ids = torch.tensor([[*prompt_ids, *completion_ids]])
     with torch.no_grad():
         logits_TV = model(ids).logits[0, len(prompt_ids) - 1 : -1] / sampling.temperature
@@ -111,13 +121,21 @@ def check_completion(
 def check_group(
     group: RolloutGroup, sampling: SamplingConfig, weights: Path | Mapping[int, Path], atol: float = 1e-4
 ) -> None:
-    """`check_completion` for all completions of a group."""
-    versions = group.extras.get("policy_versions", np.full(len(group.completion_ids), group.policy_version)).tolist()
-    start = 0
-    for tokens, logprobs in zip(group.completions(), group.completion_logprobs(), strict=True):
-        span = slice(start, start := start + len(tokens))
-        completion = Completion(tokens.tolist(), logprobs.tolist(), "", "stop", versions[span])
-        check_completion(completion, group.prompt_ids.tolist(), sampling, weights, atol)
+    """Each token of the policy has the log-probability that the weights of its version give it after all tokens before
+    it, whoever wrote those; and each token that it did not write has none. Turns may come from several versions."""
+    versions_T = group.extras.get("policy_versions", np.full(group.num_tokens, group.policy_version))
+    folders = weights if isinstance(weights, Mapping) else dict.fromkeys(versions_T.tolist(), weights)
+    models = {version: loaded(folders[version]) for version in {*versions_T.tolist()}}
+    for prompt, span, sampled in zip(group.prompts(), group.sequence_spans(), group.sampled_spans(), strict=True):
+        ids, trained = group.completion_ids[sampled], group.trained_mask[sampled]
+        versions, logprobs = versions_T[sampled], group.rollout_logprobs[sampled]
+        assert (np.diff(versions) >= 0).all()
+        assert np.isnan(logprobs[~trained]).all()
+        assert not group.trained_mask[span.start : sampled.start].any()
+        for version in {*versions[trained].tolist()}:
+            expected = np.array(logprobs_of(models[version], prompt.tolist(), ids.tolist(), sampling))
+            chosen = trained & (versions == version)
+            np.testing.assert_allclose(logprobs[chosen], expected[chosen], atol=atol)
 
 
 async def check_scores(engine: Engine, weights: Path, token_ids: Sequence[int] = (3, 9, 4, 13, 5)) -> None:

@@ -16,6 +16,7 @@ from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_client.waits import WaitLog
+from replay_protos.recipes import read_described
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import async_until, free_port, server_process, turns
@@ -325,8 +326,18 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
         '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
     )
     with server_process(tmp_path, config, address) as server:
-        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (generator, _, task):
+        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (
+            generator,
+            client,
+            task,
+        ):
+
+            async def described() -> list[object]:
+                said = (await client.server_info()).clients
+                return [read_described(each.settings).get("max_concurrent_groups") for each in said]
+
             await async_until(lambda: generator.stats["groups"] > 5)
+            assert await described() == [2]
             getattr(server.process, way)()
             server.process.wait()
             await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
@@ -335,6 +346,9 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
             with server_process(tmp_path, config, address):
                 await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
                 await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
+                async with asyncio.timeout(90.0):
+                    while await described() != [2]:
+                        await asyncio.sleep(0.01)
             assert not task.done()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from tests.client.generator.factories import (
     make_version,
     recomputed,
 )
+from tests.client.generator.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.client.generator.vllm_servers import VLLMProcess
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import async_until
@@ -150,20 +150,15 @@ class TestRealServers:
         self, fresh: list[VLLMProcess], make_engine: Any
     ) -> None:
         def drawn() -> float:
-            with urllib.request.urlopen(f"{fresh[0].url}/metrics", timeout=10) as answer:
-                metrics = answer.read().decode()
-            return sum(map(float, re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", metrics, re.MULTILINE)))
+            with urllib.request.urlopen(f"{fresh[0].url}/metrics", timeout=10) as lines:
+                return sum(float(line.split()[-1]) for line in lines if line.startswith(b"vllm:generation_tokens_to"))
 
         engine, before = make_engine(fresh[0]), drawn()
         post(f"{fresh[0].url}/pause?mode=keep")
-        given_up = asyncio.create_task(engine.generate(PROMPT, SamplingConfig(max_tokens=50), 12))
-        await asyncio.sleep(1.0)  # the request is in the server, or it will not get there
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate(PROMPT, SamplingConfig(max_tokens=50), 12), 1.0)
         post(f"{fresh[0].url}/resume")
-        await engine.generate(PROMPT, SamplingConfig(max_tokens=2), 1)
-        # It may draw some tokens before the server sees that nobody listens.
-        assert drawn() - before < 12 * 50
+        assert drawn() - before < 12 * 50  # some, until the server sees that nobody listens
 
     async def test_completions_go_on_with_new_weights_and_each_token_has_the_log_probability_of_its_own(
         self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
@@ -188,6 +183,63 @@ class TestRealServers:
             # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
             cuts = [n for n in range(len(before) + 1) if (before[:n] < 1e-4).all() and (after[n:] < 1e-4).all()]
             assert cuts
+
+    async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
+    ) -> None:
+        sampling = SamplingConfig(temperature=0.8, max_tokens=12)
+        group = await group_of(make_engine(*fresh), two_turns(sampling), PROMPT, sampling, 8)
+        check_group(group, sampling, model)
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            assert ids[~group.trained_mask[span]].tolist() == TOOL
+
+    async def test_a_turn_after_new_weights_has_their_version_and_logprobs(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling = SamplingConfig(temperature=0.7, max_tokens=12)
+        hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2))
+        group = await group_of(engine, hook, PROMPT, sampling, 8)
+        assert (group.policy_version, group.policy_version_end) == (1, 2)
+        check_group(group, sampling, {1: versions[0], 2: versions[1]})
+
+    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling, (old, new) = SamplingConfig(max_tokens=48), versions[:2]
+        for attempt in range(40):
+            loading: list[asyncio.Task[None]] = []
+
+            async def later(new: Path = new, attempt: int = attempt) -> None:
+                await asyncio.sleep(0.02 * 1.15**attempt)  # how long a turn takes depends on the machine
+                await engine.load_weights(str(new), attempt + 2)
+
+            async def load(loading: list[asyncio.Task[None]] = loading, later: Any = later) -> None:
+                """Begins to load, and lets the second turn begin."""
+                loading.append(asyncio.create_task(later()))
+
+            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load), PROMPT, sampling, 8)
+            await asyncio.gather(*loading)
+            if group.policy_version_end is not None:
+                break
+            old, new = new, old
+        assert group.policy_version_end is not None
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
+            assert np.isnan(logprobs[~trained]).all()
+            by_weights = [np.array(recomputed(each, PROMPT, ids.tolist(), sampling)) for each in (old, new)]
+            before, after = (~trained | (np.abs(logprobs - each) < 1e-4) for each in by_weights)
+            # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
+            assert [n for n in range(ids.size + 1) if before[:n].all() and after[n:].all()]
+
+    async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sampling = SamplingConfig(temperature=2.0, max_tokens=24)
+        check_group(await tool_group(make_engine(*fresh), monkeypatch, sampling, 64), sampling, model)
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
         self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any

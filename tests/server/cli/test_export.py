@@ -54,9 +54,9 @@ def test_an_exported_table_can_be_plotted_and_imported_into_another_server(repla
 
     pool = TableConfig(name="elsewhere")
     with ReplayServer(tables=[pool], port=0) as target, ReplayClient(target.address) as there:
-        for _ in range(2):  # the second time changes nothing
+        for words in (f"3 items of {file} inserted", f"0 items of {file} inserted; 3 were there before"):
             imported = run_replay("import", str(file), "--table", "elsewhere", address=target.address)
-            assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr
+            assert imported.stdout == f"{words}\n", imported.stderr
         assert there.server_info().tables["elsewhere"].size == 3
         items = {item.key: item for item in there.list_items("elsewhere")}
         assert [items[key].priority for key in keys] == [0.5, 0.25, 0.0]
@@ -181,3 +181,213 @@ def test_tags_that_no_item_can_have_are_refused_by_file_and_row(replay, client, 
     file.write_text(file.read_text().replace('"math"', "[1]"))
     said = fails("import", str(file), address=client.address)
     assert said == f"replay: {file}, row 1: tag 'environment' is [1]: a tag is a string, or an integer of 64 bits\n"
+
+
+# ------------------------------------------------------------------------------------------------ a row a sequence
+
+
+def insert_agents(client: ReplayClient, *, folder=None) -> list[int]:
+    """A group of agents with all that one can have, a group without any of it, and bytes that are no group."""
+    tokenizer = make_tokenizer()
+    if folder is not None:
+        tokenizer.save_pretrained(folder)
+    words = [(("1+", "2"), ("3", "=")), (("", "7"), ("8", "9"))]
+    ids = [[[tokenizer(text).input_ids if text else [] for text in part] for part in parts] for parts in words]
+    rows = [row for parts in ids for row in parts]
+    agents = group_from_rows(
+        prompts=[tokenizer("1+2=").input_ids + context for context, _ in rows],
+        completions=[written for _, written in rows],
+        logprobs=[[-0.1 * (row + 1)] for row in range(4)],
+        sequence_counts=[2, 2],
+        rewards=[0.1, -1.0],
+        advantages=[1 / 3, -1 / 3],
+        prompt_id="sum",
+        policy_version=2,
+        policy_version_end=3,
+        finish_reasons=("stop", "turns"),
+        sampling={"temperature": 0.7},
+        meta={"turns": [[["prompt", 4 + len(context)], ["assistant", 1]] for context, _ in rows], "bytes": b"\x00\xff"},
+    )
+    agents.token_advantages = np.linspace(-1, 1, agents.num_tokens, dtype=np.float32)
+    agents.loss_mask = np.ones(agents.num_tokens, np.bool_)
+    agents.extras = {"values": np.arange(agents.num_tokens, dtype=np.float64), "image": np.zeros((2, 2), np.uint8)}
+    agents.axes = {"values": "token"}
+    client.set_policy_version(3)
+    keys = [
+        client.insert(agents, {"replay": 1.0}, tags={"environment": "math", "level": 3}),
+        client.insert(make_group(version=3, logprobs=math.nan), {"replay": 0.5}),
+        client.insert(b"no group", {"replay": 0.25}, policy_version=3),
+    ]
+    client.extend(keys[0], {"teacher": np.zeros(agents.num_tokens, np.float32)}, axes={"teacher": "token"})
+    return keys
+
+
+def write_rows(path, rows) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=parquet.read_schema(path)), path)
+
+
+@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_any_order(
+    replay, client, tmp_path, name
+):
+    keys = insert_agents(client, folder=tmp_path / "tokenizer")
+    file = tmp_path / name
+    made = replay("export", "replay", str(file), "--rows", "sequences", "--tokenizer", str(tmp_path / "tokenizer"))
+    assert made.stdout == f"3 items of replay written to {file}, in 8 rows\n", made.stderr
+    rows = read_rows(file)
+    assert [row["key"] for row in rows] == [str(keys[0])] * 4 + [str(keys[1])] * 3 + [str(keys[2])]
+    assert [(row["rollout"], row["sequence"]) for row in rows] == [
+        *((0, 0), (0, 1), (1, 0), (1, 1)),
+        *((0, 0), (1, 0), (2, 0)),
+        (None, None),
+    ]
+    group, second = client.get(keys[:1])[0].group, rows[1]
+    assert (second["prompt"], second["context"], second["completion"]) == ("1+2=", "3", "=")
+    assert second["prompt_ids"] == group.prompt_ids.tolist()
+    assert second["context_ids"] + second["completion_ids"] == group.completions()[1].tolist()
+    span = group.sampled_spans()[1]
+    assert (second["loss_mask"], second["logprobs"]) == ([True], group.rollout_logprobs[span].tolist())
+    assert second["token_advantages"] == group.token_advantages[span].tolist()
+    assert (second["reward"], second["advantage"]) == (float(group.rewards[0]), float(group.advantages[0]))
+    assert (second["finish_reason"], second["policy_version"], second["policy_version_end"]) == ("stop", 2, 3)
+
+    def objects(row, *names):
+        return [json.loads(row[name]) if isinstance(row[name], str) else row[name] for name in names]
+
+    assert objects(second, "tags", "sampling", "meta") == [
+        {"environment": "math", "level": 3},
+        {"temperature": 0.7},
+        {"bytes": "00ff"},
+    ]
+    assert objects(second, "turns") == [
+        [
+            {"role": "prompt", "start": 0, "stop": 1, "trained": 0},
+            {"role": "assistant", "start": 1, "stop": 2, "trained": 1},
+        ]
+    ]
+    assert all(value is None or math.isnan(value) for value in rows[4]["logprobs"])
+    assert [row["payload"] is None for row in rows] == [False, True, True, True, False, True, True, False]
+
+    write_rows(file, rows[::-1])
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
+        imported = run_replay("import", str(file), address=target.address)
+        assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr
+        # The column that arrived later is now part of the first group's own bytes.
+        assert [item.group for item in there.get(keys[:2])] == [item.group for item in client.get(keys[:2])]
+        for mine, theirs in zip(client.get(keys), there.get(keys), strict=True):
+            assert mine.key == keys[0] or bytes(mine.payload) == bytes(theirs.payload)
+            assert (mine.labels, mine.policy_version) == (theirs.labels, theirs.policy_version)
+            assert mine.tables["replay"].priority == theirs.tables["replay"].priority
+
+
+def lose(*places):
+    return lambda rows: [row for row in rows if (row["rollout"], row["sequence"]) not in places]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        pytest.param(lose((0, 1)), "without sequence 1 of rollout 0", id="a sequence"),
+        pytest.param(lose((1, 0), (1, 1)), "without rollout 1", id="a rollout"),
+        pytest.param(lose((0, 0)), "without sequence 0 of rollout 0", id="the one with the payload"),
+    ],
+)
+def test_a_group_that_lacks_rows_is_named_and_the_others_are_inserted(replay, client, tmp_path, lost, words):
+    keys = insert_agents(client)
+    file = tmp_path / "x.jsonl"
+    assert replay("export", "replay", str(file), "--rows", "sequences").returncode == 0
+    rows = read_rows(file)
+    write_rows(file, lost(rows[:4]) + rows[4:])
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
+        said = run_replay("import", str(file), address=target.address)
+        assert (said.returncode, said.stdout) == (1, f"2 items of {file} inserted\n")
+        remedy = "nothing of it was inserted; keep all rows of an item together, or export it again"
+        assert said.stderr == f"replay: {file}: item {keys[0]} is incomplete, {words}: {remedy}\n"
+        assert {item.key for item in there.list_items("replay")} == set(keys[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward": 0.5}, "reward of sequence 0 of rollout 0 is 0.5 in row 1, and 0.1"),
+        ({"completion_ids": [1]}, "completion_ids of sequence 0 of rollout 0 is [1] in row 1, and [5]"),
+        ({"completion_ids": [5.5]}, "completion_ids of sequence 0 of rollout 0 is [5.5] in row 1, and [5]"),
+        ({"logprobs": ["x"]}, "logprobs of sequence 0 of rollout 0 is ['x'] in row 1, and [-1.0]"),
+        ({"logprobs": [None]}, "logprobs of sequence 0 of rollout 0 is [None] in row 1, and [-1.0]"),
+        ({"meta": {"a": 1}}, "meta of sequence 0 of rollout 0 is {'a': 1} in row 1, and {}"),
+        ({"rollout": 1.5}, "rollout is 1.5, not a number from 0: `replay export --rows sequences` writes it"),
+        ({"sequences": None}, "sequences is None, not a number from 0"),
+        ({"payload": "AAAA"}, "not a rollout group: 3 bytes"),
+        ({"key": "x"}, "key is 'x', not a whole number below 2^64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_row_that_was_changed_is_refused_and_nothing_of_its_group_is_inserted(
+    replay, client, tmp_path, change, words
+):
+    client.insert(make_group(rewards=[0.1]), {"replay": 1.0})
+    file = tmp_path / "x.jsonl"
+    assert replay("export", "replay", str(file), "--rows", "sequences").returncode == 0
+    write_rows(file, [row | change for row in read_rows(file)])
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
+        said = fails("import", str(file), address=target.address)
+        assert said.startswith(f"replay: {file}, row 1: ")
+        assert words in said
+        assert there.server_info().items == 0
+
+
+def test_rows_of_sequences_without_payloads_are_for_reading_alone(replay, client, tmp_path):
+    insert_agents(client)
+    file = tmp_path / "x.jsonl"
+    assert replay("export", "replay", str(file), "--rows", "sequences", "--no-payloads").returncode == 0
+    assert "payload" not in read_rows(file)[0]
+    said = fails("import", str(file), address=client.address)
+    assert said == f"replay: {file}, row 4: there is no payload; export it with payloads\n"
+
+
+# ------------------------------------------------------------------------------------------------ several files
+
+
+def test_an_item_of_two_tables_comes_back_into_both_from_the_files_of_both(replay, client, tmp_path):
+    keys = [
+        client.insert(make_group(), {"rollouts": 1.0, "replay": 0.7}),
+        client.insert(make_group(), {"replay": 0.5}),
+    ]
+    files = [tmp_path / "rollouts.jsonl", tmp_path / "replay.parquet"]
+    for file in files:
+        assert replay("export", file.stem, str(file), "--rows", "sequences").returncode == 0
+    tables = [TableConfig(name="rollouts"), TableConfig(name="replay")]
+    with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:
+        assert run_replay("import", str(files[0]), address=target.address).returncode == 0
+        said = fails("import", str(files[1]), address=target.address)
+        assert said == (
+            f"replay: {files[1]}, row 3: item {keys[0]} is there, in rollouts, and cannot join replay: delete it and "
+            f"give the files of all its tables to one `replay import`\n"
+        )
+    with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:
+        imported = run_replay("import", *map(str, files), address=target.address)
+        assert imported.stdout == f"2 items of {files[0]}, {files[1]} inserted\n", imported.stderr
+        found = {item.key: {name: held.priority for name, held in item.tables.items()} for item in there.get(keys)}
+        assert found == {keys[0]: {"rollouts": 1.0, "replay": 0.7}, keys[1]: {"replay": 0.5}}
+
+
+def test_items_that_the_server_remembers_as_gone_do_not_count_as_inserted(replay, client, tmp_path):
+    keys = [client.insert(make_group(), {"replay": 1.0}) for _ in range(3)]
+    file = tmp_path / "x.jsonl"
+    assert replay("export", "replay", str(file)).returncode == 0
+    client.delete("replay", keys[:2])
+    imported = replay("import", str(file))
+    gone = "2 not there: taken or deleted, before or meanwhile, or let go at once by a full table"
+    assert imported.stdout == f"0 items of {file} inserted; 1 was there before; {gone}\n", imported.stderr
+    assert json.loads(replay("import", str(file), "--json").stdout) == {
+        "files": [str(file)],
+        "items": 0,
+        "present": 1,
+        "gone": 2,
+    }

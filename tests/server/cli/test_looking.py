@@ -214,7 +214,7 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
     turns = [[["prompt", 4], *([role, len(each)] for (role, _), each in zip(parts, ids, strict=True))]]
     group = make_group(
         prompt=tokenizer("1+2=").input_ids,
-        completions=[sum(ids, [])],
+        completions=[[token for each in ids for token in each]],
         loss_mask=[False, True, True, False, False, True],
         meta={"turns": turns, "worker": "a"},
     )

@@ -89,3 +89,25 @@ def test_an_option_that_passes_a_field_on_has_the_default_and_the_first_sentence
     for field in shared:
         assert options[field.name].default == field.default
         assert options[field.name].help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("file", "typed", "priority", "recipe"),
+    [
+        ("", (), "advantage", None),
+        ("", ("--recipe", "replay"), "learnability", "replay"),
+        ("", ("--recipe", "replay", "--priority", "advantage"), "advantage", "replay"),
+        ('recipe = "replay"', (), "learnability", "replay"),
+        ('recipe = "replay"\npriority = "advantage"', (), "advantage", "replay"),
+        ('priority = "advantage"', ("--recipe", "replay"), "advantage", "replay"),
+    ],
+    ids=["none", "typed", "an option wins", "in the file", "the file wins", "the file wins over what is typed"],
+)
+def test_a_recipe_gives_generate_its_settings_and_what_the_user_sets_wins(tmp_path, file, typed, priority, recipe):
+    path = tmp_path / "generate.toml"
+    path.write_text(file)
+    for config in (("--config", str(path), *typed), (*typed, "--config", str(path))):
+        command = typer.main.get_command(app).commands["generate"]
+        given = command.make_context("generate", ["--model", "m", "--prompts", "p.jsonl", *config]).params
+        assert (given["priority"], given["recipe"]) == (priority, recipe)
+        assert list(given["table"]) == (["rollouts"] if recipe else [])

@@ -1,8 +1,9 @@
 """What the parts of the demo need, made once in one folder: for parts that run as services of their own.
 
-    python -m replay_trainer.demo.prepare FOLDER [SEED [TARGET]]     prompts.jsonl, train.toml, model/, warm/, ready
+    python -m replay_trainer.demo.prepare FOLDER [SEED [TARGET [TASK]]]
 
-A folder that is ready stays as it is. `replay demo` does the same, but lets the engine load while the model warms up.
+It makes prompts.jsonl, train.toml, model/, warm/, and last of all ready. A folder that is ready stays as it is.
+`replay demo` does the same, but lets the engine load while the model warms up.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ import sys
 from pathlib import Path
 
 from replay_trainer.demo import task
-from replay_trainer.demo.run import DEMO
+from replay_trainer.demo.run import TASKS
 
 READY = "ready"
 """Written last: what lies beside it is complete."""
 
 
-def prepare(folder: Path, seed: int = 0, target_solve_rate: float = 0.4) -> bool:
-    """Whether there was anything to do. Raises SystemExit if the model does not get to `target_solve_rate`."""
+def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None, kind: str = "sums") -> bool:
+    """Whether there was anything to do. Raises SystemExit if the model does not get to `target_solve_rate` (None: that
+    of the demo). `kind`: "sums", or "tools"."""
     if (folder / READY).exists():
         return False
+    variant = TASKS[kind]
+    target = variant.solve_rate if target_solve_rate is None else target_solve_rate
     for name in ("model", "warm"):
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.toml").write_text(DEMO.train_config)
-    task.main("make", folder, seed, target_solve_rate)
-    task.main("warm-up", folder, seed, target_solve_rate)
+    (folder / "train.toml").write_text(variant.train_config)
+    task.main("make", folder, seed, target, kind)
+    task.main("warm-up", folder, seed, target, kind)
     (folder / READY).touch()
     return True
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    done = prepare(Path(arguments[0]), *map(int, arguments[1:2]), *map(float, arguments[2:3]))
+    done = prepare(Path(arguments[0]), *map(int, arguments[1:2]), *map(float, arguments[2:3]), *arguments[3:])
     print(f"{arguments[0]}: {'made' if done else 'it was ready'}", flush=True)

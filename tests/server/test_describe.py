@@ -1,0 +1,129 @@
+"""What clients say of themselves, and how groups flow through a table: both as a real server tells them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.diagnosis import Level, diagnose
+from replay_client.errors import AuthenticationError, InvalidRequestError
+from replay_protos.recipes import read_described
+from replay_protos.staleness import fresh_flow
+from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from replay_server.config import MAX_SETTING, MAX_SETTINGS
+from tests.factories import make_group, tokens_file
+
+QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay")
+POOL = TableConfig(name="replay", sampler="uniform")
+
+
+def clients_of(client: ReplayClient) -> dict[str, dict]:
+    return {each.name: read_described(each.settings) for each in client.server_info().clients}
+
+
+def test_what_a_client_says_stands_beside_its_name_and_replaces_what_it_said_before():
+    with (
+        ReplayServer([QUEUE, POOL], port=0) as server,
+        ReplayClient(server.address, name="a") as one,
+        ReplayClient(server.address, name="b") as other,
+    ):
+        one.describe({"part": '"generator"', "max_concurrent_groups": "4"})
+        other.insert(make_group(), {"rollouts": 1.0})
+        assert clients_of(one) == {"a": {"part": "generator", "max_concurrent_groups": 4}, "b": {}}
+        one.describe({"note": "as I like"})
+        assert clients_of(one)["a"] == {"note": "as I like"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({f"s{number}": "1" for number in range(MAX_SETTINGS + 1)}, f"{MAX_SETTINGS + 1} settings: at most"),
+        ({"long": "x" * (MAX_SETTING + 1)}, "setting 'long': name and value have at most 256 characters"),
+        ({"y" * (MAX_SETTING + 1): "1"}, "name and value have at most 256 characters"),
+        ({"lines": "a\nb"}, "setting 'lines'"),
+    ],
+    ids=["too many", "a long value", "a long name", "not printable"],
+)
+def test_what_is_too_much_is_refused_and_what_was_said_before_stays(settings, words):
+    with ReplayServer([POOL], port=0) as server, ReplayClient(server.address, name="a") as client:
+        client.describe({"part": '"trainer"'})
+        with pytest.raises(InvalidRequestError, match=words):
+            client.describe(settings)
+        assert clients_of(client) == {"a": {"part": "trainer"}}
+
+
+def test_who_may_only_read_cannot_describe_itself(tmp_path):
+    tokens = "read-only:0123456789abcdef0123 read-write:abcdef0123456789abcd"
+    security = SecuritySection(tokens_file=tokens_file(tmp_path, tokens))
+    with (
+        ReplayServer([POOL], port=0, security=security) as server,
+        ReplayClient(server.address, token="0123456789abcdef0123", name="reader") as reader,
+    ):
+        with pytest.raises(AuthenticationError):
+            reader.describe({"part": '"trainer"'})
+        assert clients_of(reader) == {}
+
+
+def step(client: ReplayClient, version: int, begun: int) -> None:
+    """A trainer's step: two groups that began with version `begun` are inserted, and two are drawn."""
+    for _ in range(2):
+        client.insert(make_group(version=begun), {"rollouts": 1.0})
+    client.sample("rollouts", 2)
+    client.set_policy_version(version)
+
+
+def test_the_flow_of_a_queue_counts_what_waits_and_what_is_drawn_by_version():
+    with ReplayServer([QUEUE, POOL], port=0) as server, ReplayClient(server.address, name="gen") as client:
+
+        def flow():
+            return client.server_info().tables["rollouts"].flow
+
+        client.set_policy_version(0, rollback=True)
+        assert flow().versions == 0  # nothing is known before a whole version
+        for _ in range(3):  # they wait from now on, and what is drawn began a version earlier
+            client.insert(make_group(version=0), {"rollouts": 1.0})
+        for version in range(1, 11):
+            step(client, version, begun=version - 1)
+        assert (flow().versions, flow().drawn, flow().waiting, flow().permits) == (10, 2.0, 3.0, 0.0)
+        # The pairs that are drawn are 0 and 0 versions old, then 1 and 1, and then eight times 2 and 1.
+        assert flow().staleness == pytest.approx((0 + 2 + 8 * 3) / 20)
+        client.set_policy_version(10)  # said once more: nothing new
+        assert flow().versions == 10
+        assert client.server_info().tables["replay"].flow.versions == 0  # its items are drawn again and again
+        client.set_policy_version(4, rollback=True)
+        assert flow().versions == 0  # the trainer has started again
+
+
+def test_with_permits_the_expected_staleness_needs_no_word_of_the_generator():
+    admission = AdmissionConfig(groups_per_step=2, max_staleness=1)
+    with ReplayServer([QUEUE, POOL], port=0, admission=admission) as server, ReplayClient(server.address) as client:
+        client.set_policy_version(0, rollback=True)
+        held = [(client.acquire_permits(2), 0)]
+        for version in range(12):
+            held.append((client.acquire_permits(2), version))
+            lease, begun = held.pop(0)
+            for _ in range(2):
+                client.insert(make_group(version=begun), {"rollouts": 1.0}, permits=lease)
+            client.sample("rollouts", 2)
+            client.set_policy_version(version + 1)
+        info = client.server_info()
+        found, missing = fresh_flow(info, info.tables["rollouts"])
+        assert (found.under_way, found.waiting, found.drawn, missing) == (2.0, 0.0, 2.0, "")
+        assert found.expected == found.most == 1.0
+        # Of 12 steps the first one draws groups of its own version.
+        assert found.measured == pytest.approx(11 / 12)
+        [said] = [each for each in diagnose(info, info.version, time.time()) if each.message.startswith("drawn ")]
+        assert said.level is Level.OK
+        assert "drawn 0.9 versions old in the mean; expected 1.0" in said.message
+
+
+def test_the_name_of_the_recipe_stands_in_the_info_of_the_server():
+    with ReplayServer(recipe="replay", port=0) as server, ReplayClient(server.address) as client:
+        info = client.server_info()
+        assert (info.recipe, list(info.tables)) == ("replay", ["rollouts", "replay"])
+        assert json.loads(info.tables["replay"].config)["max_size"] == 256
+    with ReplayServer([POOL], port=0) as server, ReplayClient(server.address) as client:
+        assert client.server_info().recipe == ""

@@ -1,0 +1,132 @@
+"""`--recipe replay` as its users type it: three commands, what they show, and what `replay doctor` says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from replay_client import ReplayClient
+from replay_protos.recipes import RECIPES, read_described, settings_of
+from tests.commands import run_replay
+from tests.factories import server_process, until
+
+VERSIONS = 16
+"""How many the trainer sets before it is asked."""
+
+
+def shown(output: str) -> dict[str, str]:
+    """The block of settings that a command has shown, and what it says of the user's own."""
+    [block] = re.findall(r"recipe replay: [^\n]*\n((?:    \S+ = [^\n]*\n)+)", output)
+    return dict(line.strip().split(" = ", 1) for line in block.splitlines())
+
+
+def declared(part: str) -> dict[str, str]:
+    return {each.name: json.dumps(each.wanted) for each in settings_of(getattr(RECIPES["replay"], part), {})}
+
+
+def doctor(address: str, *options: str) -> list[dict]:
+    said = run_replay("doctor", "--json", *options, address=address)
+    return json.loads(said.stdout)["findings"]
+
+
+def messages(findings: list[dict], check: str) -> list[tuple[str, str]]:
+    return [(each["level"], each["message"]) for each in findings if each["check"] == check]
+
+
+def test_serve_takes_the_recipe_by_option_or_file_and_shows_each_setting_and_what_the_user_changed(tmp_path):
+    log = tmp_path / "serve.log"
+    with (
+        log.open("w") as stderr,
+        server_process(tmp_path, options=("--recipe", "replay"), stderr=stderr) as server,
+        ReplayClient(server.address) as client,
+    ):
+        assert client.server_info().recipe == "replay"
+        assert shown(log.read_text()) == declared("server")
+    own = 'recipe = "replay"\n[[tables]]\nname = "replay"\nmax_size = 512\n'
+    with (
+        log.open("w") as stderr,
+        server_process(tmp_path, own, stderr=stderr) as server,
+        ReplayClient(server.address) as client,
+    ):
+        changed = shown(log.read_text())
+        assert changed == declared("server") | {"tables.replay.max_size": "512  (yours; the recipe has 256)"}
+        assert json.loads(client.server_info().tables["replay"].config)["max_size"] == 512
+        said = messages(doctor(server.address), "recipe")
+        words = "the server runs by recipe 'replay'; changed on purpose: tables.replay.max_size of the server is 512"
+        assert said == [("ok", f"{words} (recipe: 256)")]
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("serve", ()),
+        ("generate", ("--model", "m", "--prompts", "p.jsonl")),
+        ("train", ("--model", "m", "--output-dir", "o")),
+    ],
+)
+def test_a_recipe_that_there_is_not_is_one_line(command, options):
+    done = run_replay(command, "--recipe", "repaly", *options)
+    assert done.returncode in (1, 2)
+    assert "must be one of replay, not 'repaly'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_three_commands_with_one_word_train_agree_and_become_as_old_as_predicted(
+    tmp_path, replay, generate, model_folder
+):
+    config = tmp_path / "train.toml"
+    config.write_text('recipe = "replay"\nlearning_rate = 1e-4\n[correction]\noff_policy_mask_threshold = 0.2\n')
+    with (
+        server_process(tmp_path, options=("--recipe", "replay")) as server,
+        ReplayClient(server.address, timeout=60.0) as client,
+    ):
+        generator = generate(server.address, "transformers", "--recipe", "replay", "--name", "gen")
+        trainer = replay(
+            *("train", "--address", server.address, "--name", "tr", "--config", str(config)),
+            *("--model", str(model_folder), "--output-dir", str(tmp_path / "run"), "--steps", "100000"),
+        )
+        until(lambda: client.policy().version >= VERSIONS or trainer.poll() is not None, seconds=200)
+        assert trainer.poll() is None, trainer.output()
+        info = client.server_info()
+        said = {each.name: read_described(each.settings) for each in info.clients}
+        assert said["gen"]["priority"] == "learnability"
+        assert (said["tr"]["recipe"], said["tr"]["fresh_groups_per_step"]) == ("replay", 4)
+        level, words = messages(doctor(server.address), "recipe")[0]
+        assert level == "ok"
+        assert "the server, generator gen, trainer tr run by recipe 'replay'; changed on purpose: " in words
+        assert "correction.off_policy_mask_threshold of trainer tr is 0.2 (recipe: 0.1)" in words
+
+        trainer.terminate()
+        trainer.wait(timeout=60)
+        assert shown(generator.output()) == declared("generator")
+        threshold = {"correction.off_policy_mask_threshold": "0.2  (yours; the recipe has 0.1)"}
+        assert shown(trainer.output()) == declared("trainer") | threshold
+        flow = client.server_info().tables["rollouts"].flow
+        assert flow.versions >= VERSIONS
+        assert flow.drawn == pytest.approx(4.0, abs=2 * 4 / flow.versions)
+        lines = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        stale = [line["fresh/staleness_mean"] for line in lines][-flow.versions :]
+        # Permits let no group become older than one version. What the trainer measured is what the server measured, but
+        # for the steps under way: drawn ahead, not announced, or stopped.
+        assert max(stale) <= 1.0
+        assert flow.staleness == pytest.approx(sum(stale) / len(stale), abs=4 / flow.versions)
+        [age] = [each for each in messages(doctor(server.address), "rollouts") if each[1].startswith("drawn ")]
+        assert "1.0 where generators always wait for the trainer" in age[1]
+
+        generator.terminate()
+        generator.wait(timeout=60)
+        other = generate(server.address, "transformers", "--name", "plain")
+        until(
+            lambda: "plain" in {each.name for each in client.server_info().clients if each.settings != "{}"},
+            seconds=120,
+        )
+        level, words = next(each for each in messages(doctor(server.address), "recipe") if "plain" in each[1])
+        assert level == "warning"
+        assert "generator plain does not run by recipe 'replay', as the server does: priority is" in words
+        other.terminate()
+        other.wait(timeout=60)

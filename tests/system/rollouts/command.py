@@ -1,0 +1,23 @@
+"""The command `replay` as a process that `tests.factories.start` forks from one with torch and transformers in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from replay_client.generator.engines import transformers as _imported_once  # noqa: F401
+from replay_server.cli import generate as _too  # noqa: F401
+from replay_server.cli import main
+
+
+def run_command(log: Path, *arguments: str) -> None:
+    """Runs the command. What it says is added to the file `log`."""
+    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(file, output)
+    torch.set_num_threads(1)  # matrices this small only wait for a second one
+    sys.argv = ["replay", *arguments]
+    main()
