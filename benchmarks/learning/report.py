@@ -98,6 +98,33 @@ def pair_table(records: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str
     return lines
 
 
+def variety_table(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown, a row an arm and setting: the variety of right answers, of the runs that measured it."""
+    lines = [
+        "| task, start | arm | seeds | pass@8, start → end | less plain's | less quarter batch's | "
+        "different right answers among 8, start → end | entropy of a right answer, nats |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    measured = [record for record in records if "variety" in record]
+    for setting, arms in sorted(by_setting(measured).items()):
+        for name, arm in arms.items():
+            starts, ends = (np.mean([r["variety"][i] for r in arm.values()], axis=0) for i in (0, -1))
+            passed = [
+                "" if name == other else shown(gain(arm, arms.get(other, {}), passed_at_end), "+.3f")
+                for other in ("plain", "quarter")
+            ]
+            shifts = [f"{start:.2f} → {end:.2f}" for start, end in zip(starts, ends, strict=True)]
+            lines.append(
+                f"| {setting} | {name} | {len(arm)} | {shifts[0]} | {' | '.join(passed)} | {shifts[1]} | {shifts[2]} |"
+            )
+    return lines
+
+
+def passed_at_end(record: dict[str, Any]) -> float:
+    """pass@8 at the end of a run."""
+    return float(record["variety"][-1][0])
+
+
 def gain(arm: Records, baseline: Records, measure: Callable[[dict[str, Any]], float] = s.area) -> s.Interval:
     """The mean over the seeds that both have of the difference in `measure`."""
     seeds = sorted(arm.keys() & baseline.keys())
@@ -170,6 +197,8 @@ def main() -> None:
     arguments = parser.parse_args()
     records = [record for path in arguments.records for record in read_records(path)]
     print("\n".join(table(records)))
+    if any("variety" in record for record in records):
+        print("\n" + "\n".join(variety_table(records)))
     if arguments.pairs:
         pairs = [(arm, baseline) for arm, _, baseline in (pair.partition(":") for pair in arguments.pairs)]
         print("\n" + "\n".join(pair_table(records, pairs)))

@@ -67,7 +67,8 @@ def work(job: Job, warm_starts: Path, engine: str, pause: Path | None = None) ->
     """One run, in a process of its own."""
     import torch
 
-    from benchmarks.learning import loop, pretrained, system
+    from benchmarks.learning import loop, system
+    from benchmarks.learning.real import pretrained
 
     torch.set_num_threads(1)
     arm, *rest = job

@@ -367,7 +367,7 @@ def sequence_rows(group: RolloutGroup, decoder: Any = None) -> list[Row]:
     prompts, spans, counts = group.prompts(), group.sampled_spans(), _counts(group)
     meta = {name: value for name, value in group.meta.items() if name != "turns"}
     for (rollout, part), before, span, turns in zip(places, prompts, spans, turns_of(group), strict=True):
-        row = {
+        row: Row = {
             "prompt_id": group.prompt_id,
             "rollouts": group.group_size,
             "rollout": rollout,
@@ -523,14 +523,32 @@ def _put_together(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> Row:
         for name, kind in _SEQUENCE_COLUMNS.items():
             if name not in row or place not in expected:
                 continue
-            given, stored = plain(row[name]), plain(expected[place][name])
-            given = json.loads(given) if kind == "json" and isinstance(given, str) else given
-            if given != stored:
+            given, stored = row[name], expected[place][name]
+            if not _agree(kind, given, stored):
                 raise ValueError(
                     f"{name} of sequence {place[1]} of rollout {place[0]} is {given!r:.60} in row {number}, and "
-                    f"{stored!r:.60} in the payload, which is what `import` inserts: change groups in Python"
+                    f"{plain(stored)!r:.60} in the payload, which is what `import` inserts: change groups in Python"
                 )
     return whole
+
+
+def _agree(kind: str, given: Any, stored: Any) -> bool:
+    """Whether a column of a file has the value that the payload has."""
+    if given is None or stored is None:
+        return plain(stored) is None and given is None
+    if kind == "json":
+        return bool((json.loads(given) if isinstance(given, str) else given) == plain(stored))
+    if not kind.startswith("list of "):
+        return bool(plain(given) == plain(stored))
+    if stored.dtype.kind != "f":
+        return bool(given == stored.tolist())
+    import numpy as np
+
+    try:
+        values = np.array(given, dtype=np.float64)  # null becomes NaN, which is an unknown number
+    except (TypeError, ValueError):
+        return False
+    return np.array_equal(values, stored, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -577,13 +595,17 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            encoded = {
-                name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-                for name, value in row.items()
-            }
-            file.write(json.dumps(plain(encoded), ensure_ascii=False) + "\n")
+            file.write(json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n")
             count += 1
     return count
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    # `plain` looks at each entry of a list, and the tokens of a group may be a million.
+    whole = getattr(getattr(value, "dtype", None), "kind", "") in ("i", "b")
+    return value.tolist() if whole else plain(value)
 
 
 def _schema(columns: Mapping[str, str]) -> Any:

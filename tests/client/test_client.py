@@ -76,6 +76,14 @@ def test_a_sampled_group_moves_on_to_the_replay_table_without_a_copy(client):
 
 
 @pytest.mark.usefixtures("transport")
+def test_items_come_without_their_payloads_if_nobody_wants_them(client):
+    key = client.insert(make_group(), {"rollouts": 0.7, "plain": 0.5}, tags={"level": 3})
+    (item,) = client.get([key, 12345], payloads=False)
+    assert (item.key, bytes(item.payload), item.tags) == (key, b"", {"level": 3})
+    assert {name: held.priority for name, held in item.tables.items()} == {"rollouts": 0.7, "plain": 0.5}
+
+
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("nbytes", [0, 1, 400, 1 << 20, (1 << 20) + 1, 5_000_001])
 def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
     payload = np.random.default_rng(nbytes).bytes(nbytes)

@@ -80,7 +80,7 @@ def generate(replay, model_folder) -> Callable[..., Command]:
     def start(address: str, engine: str, *more: str) -> Command:
         return replay(
             *("generate", "--address", address, "--engine", engine, "--model", str(model_folder)),
-            *("--prompts", str(model_folder.parent / "prompts.jsonl"), "--reward", "tests.system.rewards:even_start"),
+            *("--prompts", str(model_folder.parent / "prompts.jsonl"), "--reward", "tests.rewards:even_start"),
             *("--group-size", "4", "--max-tokens", "6", "--max-concurrent-groups", "4", "--timeout", "5", *more),
         )
 

@@ -208,7 +208,6 @@ def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path:
 
         def train(name: str) -> Any:
             with ReplayClient(server.address) as client:
-                client.reset()
                 client.set_policy_version(0, rollback=True)
                 for _ in range(8):
                     client.insert(make_group(rewards=[1.0, 0.0]), {"rollouts": 1.0})
@@ -219,7 +218,7 @@ def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path:
 
         first, second = train("new"), train("more")
     for model in (first, second):
-        assert (model.peft_config["default"].r, len(model.peft_config["default"].target_modules)) == (3, 7)
+        assert model.peft_config["default"].r == 3
     changed = [name for name, tensor in second.state_dict().items() if not tensor.equal(first.state_dict()[name])]
     assert changed
     assert all("lora_" in name for name in changed)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from replay_client.waits import beat
-from replay_trainer.batching import Batch, Ints, bare_group, micro_batches, to_batch
+from replay_trainer.batching import Batch, bare_group, micro_batches, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, CorrectionConfig, correct
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.metrics import Metrics
+from replay_trainer.packing.beginnings import Ints
 from replay_trainer.ranks import Ranks, gather_full
 from replay_trainer.weights import Adapter
 

@@ -146,7 +146,7 @@ class Dashboard:
         offset, limit = max(0, int(given.get("offset", 0))), min(MOST_ROWS, int(given.get("limit", 100)))
         snapshot = self.catalog.snapshot(given.get("table", ""), int(given.get("snapshot") or 0))
         if snapshot is None:
-            none = {"histograms": {}, "flags": {}, "tags": []}
+            none: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
             return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
         view, key = View(snapshot, self.catalog.facts), (snapshot.id, self.catalog.facts.version, query)
         if key not in self._cache:

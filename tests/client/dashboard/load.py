@@ -128,7 +128,7 @@ class Run:
             ),
             ("tool", str(a + b)),
         ]
-        played = [[*(call if number % 3 == 1 else ()), ("assistant", text)] for text in texts]
+        played = [[*(call if number % 2 else ()), ("assistant", text)] for text in texts]
         turns = [[(role, self.tokenizer.encode(text).ids) for role, text in parts] for parts in played]
         for parts in turns:
             parts[-1][1].append(0)
@@ -149,7 +149,7 @@ class Run:
         if number % 7 == 0:
             mask &= self.numbers.random(total) > 0.05
         meta: dict[str, object] = {"worker": f"generator-{number % 3}"}
-        if number % 3 == 1:
+        if number % 2:
             meta["turns"] = [
                 [["prompt", len(prompt_ids)], *([role, len(tokens)] for role, tokens in parts)] for parts in turns
             ]
@@ -184,7 +184,7 @@ class Run:
                 try:
                     permits = client.acquire_permits(1)
                     tags: dict[str, str | int] = {
-                        "environment": "calculator" if number % 3 == 1 else "sums",
+                        "environment": "calculator" if number % 2 else "sums",
                         "level": 1 + number % 4,
                     }
                     client.insert(

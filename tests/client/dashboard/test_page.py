@@ -369,7 +369,7 @@ def test_a_balanced_table_shows_its_shares_and_groups_their_tags(opened):
         shares = "draws balanced over environment: math 75 % (1 group), <b>code</b> 25 % (1 group)"
         tab.wait_for_selector(f"small >> text={shares}")
         tab.evaluate("location.hash = '#/groups/pool'")
-        tab.wait_for_selector(".note.tag >> text=environment=math")
+        tab.wait_for_selector(".note.tag[title='Groups with environment=math'] >> text=math")
         tab.evaluate("key => location.hash = `#/group/${key}`", str(key))
         tab.wait_for_selector("dt >> text=tag environment")
 

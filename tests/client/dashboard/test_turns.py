@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
 from replay_client.dashboard.turns import turns_of
@@ -36,6 +40,37 @@ def test_the_turns_are_those_that_the_generator_wrote_down():
         [("assistant", 0, 1, 1)],
         [("assistant", 0, 1, 1)],
     ]
+
+
+@given(
+    masks=st.lists(st.lists(st.booleans(), max_size=12), min_size=1, max_size=4),
+    shared=st.integers(1, 4),
+    data=st.data(),
+)
+def test_turns_cover_each_sequence_once_and_count_what_is_trained_on(masks, shared, data):
+    told = None
+    if data.draw(st.booleans(), label="the generator wrote them down"):
+        told = []
+        for mask in masks:
+            whole = shared + len(mask)
+            cuts = sorted({0, whole, *data.draw(st.lists(st.integers(1, whole), max_size=5), label="cuts")})
+            told.append([[data.draw(st.sampled_from(["tool", "assistant"])), b - a] for a, b in pairwise(cuts)])
+    group = make_group(
+        prompt=[3] * shared,
+        lengths=[len(mask) for mask in masks],
+        loss_mask=[each for mask in masks for each in mask],
+        meta={} if told is None else {"turns": told},
+    )
+    for mask, turns, span in zip(masks, turns_of(group), group.sequence_spans(), strict=True):
+        assert [turn.start for turn in turns] == [0, *(turn.stop for turn in turns)][: len(turns)]
+        assert sum(turn.stop - turn.start for turn in turns) == len(mask)
+        assert [turn.trained for turn in turns] == [sum(mask[turn.start : turn.stop]) for turn in turns]
+        assert all((turn.role is None) == (told is None) for turn in turns)
+        if told is None:  # each part is of one kind, and its neighbours are of the other
+            kinds = [turn.trained > 0 for turn in turns]
+            assert all(turn.trained in (0, turn.stop - turn.start) for turn in turns)
+            assert all(a != b for a, b in pairwise(kinds))
+        assert group.trained_mask[span].tolist() == mask
 
 
 RUNS = [(None, 0, 2, 2), (None, 2, 3, 0), (None, 3, 4, 1)]

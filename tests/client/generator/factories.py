@@ -200,6 +200,8 @@ class RecordingClient:
     left: bool = False
     """It said that it ends."""
     insert_keys: list[int] = field(default_factory=list)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What it was told to describe itself with."""
     current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -253,6 +255,9 @@ class RecordingClient:
             tables: Mapping[str, Any] = field(default_factory=dict)
 
         return Info(admission=AdmissionInfo(table="rollouts") if self.admission else None)
+
+    async def describe(self, settings: Mapping[str, str], *, timeout: float | None = None) -> None:
+        self.settings = dict(settings)
 
     async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitLease:
         self.granted += count

@@ -29,12 +29,12 @@ from replay_client.generator.environments import load_environment
 from replay_client.scoring import group_advantages
 from replay_server import ReplayServer, TableConfig
 from tests.client.generator.factories import EOS, RecordingClient, make_model, recomputed
+from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
-ROOT = ENVIRONMENTS.parents[3]
 SAMPLING = SamplingConfig(temperature=0.8, max_tokens=5)
 HERE = {"runtime": {"type": "subprocess"}}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -264,17 +264,14 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def test_replay_generate_plays_an_environment_that_a_file_names(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "generate.toml"
-    file.write_text(
-        f'model = "{model}"\nengine = "transformers"\nenvironment = "verifiers:guesses"\n'
-        "group_size = 2\nmax_groups = 2\nmax_tokens = 4\n"
-        "[environment_args]\nrounds = 2\nagent.runtime.type = 'subprocess'\n"
-    )
+def test_replay_generate_plays_the_environment_of_the_page(model: Path, tmp_path: Path) -> None:
+    write_files(ROOT / "docs/how-to/verifiers.md", tmp_path)
+    command = ["generate", "--config", "generate.toml", "--model", str(model), "--engine", "transformers"]
+    command += ["--group-size", "2", "--min-rollouts", "2", "--max-groups", "2", "--max-tokens", "4"]
     with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server, ReplayClient(server.address) as client:
         done = subprocess.run(
-            [sys.executable, "-m", "replay_server.cli", "generate", "--config", str(file)],
-            cwd=ENVIRONMENTS,
+            [sys.executable, "-m", "replay_server.cli", *command],
+            cwd=tmp_path,
             env=os.environ | {"REPLAY_ADDRESS": server.address},
             capture_output=True,
             text=True,
@@ -283,9 +280,10 @@ def test_replay_generate_plays_an_environment_that_a_file_names(model: Path, tmp
         assert done.returncode == 0, done.stderr[-3000:]
         items = client.list_items("rollouts").items
         groups = [item.group for item in client.get([item.key for item in items])]
-    assert [item.tags["environment"] for item in items] == ["guesses"] * 2
-    assert [group.rewards.tolist() for group in groups] == [[2.0, 2.0]] * 2
-    assert all(group.loss_mask is not None for group in groups)
+    assert [item.tags["environment"] for item in items] == ["reversed_words"] * 2
+    for group in groups:
+        assert group.extras["rewards/rollout/right"].tolist() == group.rewards.tolist()
+        assert "rewards/rollout/letters" in group.extras
 
 
 # ---------------------------------------------------------------------------------------------------- learning

@@ -317,6 +317,10 @@ def test_a_group_that_lacks_rows_is_named_and_the_others_are_inserted(replay, cl
     [
         ({"reward": 0.5}, "reward of sequence 0 of rollout 0 is 0.5 in row 1, and 0.1"),
         ({"completion_ids": [1]}, "completion_ids of sequence 0 of rollout 0 is [1] in row 1, and [5]"),
+        ({"completion_ids": [5.5]}, "completion_ids of sequence 0 of rollout 0 is [5.5] in row 1, and [5]"),
+        ({"logprobs": ["x"]}, "logprobs of sequence 0 of rollout 0 is ['x'] in row 1, and [-1.0]"),
+        ({"logprobs": [None]}, "logprobs of sequence 0 of rollout 0 is [None] in row 1, and [-1.0]"),
+        ({"meta": {"a": 1}}, "meta of sequence 0 of rollout 0 is {'a': 1} in row 1, and {}"),
         ({"rollout": 1.5}, "rollout is 1.5, not a number from 0: `replay export --rows sequences` writes it"),
         ({"sequences": None}, "sequences is None, not a number from 0"),
         ({"payload": "AAAA"}, "not a rollout group: 3 bytes"),

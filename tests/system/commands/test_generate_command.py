@@ -17,7 +17,7 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
         generator = generate(
             server.address,
             "transformers",
-            *("--reward", "tests.system.rewards:is_long=0.5", "--truncated", "mask", "--reload", "at_once"),
+            *("--reward", "tests.rewards:is_long=0.5", "--truncated", "mask", "--reload", "at_once"),
             *("--drop-zero-variance", "--metrics", str(metrics), "--metrics-interval", "0.5"),
         )
         first = client.sample("rollouts", 4)

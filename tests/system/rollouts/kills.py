@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -133,21 +135,36 @@ def kill_generators(kills: int, folder: Path, rng: random.Random, generators: in
         def inserts() -> int:
             return client.server_info().tables["rollouts"].inserts
 
+        def go_on() -> None:
+            """Returns when some groups more are there."""
+            enough = inserts() + rng.randrange(1, 9)
+            until(lambda: inserts() >= enough or books.violations, "nobody inserts", PATIENCE)
+
+        def is_at_work(process: BaseProcess) -> bool:
+            """Whether groups are under way at the moment, in which it then stands still."""
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            if _admission(client).running:
+                return True
+            os.kill(process.pid, signal.SIGCONT)
+            return False
+
         trainer = Trainer(server.address, model, books)
         running = [start_one() for _ in range(generators)]
         try:
             for _ in range(kills):
-                before, wanted = inserts(), rng.randrange(1, 9)
-                until(lambda: inserts() >= before + wanted or books.violations, "nobody inserts", PATIENCE)  # noqa: B023
+                go_on()
                 time.sleep(rng.random() * 0.2)
                 victim = rng.randrange(generators)
                 if (code := running[victim].exitcode) is not None:
                     books.violated(f"a generator ended by itself, with {code}")
                 if books.violations:
                     break
+                until(lambda: is_at_work(running[victim]), "no group is under way", PATIENCE)  # noqa: B023
                 running[victim].kill()
                 books.totals["kills"] += 1
                 running[victim] = start_one()
+            go_on()
         finally:
             for process in running:
                 process.kill()

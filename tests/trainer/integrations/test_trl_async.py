@@ -126,7 +126,7 @@ def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
     tokenizer.save_pretrained("model")
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(9)))
     root = Path(__file__).parent.parent.parent.parent
-    command = "generate --model model --prompts prompts.jsonl --reward tests.system.rewards:even_start"
+    command = "generate --model model --prompts prompts.jsonl --reward tests.rewards:even_start"
     options = "--wait-for-policy --engine transformers --group-size 4 --max-tokens 4 --max-concurrent-groups 2"
     with Path("generate.log").open("w") as log:
         generator = subprocess.Popen(

@@ -103,7 +103,7 @@ def packed_attention(
 
     # One split, and slices of its parts: a slice of the whole row would cost the whole row in the backward pass.
     lengths = [run.length for run in replay_layout]
-    parts = [each.split(lengths, dim=2) for each in (query, key, value)]
+    parts = [torch.split(each, lengths, dim=2) for each in (query, key, value)]
     known: dict[tuple[int, int], list[Tensor]] = {}
 
     def first_of(run: int, tokens: int) -> list[Tensor]:

@@ -115,9 +115,9 @@ function rowOf(row, index) {
       ? ` ${percent(row.truncated_share)} cut` : ""),
     cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)),
       cell("num", duration(row.age)),
-    cell("notes", row.tags.map((tag) => h("button", { type: "button", class: "note tag", title: `Groups with ${visible(tag)}`,
-      "aria-pressed": String(filter.tags.includes(tag)), onclick: () => toggleTag(tag) }, visible(tag).slice(0, 60))),
-      (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note))));
+    cell("notes", (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note)),
+      row.tags.map((tag) => h("button", { type: "button", class: "note tag", title: `Groups with ${visible(tag)}`,
+        "aria-pressed": String(filter.tags.includes(tag)), onclick: () => toggleTag(tag) }, shortTag(tag)))));
 }
 
 // ------------------------------------------------------------------------------------------------ controls
@@ -136,6 +136,9 @@ const later = (changes) => (clearTimeout(timer), (timer = setTimeout(() => chang
 
 // A group has one value of each tag, so another value of the same tag takes the place of the first.
 const nameOf = (tag) => tag.slice(0, tag.indexOf("="));
+const valueOf = (tag) => tag.slice(nameOf(tag).length + 1);
+// In a row there is little room: a word says by itself what it is, and a number does not.
+const shortTag = (tag) => visible(/^-?\d*$/.test(valueOf(tag)) ? tag : valueOf(tag)).slice(0, 60);
 function toggleTag(tag) {
   const others = filter.tags.filter((each) => nameOf(each) !== nameOf(tag));
   change({ tags: filter.tags.includes(tag) ? others : [...others, tag] });
@@ -152,7 +155,7 @@ function tagChips() {
   const chip = ([tag, count]) => {
     const on = filter.tags.includes(tag);
     return h("button", { type: "button", class: on ? "chip on" : "chip", "aria-pressed": String(on), title: visible(tag),
-      onclick: () => toggleTag(tag) }, visible(tag.slice(nameOf(tag).length + 1)).slice(0, 60), count === null ? null : h("small", null, count.toLocaleString("en")));
+      onclick: () => toggleTag(tag) }, visible(valueOf(tag)).slice(0, 60), count === null ? null : h("small", null, count.toLocaleString("en")));
   };
   const row = (label, chips, others) => h("div", { class: "chips", role: "group", "aria-label": `Tag ${label}` },
     h("h2", null, "Tag ", h("b", null, label)), chips.map(chip), others > 0 && h("small", null, `and ${plural(others, "further value")}`));

@@ -107,11 +107,12 @@ export function turns(sequence, look) {
       if (window.arrays.token_advantages) advantages.push(window.arrays.token_advantages[i]);
     }
     const [least, most] = advantages.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+    const role = each.role ?? (each.stop <= sequence.context_tokens ? "own context" : null);
     const said = [plural(each.stop - each.start, "token"), each.trained === null ? "" : trainedWords(each),
       known.length > 0 && `log-prob ${number(known.reduce((a, b) => a + b, 0) / known.length)}`,
       advantages.length > 0 && `advantage ${least === most ? signed(least) : `${signed(least)} to ${signed(most)}`}`];
     return h("div", { class: `turn ${kindOf(each)}` },
-      h("div", { class: "who" }, h("b", null, visible(each.role ?? (each.stop <= sequence.context_tokens ? "own context" : ""))), said.filter(Boolean).join(" · ")),
+      h("div", { class: "who" }, role === null ? null : h("b", null, visible(role)), said.filter(Boolean).join(" · ")),
       each.stop > each.start ? tokens(window, sequence.index, look, each.start, stop) : null);
   });
 }

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.learning.arms import GROUP_SIZE, Arm
-from benchmarks.learning.gym import GYM_TASKS, GymProblems, gym_problems
 from benchmarks.learning.loop import IN_PROCESS, Point, Settings, tables
-from benchmarks.learning.smollm2 import smollm2
+from benchmarks.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
+from benchmarks.learning.real.smollm2 import smollm2
 from benchmarks.learning.steps import Steps
 from benchmarks.learning.variety import Variety
 from replay_client import ReplayClient, RolloutGroup

@@ -1,6 +1,7 @@
 """Tasks of the package reasoning-gym, scored by its own scorers on the last number of an answer.
 
     chain_sum    "5 + 9 - 7 ="            three terms of one digit
+    two_terms    "5 + 9 ="                two of them: 160 problems to train on, so a run may have 160 groups
     gcd          "… numbers: 12, 20"      two numbers up to 20
     products     "4 * 7"                  two factors of one digit
 
@@ -49,6 +50,7 @@ GYM_TASKS = {
     task.name: task
     for task in (
         GymTask("chain_sum", "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        GymTask("two_terms", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
         GymTask("gcd", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
         GymTask("products", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
     )

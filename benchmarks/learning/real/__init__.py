@@ -1,0 +1,1 @@
+"""The experiment on a pretrained model: SmolLM2 on tasks of reasoning-gym."""
