@@ -91,7 +91,7 @@ learning-page: setup-dev
 	  --json benchmarks/results/learning_real.json > /dev/null
 	test ! -f runs/real/steps.jsonl || $(BIN)/python -m benchmarks.learning.real.look runs/real/steps.jsonl \
 	  --json benchmarks/results/learning_real_steps.json > /dev/null
-	$(BIN)/python -m benchmarks.learning.page docs/history/learning.md
+	$(BIN)/python -m benchmarks.learning.page docs/learning.md docs/history/learning.md
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev
