@@ -31,6 +31,7 @@ from benchmarks.measure import CellResult, Effort, Round, measure
 from benchmarks.report import Report
 from benchmarks.run import run
 from benchmarks.trainer import run as trainer
+from benchmarks.trainer import shared
 
 QUICK = Effort(seconds=0.02, rounds=2)
 QUICK_SIDE = ["step", "equal", "1", "plain"]
@@ -238,3 +239,19 @@ def test_an_interpreter_with_optimisations_is_preferred_and_one_that_does_not_ru
     found = installed((3, 11))
     assert [Path(path).parent.name for path in found] == ["optimised", "plain"]
     assert build_of(found[0])["options"] == ["--enable-shared", "--enable-optimizations", "--with-lto"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [
+        # Of each of 32 completions the last token is not read: 4352 - 32 and the prompts, once for each group or row.
+        ("single turn, G = 8", [4608, 4608, 6624]),
+        # 8 rollouts of 224 tokens, in one sequence or four. The prompts alone leave so much that two passes read one.
+        ("4 turns in 4 sequences a rollout", [2 * (64 + 8 * 223), 3 * 64 + 64 * 127, 64 * (64 + 127)]),
+        ("a long common context", [256 + 2 * (32 + 264) + 1002, 2 * (288 + 8 * 264) + 1002, 16 * (288 + 264) + 1002]),
+    ],
+)
+def test_the_shapes_of_the_benchmark_of_beginnings_are_read_as_far_as_each_side_shares_them(shape, read):
+    batch = shared.to_batch(shared.SHAPES[shape]())
+    assert [shared.computed(shared.sharing(batch, side)) for side in shared.SIDES] == read
+    assert (shared.sharing(batch, "none").mask_BT == batch.mask_BT).all()

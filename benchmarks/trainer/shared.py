@@ -8,7 +8,8 @@ Three sides train the same batches with the same model and the same budget of a 
     prompt    the prompt of a group is computed once, and nothing else
     none      every sequence is computed by itself, packed without padding
 
-A step is the forward and backward passes, the clipping and the optimizer's update. Tokens are those trained on.
+A step is the forward and backward passes, the clipping and the optimizer's update. Tokens are those trained on. On a
+CPU seconds are CPU seconds of the process: other work on the machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,14 @@ BUDGET = 8192
 """Tokens of a micro-batch: what fits into memory is the same for every side."""
 WORKLOAD = Workload()
 """The model is that of `benchmarks.trainer.run`, and so are the lengths of the single turn."""
-_random = np.random.default_rng(0)
+Tokens = Callable[[int], list[int]]
+"""So many new tokens."""
 
 
-def _tokens(count: int) -> list[int]:
-    return list(_random.integers(3, WORKLOAD.vocabulary, count).tolist())
+def random_tokens() -> Tokens:
+    """The same tokens for every process."""
+    random = np.random.default_rng(0)
+    return lambda count: list(random.integers(3, WORKLOAD.vocabulary, count).tolist())
 
 
 def _group(prompt: Sequence[int], rows: Sequence[tuple[list[int], list[bool]]], sequences: int = 1) -> RolloutGroup:
@@ -69,28 +73,29 @@ def single_turn() -> list[RolloutGroup]:
 
 def four_sequences(turns: int = 4, written: int = 32, answered: int = 32) -> list[RolloutGroup]:
     """2 prompts of 64 tokens, 8 rollouts of 4 turns. Each turn is a sequence that begins with all turns before it."""
-    groups = []
+    tokens, groups = random_tokens(), []
     for _ in range(2):
         rows = []
         for _ in range(G):
             known: list[int] = []
             for _ in range(turns):
-                rows.append((known + (text := _tokens(written)), [False] * len(known) + [True] * written))
-                known = known + text + _tokens(answered)
-        groups.append(_group(_tokens(64), rows, turns))
+                rows.append((known + (text := tokens(written)), [False] * len(known) + [True] * written))
+                known = known + text + tokens(answered)
+        groups.append(_group(tokens(64), rows, turns))
     return groups
 
 
 def long_context() -> list[RolloutGroup]:
     """2 tasks behind one system prompt of 256 tokens. All 8 rollouts of a task make the same first call of 8 tokens,
     and get the same output of 256. Their answers have 32 to 96 tokens."""
-    system, groups = _tokens(256), []
+    tokens, groups = random_tokens(), []
+    system = tokens(256)
     for _ in range(2):
-        call, output = _tokens(8), _tokens(256)
-        answers = [_tokens(length) for length in np.linspace(32, 96, G).astype(int)]
+        call, output = tokens(8), tokens(256)
+        answers = [tokens(length) for length in np.linspace(32, 96, G).astype(int)]
         masks = [[True] * len(call) + [False] * len(output) + [True] * len(answer) for answer in answers]
         rows = [(call + output + answer, mask) for answer, mask in zip(answers, masks, strict=True)]
-        groups.append(_group(system + _tokens(32), rows))
+        groups.append(_group(system + tokens(32), rows))
     return groups
 
 
@@ -136,14 +141,15 @@ class Steps:
 
     def seconds(self) -> float:
         """The time of one step."""
-        start = time.perf_counter()
+        clock = time.perf_counter if self.batch.device.type == "cuda" else time.process_time
+        start = clock()
         _, self.loss, _ = self.passes.backward(self.batch, None)
         self.passes.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if torch.cuda.is_available():
+        if self.batch.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return clock() - start
 
 
 def measure(shape: str, rounds: int, device: str) -> Iterator[dict[str, Any]]:
