@@ -18,7 +18,7 @@ N ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 VERIFIERS := .venv-verifiers
-VERIFIERS_TESTS := tests/client/generator/test_verifiers.py
+VERIFIERS_TESTS := tests/client/generator/environments/test_verifiers.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)

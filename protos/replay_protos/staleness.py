@@ -22,6 +22,8 @@ Two means of the sum are known without a look, of C groups at a time, a queue of
     the trainer waits for groups, and computes a share u of the time:  under_way = C, waiting = u B
     generators wait for the trainer, so u = 1 and the queue is full:   under_way = C, waiting = K        `most`
 
+The server does not know u, and need not: while the queue is not full, u = waiting / drawn.
+
 [admission] grants a permit while accepted + running <= (max_staleness + version + 1) * B. When the next version is set,
 version + 1 batches of B are drawn, so under_way + waiting <= max_staleness * B. So its max_staleness is a bound, too.
 

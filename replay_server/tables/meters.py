@@ -154,15 +154,14 @@ class FlowMeans:
 
 
 class FlowMeter:
-    """How items pass through a table from one policy version to the next, over the last VERSIONS of them.
+    """How items pass through a table from one policy version to the next, over the last ones.
 
     What happens before the first version counts for nothing, because nobody knows how many versions that was.
     """
 
-    VERSIONS = 32
-
-    def __init__(self) -> None:
-        self._finished: deque[tuple[int, int, int, int, int]] = deque(maxlen=self.VERSIONS)
+    def __init__(self, versions: int = 32) -> None:
+        """`versions`: how many at most."""
+        self._finished: deque[tuple[int, int, int, int, int]] = deque(maxlen=versions)
         """Versions in one go, then what was drawn, its staleness in all, what waited, and permits at the end of it."""
         self._began = False
         self._drawn = self._staleness = 0

@@ -37,8 +37,7 @@ class Rig:
 def simulate(rig: Rig, versions: int, seed: int = 0) -> pb.Flow:
     """The flow over so many versions, as the server's meter sees it. Times are exponential, or twice as variable."""
     rng = np.random.default_rng(seed)
-    meter = FlowMeter()
-    meter._finished = deque(maxlen=versions)  # the whole run, not its end
+    meter = FlowMeter(versions)  # the whole run, not its end
     clock, version, known = 0.0, 0, 0
     events: list[tuple[float, int, str, int]] = []
     order = itertools.count()

@@ -14,7 +14,8 @@ from replay_protos.recipes import read_described
 from replay_protos.staleness import fresh_flow
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from replay_server.config import MAX_SETTING, MAX_SETTINGS
-from tests.factories import make_group, tokens_file
+from tests.commands import run_replay
+from tests.factories import make_group, sample_of, scrape, tokens_file
 
 QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay")
 POOL = TableConfig(name="replay", sampler="uniform")
@@ -99,7 +100,10 @@ def test_the_flow_of_a_queue_counts_what_waits_and_what_is_drawn_by_version():
 
 def test_with_permits_the_expected_staleness_needs_no_word_of_the_generator():
     admission = AdmissionConfig(groups_per_step=2, max_staleness=1)
-    with ReplayServer([QUEUE, POOL], port=0, admission=admission) as server, ReplayClient(server.address) as client:
+    with (
+        ReplayServer([QUEUE, POOL], port=0, admission=admission, metrics_address="127.0.0.1:0") as server,
+        ReplayClient(server.address) as client,
+    ):
         client.set_policy_version(0, rollback=True)
         held = [(client.acquire_permits(2), 0)]
         for version in range(12):
@@ -118,6 +122,12 @@ def test_with_permits_the_expected_staleness_needs_no_word_of_the_generator():
         [said] = [each for each in diagnose(info, info.version, time.time()) if each.message.startswith("drawn ")]
         assert said.level is Level.OK
         assert "drawn 0.9 versions old in the mean; expected 1.0" in said.message
+        done = run_replay("doctor", "--max-staleness", "0.5", address=server.address)
+        assert "that is above 0.5; to keep within 0.5, set one of: [admission] max_staleness = 0" in done.stdout
+        metrics = scrape(server.metrics_address)
+        assert metrics[sample_of("replay_table_flow_expected_staleness_versions", table="rollouts")] == 1.0
+        measured = metrics[sample_of("replay_table_flow_staleness_versions", table="rollouts")]
+        assert measured == pytest.approx(11 / 12)
 
 
 def test_the_name_of_the_recipe_stands_in_the_info_of_the_server():

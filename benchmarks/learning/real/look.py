@@ -36,7 +36,7 @@ COLUMNS = {
 def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
     """Lines of Markdown, a row an arm and part of the budget: means over all steps and seeds that have the fact."""
     found: dict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
-    for step in steps:
+    for step in _finished(steps):
         part = min(parts - 1, int(parts * step["generated"] / step["budget"]))
         found[f"{step['task']}, {step['regime']}", step["arm"], part].append(step)
     lines = [
@@ -50,6 +50,17 @@ def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
             cells.append(f"{np.mean(values):.3g}" if values else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _finished(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps without those of runs that were cut off and began again."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for step in steps:
+        run = tuple(step[name] for name in ("task", "regime", "arm", "seed", "learning_rate", "budget"))
+        if step["step"] == 1:
+            runs[run] = []
+        runs[run].append(step)
+    return [step for run in runs.values() for step in run]
 
 
 def main() -> None:

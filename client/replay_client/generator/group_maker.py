@@ -108,7 +108,17 @@ class GroupMaker:
         messages = None if isinstance(prompt.content, str) else prompt.content
         tokenizer, longest = self._engine.tokenizer, self._engine.max_length
         tasks = [
-            Task(prompt.prompt_id, prompt_ids, prompt.row, messages, index, sampling, tokenizer, longest)
+            Task(
+                prompt.prompt_id,
+                prompt_ids,
+                prompt.row,
+                messages,
+                index,
+                sampling,
+                tokenizer,
+                longest,
+                config.chat_template,
+            )
             for index in range(config.group_size)
         ]
         played = await play(self._rollout, tasks, self._engine, config.rollout_timeout)

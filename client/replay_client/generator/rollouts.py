@@ -65,6 +65,8 @@ class Task:
     """Of the engine."""
     max_length: int
     """The most tokens that the engine takes, with those that it draws."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, as `GeneratorConfig.chat_template`."""
 
 
 @dataclass(frozen=True)

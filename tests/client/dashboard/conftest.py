@@ -24,6 +24,10 @@ until = functools.partial(factories.until, seconds=120.0)
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 
 
+STOPPED: set[str] = set()
+"""Addresses of pages that their test has stopped. A tab that is still open asks them once more, in vain."""
+
+
 @contextmanager
 def serving(settings: Settings, port: int = 0) -> Iterator[str]:
     """The address of a page, in this process."""
@@ -31,9 +35,12 @@ def serving(settings: Settings, port: int = 0) -> Iterator[str]:
     server = PageServer(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    STOPPED.discard(url)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield url
     finally:
+        STOPPED.add(url)
         server.should_exit = True
         thread.join(timeout=15)
         listener.close()
@@ -62,9 +69,13 @@ class Page:
             **({"viewport": LAPTOP, "permissions": ["clipboard-read", "clipboard-write"]} | options)
         )
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.tab.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        self.tab.on("console", lambda message: message.type == "error" and self._note(message.text))
         self.tab.on("request", lambda request: request.url.startswith(url) or self.complaints.append(request.url))
         self.tab.set_default_timeout(120_000)
+
+    def _note(self, complaint: str) -> None:
+        if self.url not in STOPPED or "net::ERR_" not in complaint:
+            self.complaints.append(complaint)
 
     def go(self, view: str) -> Any:
         self.tab.goto(f"{self.url}/#/{view}")

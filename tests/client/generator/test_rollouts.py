@@ -378,7 +378,7 @@ class Talking(ScriptedEngine):
     """An engine that writes the next of `says` in each turn, and remembers what it read."""
 
     tokenizer: Any = field(default_factory=chat_tokenizer)
-    max_length: int = 1000
+    max_length: int = 10_000
     says: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
 
@@ -410,6 +410,7 @@ async def slow_add(a: int, b: int) -> str:
     return f"it is {a + b}"
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 CHAT = [{"prompt": [{"role": "user", "content": "2+3?"}]}]
 
 
@@ -453,7 +454,7 @@ async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_eng
     group, engine = await talk(*[call] * 9, max_turns=3)
     assert (len(engine.read), group.finish_reasons) == (3, ("turns",))
     assert group.trained_mask[-1]
-    group, engine = await talk(*[call] * 99, max_turns=99)
+    group, engine = await talk(*[call] * 199, max_turns=199)
     assert group.finish_reasons == ("length",)
 
 
@@ -461,6 +462,92 @@ async def test_a_template_that_renders_earlier_turns_differently_is_refused() ->
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     with pytest.raises(PromptError, match="renders earlier turns differently after an answer of a tool"):
         await talk(call, "5", template=FORGETS)
+
+
+THOUGHT = "<think>\nI add.\n</think>\n\n"
+NO_TOOL = TEMPLATE.replace(
+    "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
+)
+ONE_THOUGHT = TEMPLATE.replace(
+    "{{ message['content'] }}", "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "says"),
+    [
+        (NO_TOOL, "", "the chat template leaves out the answer of a tool"),
+        (ONE_THOUGHT, THOUGHT, "the chat template renders earlier turns differently after an answer of a tool"),
+        (
+            TEMPLATE.replace("{{ message['content']", "{{ message['content'].replace('I', 'You')"),
+            THOUGHT,
+            "changes what",
+        ),
+    ],
+    ids=["forgets answers", "forgets thoughts", "changes words"],
+)
+async def test_a_template_by_which_others_would_read_something_else_is_refused(
+    template: str, thought: str, says: str
+) -> None:
+    with pytest.raises(PromptError, match=says):
+        await talk(f"{thought}{CALL}", "5", template=template)
+
+
+async def test_a_template_that_forgets_thoughts_is_taken_while_there_are_none() -> None:
+    _, engine = await talk(CALL, "5", template=ONE_THOUGHT)
+    assert len(engine.read) == 2
+
+
+async def test_a_template_may_trim_what_the_policy_wrote_which_stays_as_it_drew_it() -> None:
+    _, engine = await talk(f" {CALL}\n\n", "5", template=TEMPLATE.replace("['content'] }}", "['content'] | trim }}"))
+    assert engine.read[1].startswith(f"{engine.read[0]} {CALL}\n\n<e>\n<s>tool\n5<e>")
+
+
+def shipped_template(name: str) -> str:
+    """A template as its model has it, or as TRL changed it for training."""
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "thought", "says"),
+    [
+        ("qwen2_5", "", ""),
+        ("qwen2_5", THOUGHT, ""),
+        ("qwen3", "", ""),
+        ("qwen3", THOUGHT, ""),  # it keeps the thoughts of turns after the last message of the user
+        ("qwen3_training", THOUGHT, ""),
+        ("qwen3_training", "", "renders earlier turns differently"),  # it writes that the model thought nothing
+        ("qwen3_instruct_2507", "", ""),
+        ("phi3", "", "leaves out the answer of a tool"),
+        ("gemma", "", "roles must alternate"),
+        ("deepseekv3", "", "renders earlier turns differently"),
+    ],
+)
+async def test_the_templates_of_models_extend_what_was_sampled_or_are_refused(
+    name: str, thought: str, says: str
+) -> None:
+    said = f"{thought}{CALL}"
+    work = talk(said, "5", template=shipped_template(name))
+    if says:
+        with pytest.raises(PromptError, match=says):
+            await work
+        return
+    _, engine = await work
+    assert engine.read[1].startswith(f"{engine.read[0]}{said}<e>")
+    assert re.search(r"\b5\b", engine.read[1].removeprefix(f"{engine.read[0]}{said}<e>"))
+
+
+async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured_with() -> None:
+    engine = Talking(says=[CALL, "5"], tokenizer=chat_tokenizer("{{ tone }}" + TEMPLATE))
+    await played(tool_loop([add]), engine, group_size=1, prompts=CHAT, chat_template={"tone": "kind"})
+    assert all(text.startswith("kind<s>user") for text in engine.read)
+
+
+async def test_a_prompt_that_ends_with_words_of_the_assistant_is_refused() -> None:
+    messages = [*CHAT[0]["prompt"], {"role": "assistant", "content": "It is"}]
+    with pytest.raises(PromptError, match="end the prompt with a message of the user"):
+        await played(tool_loop([add]), Talking(), group_size=1, prompts=[{"prompt": messages}])
 
 
 async def test_a_prompt_without_messages_is_refused() -> None:

@@ -37,6 +37,6 @@ def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None,
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    done = prepare(Path(arguments[0]), *map(int, arguments[1:2]), *map(float, arguments[2:3]), *arguments[3:])
-    print(f"{arguments[0]}: {'made' if done else 'it was ready'}", flush=True)
+    folder, seed, target, kind = [*sys.argv[1:], *("0", "", "sums")[len(sys.argv) - 2 :]]
+    done = prepare(Path(folder), int(seed), float(target) if target else None, kind)
+    print(f"{folder}: {'made' if done else 'it was ready'}", flush=True)

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
+from replay_client.settings import recipe_of
 from replay_trainer.metrics import read_metrics, summary
 
 PANELS = {
@@ -139,12 +140,18 @@ REPLACING_POOL = """sampler = "prioritized"
 max_size = 512
 max_times_sampled = 4
 max_staleness = 20"""
-SHARING_POOL = """sampler = { type = "prioritized", exponent = 0.6 }
-max_size = 256"""
-KEEP_RIGHT_ANSWERS = """objective = "bypass_reinforce"
-clip_min = 1.0
-clip_max = 1.0
-off_policy_mask_threshold = 0.1"""
+RECIPE = recipe_of("replay")
+
+
+def as_toml(settings: Mapping[str, Any]) -> str:
+    """Settings of a recipe as the lines of a file; one that has several parts is a table in its line."""
+
+    def value(setting: Any) -> str:
+        if not isinstance(setting, Mapping):
+            return json.dumps(setting)
+        return f"{{ {', '.join(f'{name} = {value(part)}' for name, part in setting.items())} }}"
+
+    return "\n".join(f"{name} = {value(setting)}" for name, setting in settings.items())
 
 
 @dataclass(frozen=True)
@@ -192,13 +199,13 @@ class Variant:
 DEMO = Variant()
 WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
 SHARING = Variant(
-    groups=8,
-    fresh=4,
-    replay="replay_share = 0.5",
-    correction=KEEP_RIGHT_ANSWERS,
-    pool=SHARING_POOL,
+    groups=RECIPE.trainer["groups_per_step"],
+    fresh=RECIPE.server["admission"]["groups_per_step"],
+    replay=as_toml({"replay_share": RECIPE.trainer["replay_share"]}),
+    correction=as_toml(RECIPE.trainer["correction"]),
+    pool=as_toml({name: RECIPE.server["tables"]["replay"][name] for name in ("sampler", "max_size")}),
     learning_rate=1e-4,
-    priority="learnability",
+    priority=RECIPE.generator["priority"],
     task="steps",
     max_tokens=9,
 )
