@@ -41,7 +41,7 @@ GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo test test-long docker-test crash-test fuzz soak bench bench-trainer bench-learning lint format count protos docs constraints \
+.PHONY: demo test test-long docker-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
   setup setup-dev setup-real clean
 
 demo: setup
@@ -82,6 +82,16 @@ bench-trainer: setup-dev
 bench-learning: setup-dev
 	$(BIN)/python -m benchmarks.learning.run $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
+
+# Adds the runs in runs/ to the published ones, and renews the tables of the pages from them.
+learning-page: setup-dev
+	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json runs/learning/runs.jsonl \
+	  --json benchmarks/results/learning.json > /dev/null
+	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning_real.json runs/real/real.jsonl \
+	  --json benchmarks/results/learning_real.json > /dev/null
+	test ! -f runs/real/steps.jsonl || $(BIN)/python -m benchmarks.learning.real.look runs/real/steps.jsonl \
+	  --json benchmarks/results/learning_real_steps.json > /dev/null
+	$(BIN)/python -m benchmarks.learning.page docs/learning.md docs/history/learning.md
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev

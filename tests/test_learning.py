@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning import loop, model, report, run, statistics
+from benchmarks.learning import loop, model, page, report, statistics
 from benchmarks.learning.arms import ARMS
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import TASKS, Task, make_problems
@@ -176,9 +176,31 @@ def test_two_runs_of_one_arm_and_seed_are_not_compared_as_one():
         report.table([record([0.0, 0.1]), record([0.0, 0.2])])
 
 
-def test_the_published_table_has_the_arms_seeds_and_solve_rates_of_its_records():
-    records = run.read_records(ROOT / "benchmarks/results/learning.json")
-    published = [line.split(" | ")[:4] for line in (ROOT / "docs/learning.md").read_text().splitlines()]
-    rows = [row.split(" | ")[:4] for row in report.table(records)]
-    assert len(rows) > 10
-    assert [row for row in rows if row not in published] == []
+@pytest.mark.parametrize(("name", "tables"), [("docs/learning.md", 1), ("docs/history/learning.md", 7)])
+def test_the_published_tables_are_those_of_the_published_records(name, tables):
+    published = (ROOT / name).read_text()
+    assert published.count("<!-- table: ") == tables
+    assert page.renewed(published, ROOT) == published
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("text\n", "text\n"),
+        (
+            "<!-- table: pairs none.json a:b -->\n\n| old |\n| row |\n\nafter\n",
+            "<!-- table: pairs none.json a:b -->\n\n{}\n\nafter\n",
+        ),
+        ("<!-- table: pairs none.json -->\nafter\n", "<!-- table: pairs none.json -->\n\n{}\n\nafter\n"),
+    ],
+    ids=["no table", "in the place of an old one", "a first one"],
+)
+def test_a_page_gets_the_tables_that_its_comments_name(text, expected, tmp_path):
+    once = page.renewed(text, tmp_path)
+    assert once == expected.format("\n".join(report.pair_table([], [])))
+    assert page.renewed(once, tmp_path) == once
+
+
+def test_a_table_of_an_unknown_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not of 'curve'"):
+        page.renewed("<!-- table: curve none.json -->", tmp_path)

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.learning import statistics as s
 from benchmarks.learning.loop import IN_PROCESS
-from benchmarks.learning.run import read_records
+from benchmarks.learning.run import identity, read_records
 
 GENERATED_ONLY = (1.0, 0.0, 0.0, 0.0, 0.0)
 COSTS = {"3:1": (3.0, 1.0, 0.0, 0.0, 0.0), "10:1": (10.0, 1.0, 0.0, 0.0, 0.0)}
@@ -195,7 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where the raw results go, without what differs between machines")
     arguments = parser.parse_args()
-    records = [record for path in arguments.records for record in read_records(path)]
+    every = [record for path in arguments.records for record in read_records(path)]
+    # A run that two files have is one run.
+    records = list({(identity(record), record["engine"]): record for record in every}.values())
     print("\n".join(table(records)))
     if any("variety" in record for record in records):
         print("\n" + "\n".join(variety_table(records)))

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.learning.report import rounded
+
 COLUMNS = {
     "reward": "fresh reward",
     "pass_at_8": "groups with a right answer",
@@ -53,23 +55,27 @@ def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
 
 
 def _finished(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps without those of runs that were cut off and began again."""
+    """The steps without those of runs that were cut off, whether they began again or not."""
     runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for step in steps:
         run = tuple(step[name] for name in ("task", "regime", "arm", "seed", "learning_rate", "budget"))
         if step["step"] == 1:
             runs[run] = []
         runs[run].append(step)
-    return [step for run in runs.values() for step in run]
+    return [step for run in runs.values() for step in run if run[-1]["generated"] >= run[-1]["budget"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", type=Path)
     parser.add_argument("--parts", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the steps go, of whole runs alone")
     arguments = parser.parse_args()
     steps = [json.loads(line) for line in arguments.steps.read_text().splitlines()]
     print("\n".join(look(steps, arguments.parts)))
+    if arguments.json is not None:
+        whole = [rounded(step) for step in _finished(steps)]
+        arguments.json.write_text("[\n" + ",\n".join(map(json.dumps, whole)) + "\n]\n")
 
 
 if __name__ == "__main__":
