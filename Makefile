@@ -49,12 +49,12 @@ demo: setup
 
 test: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
-	$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS)
+	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/reliability.md.
 test-long: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
-	$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS)
+	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev

@@ -25,7 +25,7 @@ Two means of the sum are known without a look, of C groups at a time, a queue of
 The server does not know u, and need not: while the queue is not full, u = waiting / drawn.
 
 [admission] grants a permit while accepted + running <= (max_staleness + version + 1) * B. When the next version is set,
-version + 1 batches of B are drawn, so under_way + waiting <= max_staleness * B. So its max_staleness is a bound, too.
+version + 1 batches of B are drawn, so under_way + waiting <= max_staleness * B. So it bounds the sum, too.
 
 What is drawn ahead (`prefetch`) waits in the trainer. It grows older there by at most as many versions as there are
 batches drawn ahead. Nothing here counts that.
