@@ -46,7 +46,7 @@ RUN = """
                     client.sample("nope")
                 except ReplayError:
                     pass
-    StepSpans().on_step(None, StepReport({"step": 1, "time/step": 0.5, "train/loss": 0.25}, samples, []))
+    StepSpans().on_step(None, StepReport({"step": 1, "time/step": 0.5, "train/loss": 0.25}, samples, [], {}))
     print(json.dumps([json.loads(span.to_json()) for span in exporter.get_finished_spans()]))
 """
 
