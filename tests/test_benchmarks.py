@@ -97,7 +97,7 @@ def test_a_dict_of_arrays_comes_back_as_it_was():
     assert 1 / both == pytest.approx(1 / put + 1 / get)
 
 
-@pytest.mark.parametrize("durability", ["always", CHECKPOINT])
+@pytest.mark.parametrize("durability", ["always", pytest.param(CHECKPOINT, marks=pytest.mark.long)])
 def test_a_restart_is_timed_only_if_all_items_are_there_after_it(durability):
     side = Side("ours", (Table("kept", "fifo", "fifo", 64),), durability=durability)
     restart = Measurement((Figure("restart", "items/s", rate),), Task("restart", "kept", 400, items=64), rounds=1)

@@ -89,6 +89,7 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
         assert {item.key for item in client.list_items("pool", limit=2000).items} >= set(kept[40:])
 
 
+@pytest.mark.long
 def test_a_durable_server_holds_more_than_its_memory_and_answers_that_nobody_reads_do_not_fill_it(tmp_path):
     """Payloads lie in the file, and its cache in memory can be freed."""
     with served_in(200 * MB, tmp_path, f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}') as client:

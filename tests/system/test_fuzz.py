@@ -83,7 +83,10 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
                 continue
             if field.is_repeated:
                 chosen = draw(st.lists(values(field), max_size=4))
-                getattr(message, field.name).extend(chosen)
+                if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                    getattr(message, field.name).update({entry.key: entry.value for entry in chosen})
+                else:
+                    getattr(message, field.name).extend(chosen)
             elif field.message_type is not None:
                 getattr(message, field.name).CopyFrom(draw(values(field)))
             else:

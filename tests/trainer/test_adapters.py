@@ -198,6 +198,7 @@ def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: 
         trainer_of(smaller, client, tmp_path / "run", resume=True).train()
 
 
+@pytest.mark.long
 def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path: Path) -> None:
     base = make_model_with_tokenizer(tmp_path / "base")
     (tmp_path / "new.toml").write_text("groups_per_step = 2\nmax_steps = 2\nreport_to = []\n[lora]\nr = 3\n")
@@ -227,11 +228,17 @@ def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("lora = 16", "lora is a section of the file: [lora], with r = 16 below it, not lora = 16"),
+        pytest.param(
+            "lora = 16",
+            "lora is a section of the file: [lora], with r = 16 below it, not lora = 16",
+            marks=pytest.mark.long,
+        ),
         ("[lora]\nlora_alfa = 4", "[lora]: there is no 'lora_alfa'; did you mean 'lora_alpha'?"),
-        ('[lora]\nadapter = "a"\nr = 4', "leave out the others"),
-        ('[lora]\nadapter = "nowhere"', "the folder nowhere holds no adapter_config.json"),
-        ('[lora]\ntarget_modules = ["no_such"]', "no_such"),
+        pytest.param('[lora]\nadapter = "a"\nr = 4', "leave out the others", marks=pytest.mark.long),
+        pytest.param(
+            '[lora]\nadapter = "nowhere"', "the folder nowhere holds no adapter_config.json", marks=pytest.mark.long
+        ),
+        pytest.param('[lora]\ntarget_modules = ["no_such"]', "no_such", marks=pytest.mark.long),
     ],
     ids=[
         "no section",

@@ -118,7 +118,12 @@ def test_weights_that_compute_nan_are_not_blamed_on_the_groups(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("effect", "fsdp"), [pytest.param("nan", False, marks=pytest.mark.long), ("memory", False), ("nan", True)]
+    ("effect", "fsdp"),
+    [
+        pytest.param("nan", False, marks=pytest.mark.long),
+        pytest.param("memory", False, marks=pytest.mark.long),
+        ("nan", True),
+    ],
 )
 def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str, fsdp: bool) -> None:
     options = {

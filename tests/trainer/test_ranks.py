@@ -49,11 +49,23 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     [
         pytest.param({"loss_type": "dapo"}, marks=pytest.mark.long),
         {"loss_type": "grpo", "num_iterations": 2, "fsdp": True, "beta": 0.1, "tied": True},
-        {"loss_type": "bnpo", "scale_rewards": "batch", "correction": {"level": "sequence", "batch_normalize": True}},
-        {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},
+        pytest.param(
+            {
+                "loss_type": "bnpo",
+                "scale_rewards": "batch",
+                "correction": {"level": "sequence", "batch_normalize": True},
+            },
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"loss_type": "dr_grpo", "max_completion_length": 8, "fsdp": True, "gradient_checkpointing": True},
+            marks=pytest.mark.long,
+        ),
         {"loss_type": "gspo", "fsdp": True, "beta": 0.1, "pieces": True, "max_tokens_per_micro_batch": 6},
         # The first of two ranks is left without any group.
-        {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"},
+        pytest.param(
+            {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"}, marks=pytest.mark.long
+        ),
         {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],
     ids=[

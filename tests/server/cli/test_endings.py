@@ -206,7 +206,11 @@ def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path
 
 
 @pytest.mark.parametrize(
-    "command", ["train --output-dir out", "generate --engine transformers --prompts p --reward exact_match"]
+    "command",
+    [
+        pytest.param("train --output-dir out", marks=pytest.mark.long),
+        "generate --engine transformers --prompts p --reward exact_match",
+    ],
 )
 def test_a_model_that_is_not_there_is_named_in_one_line(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
@@ -216,6 +220,7 @@ def test_a_model_that_is_not_there_is_named_in_one_line(tmp_path, monkeypatch, c
     assert fails(*command.split(), "--model", "no-such-model").startswith(words)
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
     save_model(tmp_path / "model")

@@ -232,7 +232,7 @@ def write_rows(path, rows) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema=parquet.read_schema(path)), path)
 
 
-@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
+@pytest.mark.parametrize("name", [pytest.param("replay.jsonl", marks=pytest.mark.long), "replay.parquet"])
 def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_any_order(
     replay, client, tmp_path, name
 ):

@@ -45,6 +45,7 @@ def reports_of(folder: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- between ranks
 
 
+@pytest.mark.long
 def test_groups_that_span_two_ranks_are_stored_and_replaced_as_a_whole(tmp_path, server):
     settings = {"per_device_train_batch_size": 6, "max_steps": 12, "replay": server.address}
     # 12 rows a step: the second of three groups has rows on both.
