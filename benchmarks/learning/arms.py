@@ -41,7 +41,7 @@ class Arm:
     num_iterations: int = 1
     """Updates on the groups of a step, as GRPOConfig.num_iterations."""
     stored: Literal["whole", "right", "distinct"] = "whole"
-    """What a step trains on of a stored group: all of it, or its right answers. distinct: the pool holds no groups but
+    """Which answers of a stored group a step trains on: all, or the right ones. distinct: the pool holds no groups but
     right answers, each text of a prompt once, and gives all of them with the same probability (Re:Max)."""
     correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(clip_max=2.0))
     loss: LossConfig = LOSS

@@ -36,7 +36,7 @@ class Policy(Protocol):
     """Number of its prompts."""
     packing: bool
     bf16: bool
-    """Whether a pass computes in bfloat16."""
+    """Whether the trainer computes its passes in bfloat16."""
     max_tokens_per_micro_batch: int | None
     """None: a step is one micro-batch."""
 
@@ -60,7 +60,7 @@ class Steps:
         self.facts: dict[str, list[float]] = {}
         """By name, the values of all steps that have one."""
         self.last: dict[str, float] = {}
-        """Those of the last step."""
+        """The facts of the last step."""
         self._past: deque[dict[str, Any]] = deque()
 
     def step(self) -> None:

@@ -308,7 +308,7 @@ def _said(info: ServerInfo, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _recipe(info: ServerInfo) -> Iterator[Finding]:
-    """Who runs by the recipe of the others, and who does not."""
+    """Names the parts of the run that use the recipe, and those whose settings differ from it."""
     parts: list[tuple[str, object, tuple[str, dict[str, Any]] | None]] = [("the server", info.recipe, None)]
     for part in _PARTS:
         parts += [(f"{part} {name}", said.get("recipe"), (part, said)) for name, said in _said(info, part)]

@@ -110,7 +110,7 @@ class PretrainedPolicy:
 
 
 def sampled_variety(groups: Iterable[RolloutGroup]) -> Variety:
-    """Of groups of eight: how many have a right answer, different right texts, and the entropy of these, as sampled."""
+    """Counts groups with a right answer and their different right texts, and estimates the entropy of these texts."""
     passed, distinct, entropy = [], [], []
     for group in groups:
         texts = [tuple(ids.tolist()) for ids, reward in zip(group.completions(), group.rewards, strict=True) if reward]
@@ -171,7 +171,7 @@ def run(arm: Arm, settings: Settings, folder: Path, between: Callable[[], None] 
 
 
 def _start(policy: PretrainedPolicy, path: Path) -> tuple[float, Variety]:
-    """What the pretrained model does on the held-out problems: computed once, for all arms and seeds."""
+    """Scores the pretrained model on the held-out problems, once for all arms and seeds."""
     if not path.exists():
         rate, variety = policy.evaluate()
         path.write_text(json.dumps([rate, asdict(variety)]))

@@ -24,11 +24,11 @@ class TurnSpan:
     """Tokens `start` to `stop` of a sequence; 0 is its first token after the prompt that all sequences share."""
 
     role: str | None
-    """Who wrote it, in the words of the generator, such as "assistant" or "tool". None: nobody said."""
+    """Who wrote the turn, as the generator named them: "assistant", "tool" or another. None: the group has no roles."""
     start: int
     stop: int
     trained: int
-    """How many of its tokens are trained on."""
+    """Tokens of the turn that the trainer trains on."""
 
     def document(self) -> dict[str, Any]:
         return {"role": self.role, "start": self.start, "stop": self.stop, "trained": self.trained}

@@ -167,8 +167,6 @@ class RolloutGenerator:
             self._spawn(self._policy.follow())
         self._spawn(self._server.watch())
         await self._start_groups()
-        while self._groups:
-            await asyncio.wait(self._groups)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose failure ends the run."""
@@ -207,7 +205,7 @@ class RolloutGenerator:
         stats["servers_away"] = getattr(self._engine, "servers_away", 0)
 
     async def _start_groups(self) -> None:
-        """Start a group for each prompt in turn, when there is room for it and a permit."""
+        """Start a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
         admission = await self._server.begin()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
@@ -228,7 +226,7 @@ class RolloutGenerator:
             task.add_done_callback(lambda _: self._slots.release())
 
     async def _next(self) -> _Work | None:
-        """The next group to start: one that was given up, or that of the next prompt. None: no more will come."""
+        """The next group to start: one that was given up, or that of the next prompt. None: all groups have ended."""
         while True:
             if self._again:
                 return self._again.popleft()
