@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from replay_protos.recipes import RECIPES
 from replay_trainer.correction import CorrectionConfig
 from replay_trainer.losses import LossConfig
 
@@ -57,8 +58,8 @@ WIDE = LossConfig(epsilon=0.2, epsilon_high=1.0)
 BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
-OPSM = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0, off_policy_mask_threshold=0.1)
-"""Weight 1 and no clip: a right answer counts in full, however old it is. A completion with A < 0 leaves the loss once
+OPSM = CorrectionConfig(**RECIPES["replay"].trainer["correction"])
+"""The correction of the recipe. Weight 1 and no clip: a right answer counts in full, however old it is. A completion with A < 0 leaves the loss once
 its tokens are 0.1 nats less likely, on average, than when they were sampled (off-policy sequence mask, 2512.02556)."""
 FOR_EVER: dict[str, object] = {"correction": OPSM, "half_life": None, "max_staleness": None}
 """Options of a pool whose groups do not age: what is right stays right."""
