@@ -59,9 +59,9 @@ BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
 OPSM = CorrectionConfig(**RECIPES["replay"].trainer["correction"])
-"""The correction of the recipe. Every token has weight 1, and no ratio is clipped: a right answer counts in full, at any
-age. A completion with A < 0 leaves the loss once its tokens are 0.1 nats less likely, on average, than when they
-were sampled (off-policy sequence mask, arXiv 2512.02556)."""
+"""The correction of the recipe. Every token has weight 1, and no ratio is clipped: a right answer counts in full,
+however old. A completion with A < 0 leaves the loss once its tokens are 0.1 nats less likely, on average, than when
+they were sampled (off-policy sequence mask, arXiv 2512.02556)."""
 FOR_EVER: dict[str, object] = {"correction": OPSM, "half_life": None, "max_staleness": None}
 """Options of a pool whose groups do not age: what is right stays right."""
 
